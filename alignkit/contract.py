@@ -1,0 +1,31 @@
+"""The constants of the numerics contract. `docs/contract.md` says what they mean.
+
+Two logprobs may be compared bit for bit only if they carry the same contract id.
+"""
+from __future__ import annotations
+
+VERSION = 1
+VOCAB_TILE = 128
+"""Width, in global vocabulary ids, of one leaf of the log-softmax."""
+K_LEAVES = 8
+"""Most leaves of a row-parallel product; `k_leaves` gives the number for a given k."""
+K_STEP = 16
+"""A leaf of a row-parallel product is a multiple of this many k."""
+KV_BLOCK = 32
+"""Keys and values are visited in blocks of this many positions, from position 0."""
+SUM_LANES = 16
+"""Lanes of the sum of squares in rms_norm."""
+
+
+def k_leaves(k: int) -> int:
+    """Number of leaves of a row-parallel product over `k` (the global k): the largest power of two
+    up to `K_LEAVES` that cuts k into equal multiples of `K_STEP`; 1 if there is none."""
+    leaves = K_LEAVES
+    while leaves > 1 and k % (leaves * K_STEP):
+        leaves //= 2
+    return leaves
+
+
+def contract_id(family: str = "cpu") -> str:
+    """Identity of the contract on a device family, e.g. ``alignkit-1/cpu/v128/k8/kv32``."""
+    return f"alignkit-{VERSION}/{family}/v{VOCAB_TILE}/k{K_LEAVES}/kv{KV_BLOCK}"

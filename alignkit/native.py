@@ -1,0 +1,156 @@
+"""Loads the C++ kernels of csrc/cpu through ctypes and wraps each in a call on torch tensors.
+
+The library has a plain C interface, so one build serves every torch and Python version. Wrappers take
+CPU tensors whose shapes the ops have already checked; they hold no rules of their own.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pathlib
+
+import torch
+
+from .errors import BackendError
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernel library. Raises BackendError where the package was installed without it."""
+    found = sorted(pathlib.Path(__file__).parent.glob("_cpu*.so"))
+    if not found:
+        raise BackendError("alignkit's CPU kernels were not built: install alignkit where a C++17 compiler is "
+                           "found, or choose ALIGNKIT_BACKEND=reference (same bits, very slow)")
+    lib = ctypes.CDLL(str(found[0]))
+    lib.alignkit_isa.restype = ctypes.c_char_p
+    wanted = os.environ.get("ALIGNKIT_CPU_ISA", "")
+    if lib.alignkit_isa(wanted.encode()) is None:
+        raise BackendError(f"ALIGNKIT_CPU_ISA={wanted!r}: this machine has no such instruction set")
+    return lib
+
+
+def available() -> bool:
+    """Whether the kernels are built."""
+    try:
+        library()
+    except BackendError:
+        return False
+    return True
+
+
+def isa(name: str = "") -> str:
+    """Choose the instruction set (`avx512`, `avx2`, `generic`; "" for the best) and return its name.
+    All give the same bits."""
+    chosen = library().alignkit_isa(name.encode())
+    if chosen is None:
+        raise BackendError(f"isa: this machine has no {name!r}")
+    return chosen.decode()
+
+
+def _ptr(t: torch.Tensor | None):
+    return ctypes.c_void_p(None if t is None else t.data_ptr())
+
+
+def _long(v: int):
+    return ctypes.c_int64(v)
+
+
+def _threads():
+    return ctypes.c_int(torch.get_num_threads())
+
+
+def gemm(a: torch.Tensor, b: torch.Tensor, leaves: int, out: torch.Tensor, accumulate: bool) -> None:
+    m, k = a.shape
+    n = b.shape[0]
+    library().alignkit_gemm(_long(m), _long(n), _long(k), _long(leaves),
+                            _ptr(a), DTYPES[a.dtype], _long(a.stride(0)), _long(a.stride(1)),
+                            _ptr(b), DTYPES[b.dtype], _long(b.stride(0)), _long(b.stride(1)),
+                            _ptr(out), _long(out.stride(0)), int(accumulate), _threads())
+
+
+def tile_stats(z, tile, m, q, u) -> None:
+    library().alignkit_tile_stats(_long(z.shape[0]), _long(z.shape[1]), _long(tile), _ptr(z), _long(z.stride(0)),
+                                  _ptr(m), _ptr(q), _ptr(u), _long(m.shape[1]), _threads())
+
+
+def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
+    library().alignkit_logits_grad(_long(z.shape[0]), _long(z.shape[1]), _ptr(z), _long(z.stride(0)), _ptr(lse),
+                                   _ptr(entropy), _ptr(g_logp), _ptr(g_entropy), _ptr(column), _threads())
+
+
+def rms_norm(x, weight, eps, y, rstd) -> None:
+    library().alignkit_rms_norm(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(x), _long(x.stride(0)),
+                                _ptr(weight), ctypes.c_float(eps), _ptr(y), _ptr(rstd), _threads())
+
+
+def rms_norm_grad(dy, x, weight, rstd, dx, dw) -> None:
+    library().alignkit_rms_norm_grad(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(dy), _ptr(x),
+                                     _ptr(weight), _ptr(rstd), _ptr(dx), _ptr(dw), _threads())
+
+
+def rope(x, positions, table, inverse, y) -> None:
+    t, h, d = x.shape
+    library().alignkit_rope(_long(t), _long(h), _long(d), DTYPES[x.dtype], int(inverse), _ptr(x), _long(x.stride(0)),
+                            _long(x.stride(1)), _ptr(positions), _ptr(table), _ptr(y), _threads())
+
+
+def rope_table(positions: int, dim: int, base: float, table) -> None:
+    library().alignkit_rope_table(_long(positions), _long(dim), ctypes.c_double(base), _ptr(table))
+
+
+def silu_mul(gate, up, y) -> None:
+    library().alignkit_silu_mul(_long(gate.shape[0]), _long(gate.shape[1]), DTYPES[gate.dtype], _ptr(gate),
+                                _long(gate.stride(0)), _ptr(up), _long(up.stride(0)), _ptr(y), _threads())
+
+
+def silu_mul_grad(gate, up, dy, dgate, dup) -> None:
+    library().alignkit_silu_mul_grad(_long(gate.shape[0]), _long(gate.shape[1]), DTYPES[gate.dtype], _ptr(gate),
+                                     _long(gate.stride(0)), _ptr(up), _long(up.stride(0)), _ptr(dy), _ptr(dgate),
+                                     _ptr(dup), _threads())
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = ([("dtype", ctypes.c_int), ("threads", ctypes.c_int)]
+                + [(n, ctypes.c_int64) for n in ("heads_q", "heads_kv", "dim", "seqs")]
+                + [("scale", ctypes.c_float)]
+                + [(n, ctypes.c_void_p) for n in ("q", "k", "v")]
+                + [(n, ctypes.c_int64) for n in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")]
+                + [(n, ctypes.c_void_p) for n in ("q_start", "kv_start", "kv_rows")])
+
+
+def _attention(q, k, v, q_start, kv_start, kv_rows, scale) -> _Attention:
+    return _Attention(DTYPES[q.dtype], torch.get_num_threads(), q.shape[1], k.shape[1], q.shape[2],
+                      q_start.numel() - 1, scale, q.data_ptr(), k.data_ptr(), v.data_ptr(),
+                      q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                      q_start.data_ptr(), kv_start.data_ptr(), None if kv_rows is None else kv_rows.data_ptr())
+
+
+def attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l) -> None:
+    args = _attention(q, k, v, q_start, kv_start, kv_rows, scale)
+    library().alignkit_attention(ctypes.byref(args), _ptr(out), _ptr(m), _ptr(l))
+
+
+def attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv) -> None:
+    args = _attention(q, k, v, starts, starts, None, scale)
+    library().alignkit_attention_grad(ctypes.byref(args), _ptr(out), _ptr(m), _ptr(l), _ptr(d_out), _ptr(dq), _ptr(dk),
+                                      _ptr(dv))
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    library().alignkit_exp(_long(x.numel()), _ptr(x), _ptr(y))
+    return y
+
+
+def lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(m.shape, dtype=torch.float64)
+    library().alignkit_lse(_long(m.numel()), _ptr(m), _ptr(s), _ptr(out))
+    return out
+
+
+def soft_cap(z: torch.Tensor, cap: float) -> None:
+    library().alignkit_soft_cap(_long(z.numel()), ctypes.c_float(cap), _ptr(z), _threads())

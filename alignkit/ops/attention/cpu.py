@@ -1,0 +1,18 @@
+"""C++: tiles of queries against blocks of keys."""
+from __future__ import annotations
+
+import torch
+
+from ... import native
+
+
+def forward(q, k, v, q_start, kv_start, kv_rows, scale):
+    out, m, l = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
+    native.attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l)
+    return out, m, l
+
+
+def backward(q, k, v, starts, out, m, l, d_out, scale):
+    dq, dk, dv = (torch.zeros(t.shape) for t in (q, k, v))
+    native.attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,70 @@
+"""Attention one query at a time: blocks of keys ascending, the running maximum and sum rescaled once a block."""
+from __future__ import annotations
+
+import torch
+
+from ...contract import KV_BLOCK
+from .._common import exp, fma, tree
+
+
+def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """acc [..., N] continued by a[..., k] * b[..., k, N] over ascending k."""
+    for k in range(a.shape[-1]):
+        acc = fma(a[..., k, None].expand_as(acc), b[..., k, :].expand_as(acc), acc)
+    return acc
+
+
+def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float):
+    """q [Hq, D] over its keys k, v [n, Hq, D]; returns fp32 out [Hq, D], m [Hq], l [Hq]."""
+    heads, dim = q.shape
+    m, l = torch.full((heads,), float("-inf")), torch.zeros(heads)
+    acc = torch.zeros(heads, dim)
+    scale = torch.tensor(scale, dtype=torch.float32)
+    for b in range(0, k.shape[0], KV_BLOCK):
+        kb, vb = k[b:b + KV_BLOCK].float(), v[b:b + KV_BLOCK].float()
+        s = _chain(q.float(), kb.permute(1, 2, 0), torch.zeros(heads, kb.shape[0])) * scale
+        top = torch.maximum(m, s.amax(1))
+        p, alpha = exp(s - top[:, None]), exp(m - top)
+        l = fma(l, alpha, tree(torch.nn.functional.pad(p, (0, KV_BLOCK - p.shape[1]))))
+        acc = _chain(p.to(q.dtype).float(), vb.transpose(0, 1), acc * alpha[:, None])
+        m = top
+    return acc / l[:, None], m, l
+
+
+def forward(q, k, v, q_start, kv_start, kv_rows, scale):
+    group = q.shape[1] // k.shape[1]
+    out, m, l = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
+    for s in range(q_start.numel() - 1):
+        rows = torch.arange(int(kv_start[s]), int(kv_start[s + 1]))
+        if kv_rows is not None:
+            rows = kv_rows[rows]
+        ks, vs = (t[rows].repeat_interleave(group, dim=1) for t in (k, v))
+        first, last = int(q_start[s]), int(q_start[s + 1])
+        for t in range(first, last):
+            n = rows.numel() - (last - 1 - t)
+            o, m[t], l[t] = _query(q[t], ks[:n], vs[:n], scale)
+            out[t] = o.to(q.dtype)
+    return out, m, l
+
+
+def backward(q, k, v, starts, out, m, l, d_out, scale):
+    """Softmax probabilities again from m and l, then the products of the chain rule, in fp32."""
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv = (torch.zeros(t.shape) for t in (q, k, v))
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist()):
+        n = last - first
+        causal = torch.ones(n, n).tril().bool()
+        for h in range(q.shape[1]):
+            i, hk = slice(first, last), h // group
+            qh, kh, vh, g = q[i, h].float(), k[i, hk].float(), v[i, hk].float(), d_out[i, h].float()
+
+            def product(a, b, acc):  # a . b continuing acc
+                return _chain(a, b.expand(a.shape[0], *b.shape), acc)
+            s = product(qh, kh.t(), torch.zeros(n, n)) * torch.tensor(scale, dtype=torch.float32)
+            p = torch.where(causal, exp(s - m[i, h, None]) / l[i, h, None], 0.0)
+            delta = _chain(g, out[i, h].float()[..., None], torch.zeros(n, 1))
+            ds = p * (product(g, vh.t(), torch.zeros(n, n)) - delta) * torch.tensor(scale, dtype=torch.float32)
+            dq[i, h] = product(ds, kh, torch.zeros_like(qh))
+            dk[i, hk] = product(ds.t(), qh, dk[i, hk])
+            dv[i, hk] = product(p.t(), g, dv[i, hk])
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

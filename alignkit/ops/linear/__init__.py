@@ -1,0 +1,141 @@
+"""Matrix products of the contract: a chain per output, or a k-tree for row-parallel layers.
+
+docs/contract.md, "Linear".
+"""
+from __future__ import annotations
+
+import torch
+
+from ... import backends
+from ...contract import k_leaves
+from ...tp import SINGLE, TP
+from .._common import check_weight, require
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 [M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain of fused multiply-adds over ascending k,
+    or `leaves` such chains joined by the balanced tree. With `out` (fp32, unit stride in the last dim, one leaf)
+    the chains continue from what `out` holds."""
+    if out is None:
+        out, accumulate = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device), False
+    else:
+        accumulate = True
+    if out.numel():
+        backends.select("linear", a.device).matmul(a, b, leaves, out, accumulate)
+    return out
+
+
+def _finish(y: torch.Tensor, bias, shape, out_dtype) -> torch.Tensor:
+    if bias is not None:
+        y += bias.float()
+    return y.to(out_dtype).reshape(*shape, y.shape[1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, tp, sequence_parallel, row_leaves, out_dtype):
+        gather = sequence_parallel and not row_leaves
+        full = torch.cat(tp.all_gather(x)) if gather else x
+        x2 = full.reshape(-1, full.shape[-1])
+        y = matmul(x2, weight, leaves=row_leaves or 1)
+        if row_leaves:
+            y = tp.tree_sum(y)
+        y = _finish(y, bias, full.shape[:-1], out_dtype)
+        ctx.save_for_backward(x2, weight)
+        ctx.args = (full.shape, bias is not None, tp, sequence_parallel, bool(row_leaves), x.dtype)
+        return tp.shard(y) if sequence_parallel and row_leaves else y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x2, weight = ctx.saved_tensors
+        shape, has_bias, tp, sequence_parallel, row, dtype = ctx.args
+        if sequence_parallel and row:
+            dy = torch.cat(tp.all_gather(dy))
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = matmul(dy, weight.t())
+            if not row:
+                dx = tp.tree_sum(dx)
+            dx = dx.to(dtype).reshape(shape)
+            if sequence_parallel and not row:
+                dx = tp.shard(dx)
+        if ctx.needs_input_grad[1]:
+            dw = matmul(dy.t(), x2.t()).to(weight.dtype)
+        if has_bias and ctx.needs_input_grad[2]:
+            db = row_sum(dy).to(weight.dtype)
+        return dx, dw, db, None, None, None, None
+
+
+def row_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 [N]: sum of x [M, N] over rows, a chain in row order; continues from `out` if given."""
+    ones = torch.ones(1, x.shape[0], dtype=torch.float32, device=x.device)
+    return matmul(ones, x.t(), out=None if out is None else out[None])[0]
+
+
+def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
+    check_weight(x, weight, bias)
+    require(out_dtype in (None, x.dtype, torch.float32),
+            f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32")
+    require(not sequence_parallel or x.ndim >= 2, "x: sequence_parallel needs a sequence dimension in front")
+    if row:
+        k = x.shape[-1] * tp.size
+        leaves = k_leaves(k)
+        require(leaves % tp.size == 0,
+                f"tp: {tp.size} ranks cannot share the {leaves} leaves that the contract cuts k = {k} into")
+        require(not sequence_parallel or x.shape[0] % tp.size == 0,
+                f"x: dim 0 ({x.shape[0]}) does not divide among {tp.size} sequence-parallel ranks")
+    meta = {"x": (tuple(x.shape), str(x.dtype)), "sequence_parallel": sequence_parallel, "bias": bias is not None}
+    return meta | ({"weight": tuple(weight.shape)} if row else {"weight": weight.shape[1]})
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tp: TP | None = None,
+           sequence_parallel: bool = False, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Column-parallel or replicated linear layer: ``y = x @ weight.T + bias``.
+
+    Args:
+        x: [..., K], fp32 or bf16. With `sequence_parallel`, this rank's slice [S / tp, ..., K] of dim 0.
+        weight: [N, K], x's type; the output features of this rank.
+        bias: [N] or None; added in fp32 before the one rounding.
+        tp: ranks that hold the other output features; in backward the gradient of x is summed over them in fp32.
+        sequence_parallel: gather x along dim 0 first; the gradient of x is scattered likewise.
+        out_dtype: x's type (default), or torch.float32 for an unrounded result.
+
+    Returns:
+        [..., N] of `out_dtype`. Differentiable in x, weight and bias.
+
+    Raises:
+        InputError: shapes, types or devices do not fit; on all ranks of `tp` together.
+    """
+    tp = tp or SINGLE
+    tp.check_same("linear", lambda: _check(x, weight, bias, tp, sequence_parallel, out_dtype, False))
+    return _Linear.apply(x, weight, bias, tp, sequence_parallel and tp.size > 1, 0, out_dtype or x.dtype)
+
+
+def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+                        tp: TP | None = None, sequence_parallel: bool = False,
+                        out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Row-parallel linear layer: ``y = sum over ranks of x @ weight.T, + bias`` with the bits of a single rank.
+
+    The global k is cut into `contract.k_leaves(k)` chains that are added by a balanced tree; a rank owns a subtree.
+
+    Args:
+        x: [..., K / tp], fp32 or bf16; this rank's slice of the input features.
+        weight: [N, K / tp], x's type.
+        bias: [N] or None, the same on every rank; added once, after the tree, in fp32.
+        tp: the ranks that share k; their number must divide the number of leaves.
+        sequence_parallel: return this rank's slice of dim 0 instead of the whole.
+        out_dtype: as for `linear`.
+
+    Returns:
+        [..., N]. Differentiable in x, weight and bias.
+
+    Raises:
+        InputError: shapes, types or devices do not fit; on all ranks of `tp` together.
+    """
+    tp = tp or SINGLE
+    tp.check_same("row_parallel_linear", lambda: _check(x, weight, bias, tp, sequence_parallel, out_dtype, True))
+    leaves = k_leaves(x.shape[-1] * tp.size) // tp.size
+    return _Linear.apply(x, weight, bias, tp, sequence_parallel and tp.size > 1, leaves, out_dtype or x.dtype)
+
+

@@ -1,0 +1,23 @@
+"""RMSNorm as the formula, with the contract's order of summation."""
+from __future__ import annotations
+
+import torch
+
+from .._common import fma, lane_sum
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    v = x.float()
+    mean = lane_sum(v, v) / x.shape[1]
+    rstd = 1.0 / (mean + eps).double().sqrt().float()  # torch's fp32 sqrt may be off by a bit
+    return (v * rstd[:, None] * weight.float()).to(x.dtype), rstd
+
+
+def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
+    g, v = dy.float() * weight.float(), x.float()
+    c = lane_sum(g, v) / x.shape[1] * rstd * rstd
+    dx = rstd[:, None] * fma(-c[:, None].expand_as(v), v, g)
+    dw = torch.zeros(x.shape[1])
+    for r in range(x.shape[0]):
+        dw = fma(dy[r].float(), v[r] * rstd[r], dw)
+    return dx.to(x.dtype), dw

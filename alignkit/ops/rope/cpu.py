@@ -1,0 +1,18 @@
+"""C++: a token at a time."""
+from __future__ import annotations
+
+import torch
+
+from ... import native
+
+
+def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
+    out = torch.empty(max_position, head_dim)
+    native.rope_table(max_position, head_dim, base, out)
+    return out
+
+
+def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype)
+    native.rope(x, positions, table, inverse, y)
+    return y

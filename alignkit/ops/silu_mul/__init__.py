@@ -1,0 +1,44 @@
+"""SwiGLU's activation. docs/contract.md, "SiLU times up"."""
+from __future__ import annotations
+
+import torch
+
+from ... import backends
+from .._common import check_like, check_tensor, require
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return backends.select("silu_mul", gate.device).forward(_rows(gate), _rows(up)).reshape(gate.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        grads = backends.select("silu_mul", dy.device).backward(_rows(gate), _rows(up), _rows(dy).contiguous())
+        return tuple(g.reshape(gate.shape) for g in grads)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up = gate / (1 + exp(-gate)) * up`` in fp32, one rounding.
+
+    Args:
+        gate, up: [..., F], fp32 or bf16, of one shape and type; views of a joint tensor are fine.
+
+    Returns:
+        [..., F] of their type. Differentiable in both.
+
+    Raises:
+        InputError: shapes, types or devices differ.
+    """
+    check_tensor("gate", gate)
+    check_tensor("up", up)
+    check_like("up", up, "gate", gate)
+    require(gate.shape == up.shape, f"up: shape {tuple(up.shape)} differs from gate's {tuple(gate.shape)}")
+    return _SiluMul.apply(gate, up)

@@ -1,0 +1,18 @@
+"""silu(gate) * up as the formula."""
+from __future__ import annotations
+
+import torch
+
+from .._common import exp, fma
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    g = gate.float()
+    return (g / (1.0 + exp(-g)) * up.float()).to(gate.dtype)
+
+
+def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
+    g, d = gate.float(), dy.float()
+    s = 1.0 / (1.0 + exp(-g))
+    slope = s * fma(g, 1.0 - s, torch.ones_like(g))
+    return (d * up.float() * slope).to(gate.dtype), (d * (g * s)).to(up.dtype)

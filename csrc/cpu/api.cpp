@@ -1,0 +1,101 @@
+// The C ABI that alignkit/native.py calls. No torch headers: one build serves every torch version.
+#include "prelude.h"
+#include <cstdlib>
+
+using namespace alignkit;
+
+static const Kernels* pick(const char* name) {
+    const Kernels* all[3] = {generic_kernels(), nullptr, nullptr};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all[1] = avx2_kernels();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl"))
+        all[2] = avx512_kernels();
+#endif
+    for (int i = 2; i >= 0; --i)
+        if (all[i] && (!name || !*name || !std::strcmp(name, all[i]->name))) return all[i];
+    return nullptr;
+}
+
+static const Kernels* current = pick(nullptr);
+
+extern "C" {
+
+// Choose the instruction set by name, "" for the best; returns its name, or null if this machine lacks it.
+const char* alignkit_isa(const char* name) {
+    const Kernels* k = pick(name);
+    if (k) current = k;
+    return k ? k->name : nullptr;
+}
+
+void alignkit_gemm(i64 m, i64 n, i64 k, i64 leaves, const void* a, int a_type, i64 a_row, i64 a_col, const void* b,
+                   int b_type, i64 b_row, i64 b_col, float* c, i64 ldc, int accumulate, int threads) {
+    current->gemm(m, n, k, leaves, {a, a_type, a_row, a_col}, {b, b_type, b_row, b_col}, c, ldc, accumulate, threads);
+}
+
+void alignkit_tile_stats(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
+                         i64 ld_out, int threads) {
+    current->tile_stats(rows, cols, tile, z, ldz, m, q, u, ld_out, threads);
+}
+
+void alignkit_logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
+                          const float* g_logp, const float* g_entropy, const i64* column, int threads) {
+    current->logits_grad(rows, cols, z, ldz, lse, entropy, g_logp, g_entropy, column, threads);
+}
+
+void alignkit_rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const void* w, float eps, void* y,
+                       float* rstd, int threads) {
+    current->rms_norm(rows, n, dtype, x, ldx, w, eps, y, rstd, threads);
+}
+
+void alignkit_rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const void* w,
+                            const float* rstd, void* dx, float* dw, int threads) {
+    current->rms_norm_grad(rows, n, dtype, dy, x, w, rstd, dx, dw, threads);
+}
+
+void alignkit_rope(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
+                   const i64* positions, const float* table, void* y, int threads) {
+    current->rope(tokens, heads, dim, dtype, inverse, x, row, head, positions, table, y, threads);
+}
+
+void alignkit_silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y,
+                       int threads) {
+    current->silu_mul(rows, n, dtype, g, ldg, u, ldu, y, threads);
+}
+
+void alignkit_silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu,
+                            const void* dy, void* dg, void* du, int threads) {
+    current->silu_mul_grad(rows, n, dtype, g, ldg, u, ldu, dy, dg, du, threads);
+}
+
+void alignkit_attention(const Attention* p, void* out, float* m, float* l) { current->attention(*p, out, m, l); }
+
+void alignkit_attention_grad(const Attention* p, const void* out, const float* m, const float* l, const void* d_out,
+                             float* dq, float* dk, float* dv) {
+    current->attention_grad(*p, out, m, l, d_out, dq, dk, dv);
+}
+
+void alignkit_exp(i64 n, const float* x, float* y) { current->exp(n, x, y); }
+
+// Functions of the C library in double, rounded once: one value at a time, so a value's place cannot matter.
+void alignkit_lse(i64 n, const float* m, const int64_t* s, double* lse) {
+    for (i64 i = 0; i < n; ++i) lse[i] = double(m[i]) + std::log(double(s[i]) * 0x1p-39);
+}
+
+void alignkit_soft_cap(i64 n, float cap, float* z, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 i = 0; i < n; ++i) z[i] = cap * float(std::tanh(double(z[i] / cap)));
+}
+
+void alignkit_rope_table(i64 positions, i64 dim, double base, float* table) {
+    i64 half = dim / 2;
+    for (i64 j = 0; j < half; ++j) {
+        double f = std::pow(base, -2.0 * double(j) / double(dim));
+        for (i64 t = 0; t < positions; ++t) {
+            table[t * dim + j] = float(std::cos(double(t) * f));
+            table[t * dim + half + j] = float(std::sin(double(t) * f));
+        }
+    }
+}
+}

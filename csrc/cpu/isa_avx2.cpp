@@ -1,0 +1,7 @@
+#include "prelude.h"
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma")
+#define ISA avx2
+#define VL 8
+#include "kernels.inl"
+#endif

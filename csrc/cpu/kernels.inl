@@ -1,0 +1,518 @@
+// The CPU kernels of the contract, compiled once per instruction set. Every result is a fixed sequence of IEEE
+// operations per output, so all variants give the same bits; only the number of outputs in flight differs.
+// Compiled with -ffp-contract=off: a multiply-add is fused where the source says fma and nowhere else.
+
+namespace alignkit {
+namespace ISA {
+
+// ---------------------------------------------------------------- scalars
+
+struct bf16 { uint16_t bits; };
+
+static inline float bits_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+static inline uint32_t float_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+static inline float load(const float* p) { return *p; }
+static inline float load(const bf16* p) { return bits_float(uint32_t(p->bits) << 16); }
+static inline void store(float* p, float v) { *p = v; }
+static inline void store(bf16* p, float v) {  // round to nearest, ties to even
+    uint32_t u = float_bits(v);
+    uint32_t r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    p->bits = uint16_t((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : r);
+}
+template <class T> static inline float round_to(float v) { T t; store(&t, v); return load(&t); }
+static inline float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+// exp(x): x = n ln2 + r with |r| <= ln2/2, a Taylor polynomial of degree 7 in r, times 2^n.
+// 0 below -87 (the smallest normal result) and inf above 88.
+static inline float exp1(float x) {
+    float c = x < -87.f ? -87.f : (x > 88.f ? 88.f : x);
+    float n = __builtin_rintf(c * 1.44269504f);
+    float r = fma1(n, -0.693359375f, c);
+    r = fma1(n, 2.12194440e-4f, r);
+    float p = 1.f / 5040;
+    p = fma1(p, r, 1.f / 720);
+    p = fma1(p, r, 1.f / 120);
+    p = fma1(p, r, 1.f / 24);
+    p = fma1(p, r, 1.f / 6);
+    p = fma1(p, r, 0.5f);
+    p = fma1(p, r, 1.f);
+    p = fma1(p, r, 1.f);
+    float y = p * bits_float(uint32_t(int32_t(n) + 127) << 23);
+    y = x < -87.f ? 0.f : y;
+    y = x > 88.f ? std::numeric_limits<float>::infinity() : y;
+    return x != x ? x : y;
+}
+
+// Engines may run with denormals flushed; the contract does not. One of these in every thread.
+struct DefaultRounding {
+#if defined(__x86_64__)
+    unsigned saved = _mm_getcsr();
+    DefaultRounding() { _mm_setcsr(0x1f80); }
+    ~DefaultRounding() { _mm_setcsr(saved); }
+#endif
+};
+
+// Work items over threads; f(item) for item in [0, n).
+template <class F> static void parallel(i64 n, int threads, F f) {
+#pragma omp parallel num_threads(int(std::min<i64>(threads, std::max<i64>(n, 1)))) if (threads > 1 && n > 1)
+    {
+        DefaultRounding guard;
+#pragma omp for schedule(dynamic)
+        for (i64 i = 0; i < n; ++i) f(i);
+    }
+}
+
+// The balanced tree of 16 lanes: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
+template <int N> static inline float tree(float* s) {
+    for (int h = N / 2; h > 0; h /= 2)
+        for (int i = 0; i < h; ++i) s[i] += s[i + h];
+    return s[0];
+}
+
+// ---------------------------------------------------------------- matrix product
+
+typedef float vf __attribute__((vector_size(VL * 4), aligned(4)));
+
+static inline vf fmav(vf a, vf b, vf c) {
+#if VL == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < VL; ++i) c[i] = fma1(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+constexpr int NR = 32;                       // columns of a panel
+constexpr int MR = VL == 16 ? 8 : 4;         // rows of a panel
+constexpr int NV = 2;                        // vectors of a row held in registers at once
+
+// c[MR][ldc] <- chain over k of a[k][MR] * b[k][NR], continuing from what c holds.
+static inline void micro(i64 k, const float* a, const float* b, float* c, i64 ldc) {
+    for (int j0 = 0; j0 < NR; j0 += NV * VL) {
+        vf acc[MR][NV];
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+            for (int j = 0; j < NV; ++j) std::memcpy(&acc[i][j], c + i * ldc + j0 + j * VL, sizeof(vf));
+        for (i64 p = 0; p < k; ++p) {
+            vf bv[NV];
+            for (int j = 0; j < NV; ++j) std::memcpy(&bv[j], b + p * NR + j0 + j * VL, sizeof(vf));
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; ++i) {
+                vf av = a[p * MR + i] - vf{};
+#pragma GCC unroll 2
+                for (int j = 0; j < NV; ++j) acc[i][j] = fmav(av, bv[j], acc[i][j]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+            for (int j = 0; j < NV; ++j) std::memcpy(c + i * ldc + j0 + j * VL, &acc[i][j], sizeof(vf));
+    }
+}
+
+// out[k][width] <- rows [i0, i0 + width) of x, fp32, rows past `rows` are zero.
+template <class T>
+static void pack(const Matrix& x, i64 i0, i64 rows, i64 k, int width, float* out) {
+    const T* d = static_cast<const T*>(x.data);
+    i64 have = std::min<i64>(width, rows - i0);
+    if (x.row == 1) {  // the panel is contiguous across rows
+        for (i64 p = 0; p < k; ++p) {
+            const T* s = d + i0 + p * x.col;
+            for (int i = 0; i < have; ++i) out[p * width + i] = load(s + i);
+            for (int i = int(have); i < width; ++i) out[p * width + i] = 0;
+        }
+        return;
+    }
+    constexpr i64 KB = 16;  // k in blocks, so that the scattered stores stay in cache
+    for (i64 p0 = 0; p0 < k; p0 += KB) {
+        i64 p1 = std::min(p0 + KB, k);
+        for (int i = 0; i < width; ++i) {
+            const T* s = d + (i0 + i) * x.row;
+            if (i < have)
+                for (i64 p = p0; p < p1; ++p) out[p * width + i] = load(s + p * x.col);
+            else
+                for (i64 p = p0; p < p1; ++p) out[p * width + i] = 0;
+        }
+    }
+}
+
+static void pack(const Matrix& x, i64 i0, i64 rows, i64 k, int width, float* out) {
+    if (x.dtype == F32) pack<float>(x, i0, rows, k, width, out);
+    else pack<bf16>(x, i0, rows, k, width, out);
+}
+
+// One block of MR x NR outputs: `leaves` chains of equal length, merged by the balanced tree.
+static void block(i64 k, i64 leaves, const float* a, const float* b, float c[MR][NR]) {
+    float level[8][MR][NR];
+    i64 step = k / leaves;
+    for (i64 leaf = 0; leaf < leaves; ++leaf) {
+        float(*top)[NR] = c;
+        float part[MR][NR];
+        if (leaves > 1) {
+            std::memset(part, 0, sizeof part);
+            top = part;
+        }
+        micro(step, a + leaf * step * MR, b + leaf * step * NR, &top[0][0], NR);
+        if (leaves == 1) return;
+        int d = 0;  // a carry in binary: a full pair at depth d becomes one sum at depth d + 1
+        for (i64 n = leaf; n & 1; n >>= 1, ++d)
+            for (int i = 0; i < MR; ++i)
+                for (int j = 0; j < NR; ++j) part[i][j] = level[d][i][j] + part[i][j];
+        std::memcpy(leaf + 1 == leaves ? &c[0][0] : &level[d][0][0], part, sizeof part);
+    }
+}
+
+// Rows [0, m) of a against columns of one panel of b.
+static void panel(i64 m, i64 n, i64 k, i64 leaves, const float* a, const Matrix& b, i64 j0, float* c, i64 ldc,
+                  int accumulate, std::vector<float>& buffer) {
+    buffer.resize(k * NR);
+    pack(b, j0, n, k, NR, buffer.data());
+    int cols = int(std::min<i64>(NR, n - j0));
+    for (i64 i0 = 0; i0 < m; i0 += MR) {
+        float out[MR][NR] = {};
+        int rows = int(std::min<i64>(MR, m - i0));
+        if (accumulate)
+            for (int i = 0; i < rows; ++i) std::memcpy(out[i], c + (i0 + i) * ldc + j0, cols * 4);
+        block(k, leaves, a + i0 * k, buffer.data(), out);
+        for (int i = 0; i < rows; ++i) std::memcpy(c + (i0 + i) * ldc + j0, out[i], cols * 4);
+    }
+}
+
+// c[m, n] = a[m, k] . b[n, k]^T, fp32.
+static void gemm(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, int threads) {
+    std::vector<float> packed((m + MR - 1) / MR * MR * k);
+    parallel((m + MR - 1) / MR, threads, [&](i64 i) { pack(a, i * MR, m, k, MR, packed.data() + i * MR * k); });
+    parallel((n + NR - 1) / NR, threads, [&](i64 j) {
+        thread_local std::vector<float> buffer;
+        panel(m, n, k, leaves, packed.data(), b, j * NR, c, ldc, accumulate, buffer);
+    });
+}
+
+// ---------------------------------------------------------------- log-softmax
+
+// Per row and tile of z: m = max, q = sum of rint(2^23 exp(z - m)), u = sum of rint(2^23 exp(z - m) (m - z)).
+// Adding 1 to a value in [0, 1] rounds it to a multiple of 2^-23 and leaves that multiple in the low bits.
+static inline int32_t fixed(float v) { return int32_t(float_bits(v + 1.f)) - 0x3f800000; }
+
+static void tile_stats(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
+                       i64 ld_out, int threads) {
+    i64 tiles = (cols + tile - 1) / tile;
+    parallel(rows, threads, [&](i64 r) {
+        for (i64 t = 0; t < tiles; ++t) {
+            const float* p = z + r * ldz + t * tile;
+            i64 n = std::min(tile, cols - t * tile);
+            float lanes[16];
+            int nans = 0;
+            for (int l = 0; l < 16; ++l) lanes[l] = -std::numeric_limits<float>::infinity();
+            i64 j = 0;
+            for (; j + 16 <= n; j += 16)
+                for (int l = 0; l < 16; ++l) {
+                    float v = p[j + l];
+                    lanes[l] = v > lanes[l] ? v : lanes[l];
+                    nans |= v != v;
+                }
+            for (; j < n; ++j) {
+                lanes[0] = p[j] > lanes[0] ? p[j] : lanes[0];
+                nans |= p[j] != p[j];
+            }
+            float top = lanes[0];
+            for (int l = 1; l < 16; ++l) top = lanes[l] > top ? lanes[l] : top;
+            if (nans) top = std::numeric_limits<float>::quiet_NaN();
+            int32_t sq = 0, su = 0;
+            if (top > -std::numeric_limits<float>::infinity() && top < std::numeric_limits<float>::infinity()) {
+                for (j = 0; j < n; ++j) sq += fixed(exp1(p[j] - top));
+                if (u)
+                    for (j = 0; j < n; ++j) {
+                        float e = exp1(p[j] - top);
+                        su += fixed(e > 0.f ? e * (top - p[j]) : 0.f);
+                    }
+            }
+            m[r * ld_out + t] = top;
+            q[r * ld_out + t] = sq;
+            if (u) u[r * ld_out + t] = su;
+        }
+    });
+}
+
+// z <- d(loss)/dz for logp of column[r] (-1: the target is elsewhere) and, if given, the entropy.
+static void logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
+                        const float* g_logp, const float* g_entropy, const i64* column, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        float* p = z + r * ldz;
+        float g = g_logp[r], a = lse[r];
+        if (g_entropy) {
+            float ge = g_entropy[r], h = entropy[r];
+            for (i64 j = 0; j < cols; ++j) {
+                float lp = p[j] - a, e = exp1(lp);
+                p[j] = e > 0.f ? -(g * e) - ge * (e * (lp + h)) : 0.f;
+            }
+        } else {
+            for (i64 j = 0; j < cols; ++j) p[j] = -(g * exp1(p[j] - a));
+        }
+        if (column[r] >= 0) p[column[r]] += g;
+    });
+}
+
+// ---------------------------------------------------------------- rms_norm
+
+template <class T>
+static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const T* w, float eps, T* y, float* rstd, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        const T* p = x + r * ldx;
+        float s[16] = {};
+        i64 j = 0;
+        for (; j + 16 <= n; j += 16)
+            for (int l = 0; l < 16; ++l) { float v = load(p + j + l); s[l] = fma1(v, v, s[l]); }
+        for (; j < n; ++j) { float v = load(p + j); s[j % 16] = fma1(v, v, s[j % 16]); }
+        float rs = 1.f / std::sqrt(tree<16>(s) / float(n) + eps);
+        if (rstd) rstd[r] = rs;
+        for (j = 0; j < n; ++j) store(y + r * n + j, load(p + j) * rs * load(w + j));
+    });
+}
+
+static void rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const void* w, float eps, void* y, float* rstd,
+                     int threads) {
+    if (dtype == F32) rms_norm_t(rows, n, (const float*)x, ldx, (const float*)w, eps, (float*)y, rstd, threads);
+    else rms_norm_t(rows, n, (const bf16*)x, ldx, (const bf16*)w, eps, (bf16*)y, rstd, threads);
+}
+
+template <class T>
+static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const T* w, const float* rstd, T* dx, float* dw,
+                            int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        const T *p = x + r * n, *g = dy + r * n;
+        float s[16] = {};
+        i64 j = 0;
+        for (; j + 16 <= n; j += 16)
+            for (int l = 0; l < 16; ++l) s[l] = fma1(load(g + j + l) * load(w + j + l), load(p + j + l), s[l]);
+        for (; j < n; ++j) s[j % 16] = fma1(load(g + j) * load(w + j), load(p + j), s[j % 16]);
+        float rs = rstd[r], c = tree<16>(s) / float(n) * rs * rs;
+        for (j = 0; j < n; ++j)
+            store(dx + r * n + j, rs * fma1(-c, load(p + j), load(g + j) * load(w + j)));
+    });
+    i64 cols = 256;  // dw: a chain over rows, columns independent
+    parallel((n + cols - 1) / cols, threads, [&](i64 b) {
+        i64 j0 = b * cols, j1 = std::min(n, j0 + cols);
+        for (i64 r = 0; r < rows; ++r)
+            for (i64 j = j0; j < j1; ++j) dw[j] = fma1(load(dy + r * n + j), load(x + r * n + j) * rstd[r], dw[j]);
+    });
+}
+
+static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const void* w, const float* rstd,
+                          void* dx, float* dw, int threads) {
+    if (dtype == F32)
+        rms_norm_grad_t(rows, n, (const float*)dy, (const float*)x, (const float*)w, rstd, (float*)dx, dw, threads);
+    else rms_norm_grad_t(rows, n, (const bf16*)dy, (const bf16*)x, (const bf16*)w, rstd, (bf16*)dx, dw, threads);
+}
+
+// ---------------------------------------------------------------- rope, silu_mul
+
+template <class T>
+static void rope_t(i64 tokens, i64 heads, i64 dim, int inverse, const T* x, i64 row, i64 head, const i64* positions,
+                   const float* table, T* y, int threads) {
+    i64 half = dim / 2;
+    parallel(tokens, threads, [&](i64 t) {
+        const float *cos = table + positions[t] * dim, *sin = cos + half;
+        for (i64 h = 0; h < heads; ++h) {
+            const T* p = x + t * row + h * head;
+            T* o = y + (t * heads + h) * dim;
+            for (i64 j = 0; j < half; ++j) {
+                float a = load(p + j), b = load(p + half + j), c = cos[j], s = inverse ? -sin[j] : sin[j];
+                store(o + j, fma1(a, c, -(b * s)));
+                store(o + half + j, fma1(b, c, a * s));
+            }
+        }
+    });
+}
+
+static void rope(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
+                 const i64* positions, const float* table, void* y, int threads) {
+    if (dtype == F32)
+        rope_t(tokens, heads, dim, inverse, (const float*)x, row, head, positions, table, (float*)y, threads);
+    else rope_t(tokens, heads, dim, inverse, (const bf16*)x, row, head, positions, table, (bf16*)y, threads);
+}
+
+template <class T>
+static void silu_mul_t(i64 rows, i64 n, const T* g, i64 ldg, const T* u, i64 ldu, T* y, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        for (i64 j = 0; j < n; ++j) {
+            float v = load(g + r * ldg + j);
+            store(y + r * n + j, v / (1.f + exp1(-v)) * load(u + r * ldu + j));
+        }
+    });
+}
+
+static void silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y, int threads) {
+    if (dtype == F32) silu_mul_t(rows, n, (const float*)g, ldg, (const float*)u, ldu, (float*)y, threads);
+    else silu_mul_t(rows, n, (const bf16*)g, ldg, (const bf16*)u, ldu, (bf16*)y, threads);
+}
+
+template <class T>
+static void silu_mul_grad_t(i64 rows, i64 n, const T* g, i64 ldg, const T* u, i64 ldu, const T* dy, T* dg, T* du,
+                            int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        for (i64 j = 0; j < n; ++j) {
+            float v = load(g + r * ldg + j), d = load(dy + r * n + j), s = 1.f / (1.f + exp1(-v));
+            store(du + r * n + j, d * (v * s));
+            store(dg + r * n + j, d * load(u + r * ldu + j) * (s * fma1(v, 1.f - s, 1.f)));
+        }
+    });
+}
+
+static void silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, const void* dy,
+                          void* dg, void* du, int threads) {
+    if (dtype == F32)
+        silu_mul_grad_t(rows, n, (const float*)g, ldg, (const float*)u, ldu, (const float*)dy, (float*)dg, (float*)du, threads);
+    else
+        silu_mul_grad_t(rows, n, (const bf16*)g, ldg, (const bf16*)u, ldu, (const bf16*)dy, (bf16*)dg, (bf16*)du, threads);
+}
+
+// ---------------------------------------------------------------- attention
+
+constexpr i64 KB = NR;     // positions of a key block: the contract's KV_BLOCK
+constexpr i64 QB = 16;     // query positions of a work item: free
+
+static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {
+    i64 at = p.kv_start[s] + pos;
+    return p.kv_rows ? p.kv_rows[at] : at;
+}
+
+struct Item { i64 seq, q0, q1; };  // query positions [q0, q1) within the sequence's queries
+
+template <class T>
+static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) {
+    const T *q = (const T*)p.q, *k = (const T*)p.k, *v = (const T*)p.v;
+    i64 group = p.heads_q / p.heads_kv, D = p.dim, DP = (D + NR - 1) / NR * NR;
+    std::vector<Item> items;
+    for (i64 s = 0; s < p.seqs; ++s)
+        for (i64 a = 0, n = p.q_start[s + 1] - p.q_start[s]; a < n; a += QB) items.push_back({s, a, std::min(a + QB, n)});
+    std::reverse(items.begin(), items.end());  // late queries see more keys: start with them
+    parallel(i64(items.size()) * p.heads_kv, p.threads, [&](i64 w) {
+        Item it = items[w / p.heads_kv];
+        i64 hk = w % p.heads_kv, s = it.seq;
+        i64 q_len = p.q_start[s + 1] - p.q_start[s], context = p.kv_start[s + 1] - p.kv_start[s] - q_len;
+        i64 rows = (it.q1 - it.q0) * group, padded = (rows + MR - 1) / MR * MR;
+        std::vector<float> qp(padded * D), kt(D * KB), vb(DP * KB), sc(padded * KB), pt(padded * KB), acc(padded * DP),
+            m(padded, -std::numeric_limits<float>::infinity()), l(padded, 0.f);
+        auto position = [&](i64 r) { return context + it.q0 + r / group; };
+        for (i64 r = 0; r < padded; ++r)
+            for (i64 d = 0; d < D; ++d)
+                qp[(r / MR * D + d) * MR + r % MR] =
+                    r < rows ? load(q + (p.q_start[s] + it.q0 + r / group) * p.q_row + (hk * group + r % group) * p.q_head + d) : 0.f;
+        i64 last = context + it.q1;  // keys visible to the last query
+        for (i64 b = 0; b < last; b += KB) {
+            i64 have = std::min(KB, last - b);
+            for (i64 j = 0; j < KB; ++j) {
+                i64 row = j < have ? kv_row(p, s, b + j) : 0;
+                const T *kr = k + row * p.k_row + hk * p.k_head, *vr = v + row * p.v_row + hk * p.v_head;
+                for (i64 d = 0; d < D; ++d) kt[d * KB + j] = j < have ? load(kr + d) : 0.f;
+                for (i64 d = 0; d < DP; ++d) vb[(d / NR * KB + j) * NR + d % NR] = j < have && d < D ? load(vr + d) : 0.f;
+            }
+            std::fill(sc.begin(), sc.end(), 0.f);
+            for (i64 r0 = 0; r0 < padded; r0 += MR) micro(D, &qp[r0 * D], kt.data(), &sc[r0 * KB], KB);
+            for (i64 r = 0; r < padded; ++r) {
+                float* sr = &sc[r * KB];
+                float* pr = &pt[r / MR * MR * KB + r % MR];
+                i64 visible = r < rows ? std::min(KB, position(r) + 1 - b) : 0;
+                if (visible <= 0) {  // nothing of this block: the running state stays as it is
+                    for (i64 j = 0; j < KB; ++j) pr[j * MR] = 0.f;
+                    continue;
+                }
+                float top = m[r];
+                for (i64 j = 0; j < KB; ++j) {
+                    sr[j] = j < visible ? sr[j] * p.scale : -std::numeric_limits<float>::infinity();
+                    top = sr[j] > top ? sr[j] : top;
+                }
+                float alpha = exp1(m[r] - top);
+                for (i64 j = 0; j < KB; ++j) sr[j] = exp1(sr[j] - top);
+                for (i64 j = 0; j < KB; ++j) pr[j * MR] = round_to<T>(sr[j]);
+                l[r] = fma1(l[r], alpha, tree<KB>(sr));
+                m[r] = top;
+                for (i64 d = 0; d < DP; ++d) acc[r * DP + d] *= alpha;
+            }
+            for (i64 r0 = 0; r0 < padded; r0 += MR)
+                for (i64 d = 0; d < DP; d += NR) micro(KB, &pt[r0 * KB], &vb[d * KB], &acc[r0 * DP + d], DP);
+        }
+        for (i64 r = 0; r < rows; ++r) {
+            i64 at = (p.q_start[s] + it.q0 + r / group) * p.heads_q + hk * group + r % group;
+            for (i64 d = 0; d < D; ++d) store(out + at * D + d, acc[r * DP + d] / l[r]);
+            if (m_out) { m_out[at] = m[r]; l_out[at] = l[r]; }
+        }
+    });
+}
+
+static void attention(const Attention& p, void* out, float* m, float* l) {
+    if (p.dtype == F32) attention_t(p, (float*)out, m, l);
+    else attention_t(p, (bf16*)out, m, l);
+}
+
+// c[m, n] (+)= a . b^T on one thread.
+static void product(i64 m, i64 n, i64 k, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, std::vector<float>& pa,
+                    std::vector<float>& pb) {
+    pa.resize((m + MR - 1) / MR * MR * k);
+    for (i64 i = 0; i < m; i += MR) pack(a, i, m, k, MR, pa.data() + i * k);
+    for (i64 j = 0; j < n; j += NR) panel(m, n, k, 1, pa.data(), b, j, c, ldc, accumulate, pb);
+}
+
+// Packed sequences, fp32 gradients [T, H, D]. Query rows in chunks ascending, so every sum is one chain.
+template <class T>
+static void attention_grad_t(const Attention& p, const T* out, const float* m, const float* l, const T* d_out,
+                             float* dq, float* dk, float* dv) {
+    i64 group = p.heads_q / p.heads_kv, D = p.dim, HQ = p.heads_q, HK = p.heads_kv, CH = 128;
+    int dt = p.dtype;
+    parallel(p.seqs * HK, p.threads, [&](i64 w) {
+        i64 s = w / HK, hk = w % HK, first = p.q_start[s], n = p.q_start[s + 1] - first;
+        std::vector<float> sc, dp, pa, pb;
+        const T *k = (const T*)p.k + first * p.k_row + hk * p.k_head, *v = (const T*)p.v + first * p.v_row + hk * p.v_head;
+        for (i64 h = hk * group; h < (hk + 1) * group; ++h)
+            for (i64 i0 = 0; i0 < n; i0 += CH) {
+                i64 i1 = std::min(i0 + CH, n), r = i1 - i0, c = i1;  // rows, and keys they can see
+                const T* qi = (const T*)p.q + (first + i0) * p.q_row + h * p.q_head;
+                i64 at = (first + i0) * HQ + h;
+                const T *oi = out + at * D, *gi = d_out + at * D;
+                sc.assign(r * c, 0.f);
+                dp.assign(r * c, 0.f);
+                product(r, c, D, {qi, dt, p.q_row, 1}, {k, dt, p.k_row, 1}, sc.data(), c, 0, pa, pb);
+                product(r, c, D, {gi, dt, HQ * D, 1}, {v, dt, p.v_row, 1}, dp.data(), c, 0, pa, pb);
+                for (i64 i = 0; i < r; ++i) {
+                    float delta = 0.f, mi = m[at + i * HQ], li = l[at + i * HQ];
+                    for (i64 d = 0; d < D; ++d) delta = fma1(load(gi + i * HQ * D + d), load(oi + i * HQ * D + d), delta);
+                    for (i64 j = 0; j < c; ++j) {
+                        float e = j <= i0 + i ? exp1(sc[i * c + j] * p.scale - mi) / li : 0.f;
+                        sc[i * c + j] = e;
+                        dp[i * c + j] = e * (dp[i * c + j] - delta) * p.scale;
+                    }
+                }
+                product(r, D, c, {dp.data(), F32, c, 1}, {k, dt, 1, p.k_row}, dq + at * D, HQ * D, 0, pa, pb);
+                i64 kv = (first * HK + hk) * D;
+                product(c, D, r, {dp.data(), F32, 1, c}, {qi, dt, 1, p.q_row}, dk + kv, HK * D, 1, pa, pb);
+                product(c, D, r, {sc.data(), F32, 1, c}, {gi, dt, 1, HQ * D}, dv + kv, HK * D, 1, pa, pb);
+            }
+    });
+}
+
+static void attention_grad(const Attention& p, const void* out, const float* m, const float* l, const void* d_out,
+                           float* dq, float* dk, float* dv) {
+    if (p.dtype == F32) attention_grad_t(p, (const float*)out, m, l, (const float*)d_out, dq, dk, dv);
+    else attention_grad_t(p, (const bf16*)out, m, l, (const bf16*)d_out, dq, dk, dv);
+}
+
+static void exp(i64 n, const float* x, float* y) {
+    DefaultRounding guard;
+    for (i64 i = 0; i < n; ++i) y[i] = exp1(x[i]);
+}
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+static const Kernels kernels = {STRING(ISA), gemm, tile_stats, logits_grad, rms_norm, rms_norm_grad, rope, silu_mul,
+                                silu_mul_grad, attention, attention_grad, exp};
+}  // namespace ISA
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+const Kernels* JOIN(ISA, _kernels)() { return &ISA::kernels; }
+
+}  // namespace alignkit

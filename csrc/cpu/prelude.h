@@ -1,0 +1,62 @@
+// What every instruction-set variant includes before its target is chosen, and the table it fills.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace alignkit {
+
+typedef int64_t i64;
+
+enum DType : int { F32 = 0, BF16 = 1 };
+
+struct Matrix {  // element (i, j) is data[i * row + j * col]
+    const void* data;
+    int dtype;
+    i64 row, col;
+};
+
+struct Attention {
+    int dtype, threads;
+    i64 heads_q, heads_kv, dim, seqs;
+    float scale;
+    const void *q, *k, *v;          // element (t, h, d) is data[t * row + h * head + d]
+    i64 q_row, q_head, k_row, k_head, v_row, v_head;
+    const i64 *q_start;             // [seqs + 1] first query row of a sequence
+    const i64 *kv_start;            // [seqs + 1] where a sequence's positions begin in kv_rows
+    const i64 *kv_rows;             // row of k and v that holds a position; null: kv_start + position
+};
+
+struct Kernels {
+    const char* name;
+    void (*gemm)(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, int threads);
+    void (*tile_stats)(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
+                       i64 ld_out, int threads);
+    void (*logits_grad)(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
+                        const float* g_logp, const float* g_entropy, const i64* column, int threads);
+    void (*rms_norm)(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const void* w, float eps, void* y, float* rstd,
+                     int threads);
+    void (*rms_norm_grad)(i64 rows, i64 n, int dtype, const void* dy, const void* x, const void* w, const float* rstd,
+                          void* dx, float* dw, int threads);
+    void (*rope)(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
+                 const i64* positions, const float* table, void* y, int threads);
+    void (*silu_mul)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y, int threads);
+    void (*silu_mul_grad)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, const void* dy,
+                          void* dg, void* du, int threads);
+    void (*attention)(const Attention& p, void* out, float* m, float* l);
+    void (*attention_grad)(const Attention& p, const void* out, const float* m, const float* l, const void* d_out,
+                           float* dq, float* dk, float* dv);
+    void (*exp)(i64 n, const float* x, float* y);
+};
+
+const Kernels* generic_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+}  // namespace alignkit
