@@ -96,10 +96,11 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     """
     check_tensor("k_cache", k_cache, 4)
     check_tensor("v_cache", v_cache, 4)
-    scale = _check(q, k_cache[:, 0] if k_cache.shape[1] else k_cache.flatten(0, 1),
-                   v_cache[:, 0] if v_cache.shape[1] else v_cache.flatten(0, 1), scale)
-    require(k_cache.shape == v_cache.shape, f"v_cache: shape {tuple(v_cache.shape)} differs from k_cache's")
+    require(k_cache.shape == v_cache.shape,
+            f"v_cache: shape {tuple(v_cache.shape)} differs from k_cache's {tuple(k_cache.shape)}")
     num_blocks, block_size = k_cache.shape[:2]
+    require(block_size > 0, "k_cache: block_size is 0")
+    scale = _check(q, k_cache[:, 0], v_cache[:, 0], scale)
     starts = _check_starts("query_start_loc", query_start_loc, q.shape[0])
     check_tensor("seq_lens", seq_lens, 1, INTS)
     check_tensor("block_table", block_table, 2, INTS)

@@ -1,0 +1,108 @@
+"""What tests of the contract ask for: equal bytes, and several ranks to run a function on."""
+from __future__ import annotations
+
+import pickle
+import socket
+import traceback
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .tp import TP
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The raw bytes of each element as integers, t's shape."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.detach().contiguous().view(kinds[t.element_size()])
+
+
+def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Same type, shape and bytes."""
+    return a.dtype == b.dtype and a.shape == b.shape and bool((bits(a) == bits(b)).all())
+
+
+def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "result") -> None:
+    """AssertionError naming the first element whose bytes differ."""
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} is not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    differ = (bits(actual) != bits(expected)).nonzero()
+    if len(differ):
+        at = tuple(differ[0].tolist())
+        raise AssertionError(f"{what}: {len(differ)} of {actual.numel()} elements differ, first at {at}: "
+                             f"{actual[at].item()!r} is not {expected[at].item()!r}")
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(rank: int, world: int, port: int, inbox, outbox) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
+    while (job := inbox.get()) is not None:
+        size, function, args = pickle.loads(job)
+        try:
+            outbox.put((rank, None, pickle.dumps(function(TP(groups[size]), *args))))
+        except Exception as e:
+            outbox.put((rank, traceback.format_exc(), pickle.dumps((type(e), str(e)))))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`world` processes joined by gloo, kept alive between calls. A context manager."""
+
+    def __init__(self, world: int):
+        context = mp.get_context("spawn")
+        self.inboxes = [context.Queue() for _ in range(world)]
+        self.outbox = context.Queue()
+        port = free_port()
+        self.processes = [context.Process(target=_serve, args=(r, world, port, box, self.outbox), daemon=True)
+                          for r, box in enumerate(self.inboxes)]
+        for p in self.processes:
+            p.start()
+
+    def outcomes(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+        """``function(tp, *args)`` on ranks 0 to size - 1: each rank's result, or the pair (exception type, message)
+        wrapped in `Failed`. A rank that does not answer within `timeout` seconds is an error."""
+        job = pickle.dumps((size, function, args))
+        for box in self.inboxes[:size]:
+            box.put(job)
+        results: list[Any] = [None] * size
+        for _ in range(size):
+            rank, trace, value = self.outbox.get(timeout=timeout)
+            value = pickle.loads(value)
+            results[rank] = value if trace is None else Failed(value[0], value[1], trace)
+        return results
+
+    def run(self, size: int, function: Callable, *args: Any) -> list[Any]:
+        """`outcomes`, raising the first rank's failure with its traceback."""
+        results = self.outcomes(size, function, *args)
+        for rank, r in enumerate(results):
+            if isinstance(r, Failed):
+                raise RuntimeError(f"rank {rank}: {r.traceback}")
+        return results
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for box in self.inboxes:
+            box.put(None)
+        for p in self.processes:
+            p.join(10)
+            if p.is_alive():
+                p.kill()
+
+
+class Failed:
+    """An exception raised on a rank."""
+
+    def __init__(self, kind: type, message: str, trace: str):
+        self.kind, self.message, self.traceback = kind, message, trace

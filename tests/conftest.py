@@ -1,0 +1,16 @@
+"""Fixtures shared by all tests."""
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
+settings.register_profile("alignkit", deadline=None, max_examples=20, print_blob=True,
+                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.load_profile("alignkit")
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Four processes joined by gloo."""
+    from alignkit.testing import Ranks
+    with Ranks(4) as r:
+        yield r

@@ -1,0 +1,31 @@
+"""Inputs and error bounds for the op tests."""
+import hypothesis.strategies as st
+import torch
+
+U32 = 2.0**-24
+"""Unit roundoff of fp32."""
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+"""Unit roundoff of each model type."""
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+seeds = st.integers(0, 2**31)
+
+
+def gamma(n: int) -> float:
+    """Relative bound of a chain of n fp32 operations."""
+    return n * U32 / (1 - n * U32)
+
+
+def randn(*shape, dtype=torch.float32, scale=1.0, seed=None):
+    if seed is not None:
+        torch.manual_seed(seed)
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+def assert_within(actual, expected, bound, what="result"):
+    """|actual - expected| <= bound elementwise; names the worst element."""
+    excess = (actual.double() - expected.double()).abs() - bound
+    worst = excess.argmax()
+    assert not excess.isnan().any(), f"{what}: NaN"
+    assert (excess <= 0).all(), (f"{what}: element {worst.item()}: {actual.flatten()[worst].item()!r} is further than the "
+                                 f"bound from {expected.flatten()[worst].item()!r} (by {excess.max().item():.3g})")

@@ -1,0 +1,185 @@
+"""Values and gradients against float64, within bounds that follow from the type.
+
+A chain of k fp32 operations is off by at most gamma(k) times the sum of absolute terms; a rounding to the model type
+adds its unit roundoff. exp is good to 4 fp32 units; a tile's fixed point adds 128 * 2^-24 relative to its maximum.
+"""
+import hypothesis.strategies as st
+import torch
+from hypothesis import given
+
+from alignkit import ops
+
+from .helpers import U32, UNIT, assert_within, dtypes, gamma, randn, seeds
+
+EXP = 4 * U32
+TILE = 128 * 2.0**-24
+
+
+def grads(function, *tensors):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    torch.manual_seed(11)
+    g = torch.randn(out.shape).to(out.dtype)
+    out.backward(g)
+    return out.detach(), g, [t.grad for t in leaves]
+
+
+def doubles(function, g, *tensors):
+    leaves = [t.detach().double().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    out.backward(g.double())
+    return out.detach(), [t.grad for t in leaves]
+
+
+@given(m=st.integers(1, 50), n=st.integers(1, 60), k=st.integers(1, 500), dtype=dtypes, seed=seeds)
+def test_linear(m, n, k, dtype, seed):
+    x, w, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
+    for op in (ops.linear, ops.row_parallel_linear):
+        out, g, got = grads(op, x, w, b)
+        want, expected = doubles(lambda x, w, b: x @ w.t() + b, g, x, w, b)
+        xa, wa, ga, u = x.double().abs(), w.double().abs(), g.double().abs(), UNIT[dtype]
+        assert_within(out, want, gamma(k + 4) * (xa @ wa.t() + b.double().abs()) + u * want.abs() * 1.001)
+        sums = ga @ wa, ga.t() @ xa, ga.sum(0)
+        for name, a, e, s, length in zip(("dx", "dw", "db"), got, expected, sums, (n, m, m)):
+            assert_within(a, e, gamma(length) * s + u * e.abs() * 1.001, name)
+
+
+@given(m=st.integers(1, 30), h=st.integers(1, 600), dtype=dtypes, seed=seeds)
+def test_rms_norm(m, h, dtype, seed):
+    x, w, eps = randn(m, h, dtype=dtype, seed=seed), randn(h, dtype=dtype), 1e-6
+    out, g, (dx, dw) = grads(lambda x, w: ops.rms_norm(x, w, eps), x, w)
+
+    def formula(x, w):
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * w
+    want, (ex, ew) = doubles(formula, g, x, w)
+    u, xd, gw = UNIT[dtype], x.double(), (g.double() * w.double())
+    rstd = (xd.square().mean(-1, keepdim=True) + eps).rsqrt()
+    rel = gamma(h + 8)
+    assert_within(out, want, (rel + u * 1.001) * want.abs() + 1e-40)
+    spread = rstd * (gw.abs() + xd.abs() * rstd**2 * (gw * xd).abs().mean(-1, keepdim=True))
+    assert_within(dx, ex, 4 * rel * spread + u * ex.abs() * 1.001, "dx")
+    assert_within(dw, ew, (rel + gamma(m + 2)) * (g.double() * xd * rstd).abs().sum(0) + u * ew.abs() * 1.001, "dw")
+
+
+@given(m=st.integers(1, 30), f=st.integers(1, 60), dtype=dtypes, seed=seeds)
+def test_silu_mul(m, f, dtype, seed):
+    gate, up = randn(m, f, dtype=dtype, scale=6, seed=seed), randn(m, f, dtype=dtype)
+    out, g, got = grads(ops.silu_mul, gate, up)
+    want, expected = doubles(lambda a, b: torch.nn.functional.silu(a) * b, g, gate, up)
+    u = UNIT[dtype] * 1.001
+    assert_within(out, want, (EXP + 4 * U32 + u) * want.abs() + 1e-36)
+    scale = (g.double() * up.double()).abs() * (1 + gate.double().abs())
+    assert_within(got[0], expected[0], (2 * EXP + 6 * U32) * scale + u * expected[0].abs() + 1e-36, "dgate")
+    assert_within(got[1], expected[1], (EXP + 4 * U32 + u) * expected[1].abs() + 1e-36, "dup")
+
+
+@given(t=st.integers(1, 20), half=st.integers(1, 32), dtype=dtypes, seed=seeds)
+def test_rope(t, half, dtype, seed):
+    x, positions = randn(t, 2, 2 * half, dtype=dtype, seed=seed), torch.randint(0, 4000, (t,))
+    out, g, (dx,) = grads(lambda x: ops.rope(x, positions, ops.rope_table(2 * half, 4000, 1e4)), x)
+
+    def formula(x):
+        angle = positions[:, None, None] * 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    want, (ex,) = doubles(formula, g, x)
+
+    def bound(x, y):
+        a, b = x.double().abs().chunk(2, -1)
+        return (a + b).repeat(1, 1, 2) * 3 * U32 + y.abs() * UNIT[dtype] * 1.001
+    assert_within(out, want, bound(x, want))
+    assert_within(dx, ex, bound(g, ex), "dx")
+
+
+def _softmax(q, k, v, lens, scale):
+    """Causal attention in the inputs' type, and the probabilities of each sequence."""
+    outs, start = [], 0
+    for n in lens:
+        s = slice(start, start + n)
+        kk, vv = (t[s].repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        score = torch.einsum("ihd,jhd->hij", q[s], kk) * scale
+        p = score.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf")).softmax(-1)
+        outs.append(torch.einsum("hij,jhd->ihd", p, vv))
+        start += n
+    return torch.cat(outs)
+
+
+@given(lens=st.lists(st.integers(1, 80), min_size=1, max_size=3), dim=st.sampled_from([16, 64]), dtype=dtypes, seed=seeds)
+def test_attention(lens, dim, dtype, seed):
+    cu, total = torch.tensor([0, *lens]).cumsum(0), sum(lens)
+    q, k, v = (randn(total, h, dim, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
+    out, g, got = grads(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
+    scale = dim**-0.5
+    want, expected = doubles(lambda q, k, v: _softmax(q, k, v, lens, scale), g, q, k, v)
+    u, n = UNIT[dtype] * 1.001, max(lens)
+    # A score is off by ds, so a probability by a factor 1 + 2 ds; P's rounding adds u, and out is a mean of v.
+    norm = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * scale
+    ds = gamma(dim + 1) * norm + 2 * U32 * norm
+    p_error = 2 * ds + 2 * EXP + gamma(n + 4 * (n // 32 + 1)) + (u if dtype != torch.float32 else 0)
+    v_max, g_norm = v.double().abs().max(), g.double().norm(dim=-1).max()
+    assert_within(out, want, p_error * v_max + u * want.abs())
+    # Gradients: dP and delta are chains over D of g with v and with the rounded out; sums over at most n rows and
+    # 2 heads, each term at most its factors' largest values.
+    dp = g_norm * v.double().norm(dim=-1).max()
+    d_score = scale * (dp * 2 * p_error + dp * gamma(dim) * 2 + g_norm * dim**0.5 * (u * v_max + p_error * v_max))
+    longest = 2 * n
+    for name, a, e, other in (("dq", got[0], expected[0], k), ("dk", got[1], expected[1], q)):
+        limit = (d_score + scale * 2 * dp * gamma(longest)) * other.double().abs().max()
+        assert_within(a, e, limit * (1 if name == "dq" else longest) + u * e.abs(), name)
+    assert_within(got[2], expected[2], (p_error + gamma(longest)) * longest * g.double().abs().max() + u * expected[2].abs(),
+                  "dv")
+
+
+@given(n=st.integers(1, 140), d=st.integers(1, 64), v=st.integers(1, 500), dtype=dtypes,
+       temperature=st.sampled_from([1.0, 0.7]), cap=st.sampled_from([None, 5.0]), scale=st.sampled_from([1.0, 0.25]),
+       seed=seeds)
+def test_linear_logp(n, d, v, dtype, temperature, cap, scale, seed):
+    h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype, scale=0.3), randn(v, dtype=dtype)
+    target = torch.randint(0, v, (n,))
+
+    def run(h, w, b):
+        return torch.stack(ops.linear_logp(h, w, target, bias=b, temperature=temperature, soft_cap=cap, logit_scale=scale,
+                                           return_entropy=True))
+
+    def formula(h, w, b):
+        z = h @ w.t() + b
+        z = cap * torch.tanh(z / cap) if cap else z
+        lp = (z * scale / temperature).log_softmax(-1)
+        return torch.stack([lp.gather(1, target[:, None])[:, 0], -(lp.exp() * lp).sum(-1)])
+    out, g, got = grads(run, h, w, b)
+    want, expected = doubles(formula, g, h, w, b)
+    ha, wa, ba = (t.double().abs() for t in (h, w, b))
+    dz = ((gamma(d + 4) * (ha @ wa.t() + ba) + (4 * U32 * cap if cap else 0)) * scale / temperature).amax(1)
+    lp = formula_logits(h, w, b, cap, scale / temperature)
+    top = lp.abs().amax(1)
+    error = 2 * dz + TILE + EXP + 4 * U32 * top
+    assert_within(out[0], want[0], error + U32 * want[0].abs(), "logp")
+    # Entropy is a mean of -log p: its terms are off by `error`, their weights by a factor 1 + error.
+    assert_within(out[1], want[1], error * (2 + 2 * top) + U32 * want[1].abs(), "entropy")
+    # A probability is off by a factor 1 + error, so dlogits by error (|g_logp| p + |g_entropy| p (|log p| + H)).
+    p = lp.exp()
+    spread = (g[0].double().abs()[:, None] * (p + torch.nn.functional.one_hot(target, v))
+              + g[1].double().abs()[:, None] * p * (2 * lp.abs() + 2 * want[1][:, None] + 2))
+    per_row = (2 * error + EXP + gamma(12))[:, None] * spread * scale / temperature
+    whole = spread * scale / temperature
+    u = UNIT[dtype] * 1.001
+    for name, a, e, size, length in (("dhidden", got[0], expected[0], (per_row @ wa, whole @ wa), v),
+                                     ("dweight", got[1], expected[1], (per_row.t() @ ha, whole.t() @ ha), n),
+                                     ("dbias", got[2], expected[2], (per_row.sum(0), whole.sum(0)), n)):
+        slope = 4 * error.max() if cap else 0.0  # of the soft cap, which is at most 1
+        assert_within(a, e, size[0] + (gamma(length) + slope) * size[1] + u * e.abs(), name)
+
+
+def formula_logits(h, w, b, cap, factor):
+    z = h.double() @ w.double().t() + b.double()
+    return ((cap * torch.tanh(z / cap) if cap else z) * factor).log_softmax(-1)
+
+
+def test_logp_is_as_good_as_fp32_logits():
+    """Error against float64 no worse than torch's log_softmax of fp32 logits, over a large vocabulary."""
+    h, w = randn(64, 256, seed=0, dtype=torch.bfloat16), randn(40000, 256, dtype=torch.bfloat16, scale=0.2)
+    target = torch.randint(0, 40000, (64,))
+    exact = (h.double() @ w.double().t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    theirs = (h.float() @ w.float().t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    ours = ops.linear_logp(h, w, target)
+    assert (ours - exact).abs().mean() <= (theirs - exact).abs().mean() * 1.5

@@ -1,0 +1,139 @@
+"""Bad input gives one clear error that begins with the argument's name, before anything is computed."""
+import pytest
+import torch
+
+from alignkit import backends, ops
+from alignkit.errors import BackendError, InputError
+
+X, W, B = torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
+T = torch.tensor([0, 1, 2, -100])
+Q, KV = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
+CU = torch.tensor([0, 2, 6])
+CACHE = torch.randn(3, 4, 2, 8)
+TABLE, LENS = torch.tensor([[0, 1], [2, 0]]), torch.tensor([2, 4])
+NAN, INF = X.clone(), X.clone()
+NAN[0, 0], INF[1, 1] = float("nan"), float("inf")
+POS = torch.arange(6)
+ROPE = ops.rope_table(8, 16, 10000.0)
+
+
+def lp(hidden=X, weight=W, target=T, **kw):
+    return ops.linear_logp(hidden, weight, target, **kw)
+
+
+def paged(q=Q, k=CACHE, v=CACHE, table=TABLE, starts=CU, lens=LENS, **kw):
+    return ops.paged_attention(q, k, v, table, starts, lens, **kw)
+
+
+CASES = [
+    ("x: expected a tensor", lambda: ops.linear([1.0], W)),
+    ("x: dtype", lambda: ops.linear(X.double(), W.double())),
+    ("x: dtype", lambda: ops.linear(X.half(), W.half())),
+    ("weight: shape", lambda: ops.linear(X, W[:, :5])),
+    ("weight: expected 2 dimensions", lambda: ops.linear(X, B)),
+    ("weight: dtype", lambda: ops.linear(X, W.bfloat16())),
+    ("weight: device", lambda: ops.linear(X, W.to("meta"))),
+    ("weight: empty", lambda: ops.linear(X, W[:0])),
+    ("bias: expected shape (8,), got (8, 1)", lambda: ops.linear(X, W, B[:, None])),
+    ("bias: dtype", lambda: ops.linear(X, W, B.bfloat16())),
+    ("out_dtype", lambda: ops.linear(X, W, out_dtype=torch.bfloat16)),
+    ("weight: shape", lambda: ops.row_parallel_linear(X, W[:, :5])),
+    ("weight: shape", lambda: ops.rms_norm(X, B, 1e-6)),
+    ("eps", lambda: ops.rms_norm(X, torch.ones(16), 0.0)),
+    ("residual: shape", lambda: ops.rms_norm(X, torch.ones(16), 1e-6, X[:2])),
+    ("residual: dtype", lambda: ops.rms_norm(X, torch.ones(16), 1e-6, X.bfloat16())),
+    ("up: shape", lambda: ops.silu_mul(X, W)),
+    ("up: dtype", lambda: ops.silu_mul(X, X.bfloat16())),
+    ("head_dim", lambda: ops.rope_table(7, 10, 1e4)),
+    ("max_position", lambda: ops.rope_table(8, 0, 1e4)),
+    ("positions: -1 to 5 leave the table", lambda: ops.rope(Q, torch.tensor([-1, 0, 0, 0, 5, 5]), ROPE)),
+    ("positions: 0 to 16 leave the table", lambda: ops.rope(Q, torch.tensor([0, 0, 0, 0, 0, 16]), ROPE)),
+    ("positions: dtype", lambda: ops.rope(Q, POS.int(), ROPE)),
+    ("positions: 5 entries", lambda: ops.rope(Q, POS[:5], ROPE)),
+    ("table: head_dim", lambda: ops.rope(Q, POS, ROPE[:, :4])),
+    ("k: 3 heads do not divide", lambda: ops.attention(Q, torch.randn(6, 3, 8), torch.randn(6, 3, 8), CU)),
+    ("k: head_dim", lambda: ops.attention(Q, KV[..., :4], KV[..., :4], CU)),
+    ("v: shape", lambda: ops.attention(Q, KV, KV[:5], CU)),
+    ("k: 5 rows", lambda: ops.attention(Q, KV[:5], KV[:5], CU)),
+    ("k: dtype", lambda: ops.attention(Q, KV.bfloat16(), KV, CU)),
+    ("cu_seqlens: must not decrease", lambda: ops.attention(Q, KV, KV, torch.tensor([0, 4, 2, 6]))),
+    ("cu_seqlens: ends at 5", lambda: ops.attention(Q, KV, KV, torch.tensor([0, 5]))),
+    ("cu_seqlens: must begin with 0", lambda: ops.attention(Q, KV, KV, torch.tensor([1, 6]))),
+    ("scale", lambda: ops.attention(Q, KV, KV, CU, scale=-1.0)),
+    ("seq_lens: shorter", lambda: paged(lens=torch.tensor([1, 4]))),
+    ("seq_lens: 9 positions exceed", lambda: paged(lens=torch.tensor([9, 4]))),
+    ("seq_lens: 3 entries", lambda: paged(lens=torch.tensor([2, 4, 4]))),
+    ("block_table: a block is not in [0, 3)", lambda: paged(table=torch.tensor([[0, 1], [3, 0]]))),
+    ("block_table: a block is not in [0, 3)", lambda: paged(table=torch.tensor([[-1, 1], [0, 0]]))),
+    ("block_table: 1 rows", lambda: paged(table=TABLE[:1])),
+    ("v_cache: shape", lambda: paged(v=CACHE[:2])),
+    ("query_start_loc: ends at", lambda: paged(starts=torch.tensor([0, 2, 5]))),
+    ("target: id 8 at (3,)", lambda: lp(target=torch.tensor([0, 1, 2, 8]))),
+    ("target: id -1 at (0,)", lambda: lp(target=torch.tensor([-1, 1, 2, 3]))),
+    ("target: id 7 at (1,)", lambda: lp(target=torch.tensor([0, 7, 2, 3]), vocab_size=7)),
+    ("target: id -100 at (3,)", lambda: lp(ignore_index=-1)),
+    ("target: shape", lambda: lp(target=T[:3])),
+    ("target: dtype", lambda: lp(target=T.int())),
+    ("hidden: has NaN", lambda: lp(hidden=NAN)),
+    ("hidden: has NaN", lambda: lp(hidden=INF)),
+    ("hidden: dtype", lambda: lp(hidden=X.half(), weight=W.half())),
+    ("bias: expected shape (8,), got (8, 1)", lambda: lp(bias=B[:, None])),
+    ("weight: shape", lambda: lp(weight=W[:, :4])),
+    ("weight: this rank's vocabulary shard is empty", lambda: lp(weight=W[:0])),
+    ("vocab_start", lambda: lp(vocab_start=3)),
+    ("vocab_size: 9 exceeds", lambda: lp(vocab_size=9)),
+    ("vocab_size: 0", lambda: lp(vocab_size=0)),
+    ("temperature: 0.0", lambda: lp(temperature=0.0)),
+    ("temperature: nan", lambda: lp(temperature=float("nan"))),
+    ("temperature: shape", lambda: lp(temperature=torch.ones(3))),
+    ("temperature: -1.0", lambda: lp(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0]))),
+    ("soft_cap", lambda: lp(soft_cap=0.0)),
+    ("logit_scale", lambda: lp(logit_scale=float("inf"))),
+    ("target: id 9", lambda: ops.logp_from_logits(X, torch.tensor([0, 9, 0, 0]), vocab_size=9)),
+    ("logits: dtype", lambda: ops.log_softmax(X.half())),
+]
+
+
+@pytest.mark.parametrize("message,call", CASES, ids=[f"{i}-{m.split(':')[0]}" for i, (m, _) in enumerate(CASES)])
+def test_named(message, call):
+    with pytest.raises(InputError) as e:
+        call()
+    assert str(e.value).startswith(message), str(e.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_empty_batches_are_fine(dtype):
+    x, w = torch.empty(0, 16, dtype=dtype), W.to(dtype)
+    none = torch.empty(0, dtype=torch.int64)
+    for y, width in ((ops.linear(x, w), 8), (ops.rms_norm(x, w[0], 1e-6), 16), (ops.silu_mul(x, x), 16),
+                     (ops.head_logits(x, w), 8), (ops.log_softmax(x), 16)):
+        assert y.shape == (0, width)
+    wg = w.clone().requires_grad_()
+    logp, entropy = ops.linear_logp(x, wg, none, return_entropy=True)
+    assert logp.shape == entropy.shape == (0,)
+    logp.sum().backward()
+    assert (wg.grad == 0).all()
+    q = torch.empty(0, 2, 8, dtype=dtype)
+    assert ops.attention(q, q, q, torch.tensor([0])).shape == (0, 2, 8)
+    assert ops.rope(q, none, ROPE).shape == (0, 2, 8)
+
+
+def test_all_rows_ignored():
+    w = W.clone().requires_grad_()
+    logp = ops.linear_logp(X, w, torch.full((4,), -100))
+    logp.sum().backward()
+    assert (logp == 0).all() and (w.grad == 0).all()
+
+
+def test_nan_in_given_logits_stays_in_its_row():
+    logits = X.clone()
+    logits[2, 3] = float("nan")
+    logp = ops.log_softmax(logits)
+    assert logp[2].isnan().all() and torch.equal(logp[:2], ops.log_softmax(X)[:2])
+
+
+def test_a_device_without_backend_is_refused():
+    with pytest.raises(BackendError, match="device: .*meta"):
+        ops.rms_norm(X.to("meta"), torch.ones(16, device="meta"), 1e-6)
+    with pytest.raises(BackendError, match="choice"), backends.use("cuda"):
+        pass

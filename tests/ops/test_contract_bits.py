@@ -1,0 +1,120 @@
+"""The C++ kernels give the bytes of the references, on every instruction set of this machine."""
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from alignkit import backends, native, ops
+from alignkit.errors import BackendError
+from alignkit.ops.linear import matmul
+from alignkit.ops import _common
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import dtypes, randn, seeds
+
+ISAS = ("generic", "avx2", "avx512")
+
+
+@pytest.fixture(params=ISAS, autouse=True)
+def isa(request):
+    try:
+        native.isa(request.param)
+    except BackendError:
+        pytest.skip(f"this machine has no {request.param}")
+    yield
+    native.isa()
+
+
+def assert_same(function, *grads_of):
+    """`function()` and the gradients of its sum of outputs, on both backends."""
+    seen = []
+    for backend in ("cpu", "reference"):
+        leaves = [t.detach().clone().requires_grad_() for t in grads_of]
+        with backends.use(backend):
+            out = function(*leaves)
+            out = out if isinstance(out, tuple) else (out,)
+            if leaves:
+                torch.manual_seed(7)
+                torch.autograd.backward(out, [torch.randn(o.shape).to(o.dtype) for o in out])
+        seen.append([*out, *(t.grad for t in leaves)])
+    for i, (a, b) in enumerate(zip(*seen)):
+        assert_bitwise_equal(a, b, f"output {i} of {len(grads_of)} gradients")
+
+
+def test_fma_is_exact():
+    """The references' fma against integer arithmetic, where fp32 would round twice."""
+    a = torch.tensor([1 + 2.0**-12, 1 + 2.0**-23, 3.0, 2.0**-80])
+    b = torch.tensor([1 + 2.0**-12, 1 - 2.0**-23, 1 / 3, 2.0**-80])
+    c = torch.tensor([2.0**-24, -1.0, -1.0, 2.0**-149])
+    from fractions import Fraction
+    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist())]
+    for got, want in zip(_common.fma(a, b, c).tolist(), exact):
+        below, above = (torch.nextafter(torch.tensor(got), torch.tensor(s * float("inf"))).item() for s in (-1, 1))
+        assert abs(Fraction(got) - want) <= min(abs(Fraction(below) - want), abs(Fraction(above) - want))
+
+
+def test_exp():
+    x = torch.cat([randn(20000, scale=30.0), torch.tensor([0.0, -0.0, 88.0, 88.1, -87.0, -87.1, float("inf"),
+                                                            float("-inf")])])
+    assert_bitwise_equal(native.exp(x), _common.exp(x))
+    assert native.exp(torch.tensor([0.0])).item() == 1.0
+    assert native.exp(torch.tensor([float("nan")])).isnan().all()
+
+
+@given(m=st.integers(1, 19), n=st.integers(1, 70), leaf=st.integers(1, 20), leaves=st.sampled_from([1, 2, 4, 8]),
+       dtype=dtypes, transposed=st.booleans(), seed=seeds)
+def test_matmul(m, n, leaf, leaves, dtype, transposed, seed):
+    k = leaf * leaves
+    a, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype)
+    if transposed:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    assert_same(lambda: matmul(a, b, leaves=leaves))
+    if leaves == 1:
+        start = randn(m, n)
+        assert_same(lambda: matmul(a, b, out=start.clone()))
+
+
+@given(rows=st.integers(1, 9), h=st.integers(1, 100), dtype=dtypes, seed=seeds)
+def test_rms_norm(rows, h, dtype, seed):
+    x, w = randn(rows, h, dtype=dtype, seed=seed), randn(h, dtype=dtype)
+    assert_same(lambda a, b: ops.rms_norm(a, b, 1e-6), x, w)
+    assert_same(lambda a, b, r: ops.rms_norm(a, b, 1e-6, r), x, w, randn(rows, h, dtype=dtype))
+
+
+@given(tokens=st.integers(1, 9), heads=st.integers(1, 3), half=st.integers(1, 20), dtype=dtypes, seed=seeds)
+def test_rope(tokens, heads, half, dtype, seed):
+    x = randn(tokens, heads, 2 * half, dtype=dtype, seed=seed)
+    positions = torch.randint(0, 50, (tokens,))
+    table = ops.rope_table(2 * half, 50, 10000.0)
+    assert_same(lambda a: ops.rope(a, positions, table), x)
+
+
+def test_rope_table():
+    with backends.use("reference"):
+        reference = ops.rope_table.__wrapped__(64, 300, 1e6)
+    assert_bitwise_equal(ops.rope_table.__wrapped__(64, 300, 1e6), reference)
+    assert_bitwise_equal(ops.rope_table.__wrapped__(64, 5, 1e6), reference[:5], "a shorter table")
+
+
+@given(rows=st.integers(1, 9), f=st.integers(1, 70), dtype=dtypes, seed=seeds)
+def test_silu_mul(rows, f, dtype, seed):
+    joint = randn(rows, 2 * f, dtype=dtype, scale=20.0, seed=seed)
+    assert_same(lambda a: ops.silu_mul(a[:, :f], a[:, f:]), joint)
+
+
+@given(lens=st.lists(st.integers(0, 45), min_size=1, max_size=3), group=st.integers(1, 3), kv=st.integers(1, 2),
+       dim=st.sampled_from([8, 16, 40]), dtype=dtypes, seed=seeds)
+def test_attention(lens, group, kv, dim, dtype, seed):
+    cu = torch.tensor([0, *lens]).cumsum(0)
+    q, k, v = (randn(sum(lens), h, dim, dtype=dtype, seed=seed + h) for h in (group * kv, kv, kv))
+    assert_same(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
+
+
+@given(n=st.integers(1, 6), d=st.integers(1, 20), v=st.integers(2, 400), dtype=dtypes, entropy=st.booleans(),
+       cap=st.sampled_from([None, 3.0]), scale=st.sampled_from([1.0, 0.5]), seed=seeds)
+def test_linear_logp(n, d, v, dtype, entropy, cap, scale, seed):
+    h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype), randn(v, dtype=dtype)
+    target = torch.randint(0, v, (n,))
+    assert_same(lambda h, w, b: ops.linear_logp(h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale,
+                                                return_entropy=entropy), h, w, b)
+    assert_same(lambda: ops.log_softmax(ops.head_logits(h, w, b, soft_cap=cap, logit_scale=scale)))

@@ -1,0 +1,157 @@
+"""A row's bytes do not depend on what is computed beside it: batch, order, chunks, padding, paging."""
+import hypothesis.strategies as st
+import torch
+from hypothesis import given
+
+from alignkit import ops
+from alignkit.ops.linear import matmul
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import dtypes, randn, seeds
+
+
+def assert_rowwise(function, x):
+    """`function` on all rows = on a permutation = on chunks = on single rows."""
+    whole = function(x)
+    order = torch.randperm(len(x))
+    assert_bitwise_equal(function(x[order]), whole[order], "another order")
+    cut = int(torch.randint(0, len(x) + 1, ()))
+    assert_bitwise_equal(torch.cat([function(x[:cut]), function(x[cut:])]), whole, f"cut at {cut}")
+    one = int(torch.randint(0, len(x), ()))
+    assert_bitwise_equal(function(x[one:one + 1]), whole[one:one + 1], f"row {one} alone")
+
+
+@given(m=st.integers(1, 300), n=st.integers(1, 200), k=st.integers(1, 40), dtype=dtypes, seed=seeds)
+def test_linear(m, n, k, dtype, seed):
+    k *= 16
+    x, w, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
+    assert_rowwise(lambda x: ops.linear(x, w, b), x)
+    assert_rowwise(lambda x: ops.row_parallel_linear(x, w), x)
+    cut = n // 2
+    whole = ops.linear(x, w)
+    assert_bitwise_equal(ops.linear(x, w[cut:]), whole[:, cut:], "columns of a shard")
+
+
+@given(m=st.integers(1, 300), h=st.integers(1, 700), dtype=dtypes, seed=seeds)
+def test_rowwise_ops(m, h, dtype, seed):
+    x, w = randn(m, h, dtype=dtype, seed=seed), randn(h, dtype=dtype)
+    assert_rowwise(lambda x: ops.rms_norm(x, w, 1e-6), x)
+    assert_rowwise(lambda x: torch.cat(ops.rms_norm(x, w, 1e-6, x.flip(-1)), -1), x)
+    joint = randn(m, 2 * h, dtype=dtype, scale=5)
+    assert_rowwise(lambda x: ops.silu_mul(x[:, :h], x[:, h:]), joint)
+
+
+@given(n=st.integers(1, 260), v=st.integers(1, 700), dtype=dtypes, seed=seeds)
+def test_linear_logp(n, v, dtype, seed):
+    """Also: a padded vocabulary, ignored rows, log_softmax, and logits given or not."""
+    h, w = randn(n, 48, dtype=dtype, seed=seed), randn(v, 48, dtype=dtype)
+    target = torch.randint(0, v, (n,))
+    rows = torch.cat([h.float(), target[:, None].float()], 1)
+
+    def logp(r, **kw):
+        return torch.stack(ops.linear_logp(r[:, :-1].to(dtype), w, r[:, -1].long(), return_entropy=True, **kw), 1)
+    assert_rowwise(logp, rows)
+    whole = logp(rows)[:, 0]
+    logits = ops.head_logits(h, w)
+    assert_bitwise_equal(ops.logp_from_logits(logits, target), whole, "logits given")
+    assert_bitwise_equal(ops.log_softmax(logits).gather(1, target[:, None])[:, 0], whole, "log_softmax")
+    padded = torch.cat([w, randn(37, 48, dtype=dtype, scale=100)])
+    assert_bitwise_equal(ops.linear_logp(h, padded, target, vocab_size=v), whole, "padded vocabulary")
+    some = torch.where(torch.rand(n) < 0.3, -100, target)
+    assert_bitwise_equal(ops.linear_logp(h, w, some), torch.where(some == -100, 0.0, whole), "ignored rows")
+    masked = torch.cat([logits, torch.full((n, 200), float("-inf"))], 1)
+    assert_bitwise_equal(ops.logp_from_logits(masked, target), whole, "ids masked with -inf")
+
+
+@given(lens=st.lists(st.integers(1, 150), min_size=1, max_size=5), dtype=dtypes, seed=seeds)
+def test_attention_packing(lens, dtype, seed):
+    """Packed = alone = padded into one micro-batch."""
+    total, cu = sum(lens), torch.tensor([0, *lens]).cumsum(0)
+    q, k, v = (randn(total, h, 32, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
+    packed = ops.attention(q, k, v, cu)
+    width = max(lens) + 5
+    pads = [torch.full((len(lens), width, *t.shape[1:]), 3.0, dtype=dtype) for t in (q, k, v)]
+    for i, n in enumerate(lens):
+        s = slice(int(cu[i]), int(cu[i + 1]))
+        assert_bitwise_equal(ops.attention(q[s], k[s], v[s], torch.tensor([0, n])), packed[s], f"sequence {i} alone")
+        for pad, t in zip(pads, (q, k, v)):
+            pad[i, :n] = t[s]
+    padded = ops.attention(*(p.flatten(0, 1) for p in pads), torch.arange(len(lens) + 1) * width).unflatten(0, (-1, width))
+    for i, n in enumerate(lens):
+        assert_bitwise_equal(padded[i, :n], packed[int(cu[i]):int(cu[i + 1])], f"sequence {i} padded")
+
+
+@given(lens=st.lists(st.integers(1, 150), min_size=1, max_size=4), block=st.sampled_from([1, 16, 32, 48]), dtype=dtypes,
+       seed=seeds)
+def test_paged_attention(lens, block, dtype, seed):
+    """Prefill in chunks of any size and decode over a shuffled, partly poisoned cache = training's attention."""
+    total, cu = sum(lens), torch.tensor([0, *lens]).cumsum(0)
+    q, k, v = (randn(total, h, 32, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
+    want = ops.attention(q, k, v, cu)
+    need = [-(-n // block) for n in lens]
+    table = torch.zeros(len(lens), max(need), dtype=torch.int32)
+    blocks = torch.randperm(sum(need) + 3).int()
+    caches = [torch.full((sum(need) + 3, block, 2, 32), float("nan"), dtype=dtype) for _ in range(2)]
+    for i, n in enumerate(need):
+        table[i, :n], blocks = blocks[:n], blocks[n:]
+    got, done = torch.zeros_like(want), [0] * len(lens)
+    while any(d < n for d, n in zip(done, lens)):
+        step = [min(n - d, int(torch.randint(0, 60, ())) if torch.rand(()) < 0.5 else 1) for d, n in zip(done, lens)]
+        rows = [torch.arange(int(cu[i]) + done[i], int(cu[i]) + done[i] + s) for i, s in enumerate(step)]
+        for i, r in enumerate(rows):
+            for row in r.tolist():
+                p = row - int(cu[i])
+                for cache, t in zip(caches, (k, v)):
+                    cache[table[i, p // block], p % block] = t[row]
+        done = [d + s for d, s in zip(done, step)]
+        index = torch.cat(rows)
+        got[index] = ops.paged_attention(q[index], *caches, table, torch.tensor([0, *step]).cumsum(0).int(),
+                                         torch.tensor(done).int())
+    assert_bitwise_equal(got, want)
+
+
+@given(lens=st.lists(st.integers(1, 90), min_size=2, max_size=4), dtype=dtypes, seed=seeds)
+def test_attention_gradients_of_a_sequence(lens, dtype, seed):
+    """dq, dk and dv of a sequence depend on that sequence alone."""
+    total, cu = sum(lens), torch.tensor([0, *lens]).cumsum(0)
+    q, k, v = (randn(total, h, 32, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
+    d_out = randn(total, 4, 32, dtype=dtype)
+
+    def grads(s, cu):
+        leaves = [t[s].clone().requires_grad_() for t in (q, k, v)]
+        ops.attention(*leaves, cu).backward(d_out[s])
+        return [t.grad for t in leaves]
+    whole = grads(slice(None), cu)
+    for i, n in enumerate(lens):
+        s = slice(int(cu[i]), int(cu[i + 1]))
+        for name, a, b in zip("qkv", grads(s, torch.tensor([0, n])), whole):
+            assert_bitwise_equal(a, b[s], f"d{name} of sequence {i}")
+
+
+@given(n=st.integers(2, 300), dtype=dtypes, seed=seeds)
+def test_gradients_and_padding(n, dtype, seed):
+    """dhidden of a row depends on that row; dweight on the valid rows in their order, wherever padding stands."""
+    h, w = randn(n, 32, dtype=dtype, seed=seed), randn(300, 32, dtype=dtype)
+    target, g = torch.randint(0, 300, (n,)), randn(n)
+
+    def grads(h, target, g):
+        h, wt = h.clone().requires_grad_(), w.clone().requires_grad_()
+        ops.linear_logp(h, wt, target).backward(g)
+        return h.grad, wt.grad
+    dh, dw = grads(h, target, g)
+    where = torch.arange(n) + torch.randint(0, 2, (n,)).cumsum(0)
+    size = int(where[-1]) + 3
+    padded = grads(torch.ones(size, 32, dtype=dtype).index_copy(0, where, h),
+                   torch.full((size,), -100).index_copy(0, where, target), torch.ones(size).index_copy(0, where, g))
+    assert_bitwise_equal(padded[0][where], dh, "dhidden")
+    assert_bitwise_equal(padded[1], dw, "dweight")
+    order = torch.randperm(n)
+    assert_bitwise_equal(grads(h[order], target[order], g[order])[0], dh[order], "dhidden in another order")
+
+
+@given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), dtype=dtypes, seed=seeds)
+def test_accumulating_products_continue_the_chain(m, k, n, dtype, seed):
+    a, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype)
+    cut = int(torch.randint(0, k + 1, ()))
+    part = matmul(a[:, :cut], b[:, :cut])
+    assert_bitwise_equal(matmul(a[:, cut:], b[:, cut:], out=part), matmul(a, b), f"cut at {cut}")

@@ -1,0 +1,153 @@
+"""The same bytes at every TP size, and verdicts that all ranks reach together. Real processes, gloo."""
+import pytest
+import torch
+
+from alignkit import ops
+from alignkit.errors import InputError
+from alignkit.testing import Failed, assert_bitwise_equal
+
+from .helpers import UNIT, assert_within, gamma, randn
+
+HEADS = {  # shards of a vocabulary of 1000 rows, 970 of them real; tile borders are at multiples of 128
+    1: [1000], 2: [512, 488], 3: [300, 43, 657], 4: [10, 20, 940, 30],
+}
+
+
+def head_inputs(dtype):
+    h, w = randn(150, 64, dtype=dtype, seed=5), randn(1000, 64, dtype=dtype)
+    target = torch.randint(0, 970, (150,))
+    target[::7] = -100
+    return h, w, randn(1000, dtype=dtype), target, torch.randn(150), torch.randn(150)
+
+
+def run_head(tp, sizes, dtype, kwargs):
+    h, w, b, target, g1, g2 = head_inputs(dtype)
+    start = sum(sizes[:tp.rank])
+    s = slice(start, start + sizes[tp.rank])
+    leaves = [t.clone().requires_grad_() for t in (h, w[s], b[s])]
+    out = ops.linear_logp(leaves[0], leaves[1], target, bias=leaves[2], vocab_size=970, vocab_start=start, tp=tp,
+                          return_entropy=True, **kwargs)
+    torch.autograd.backward(out, (g1, g2))
+    logits = ops.head_logits(h, w[s], b[s], soft_cap=kwargs.get("soft_cap"))
+    given = ops.logp_from_logits(logits, target, vocab_size=970, vocab_start=start, tp=tp,
+                                 temperature=kwargs.get("temperature", 1.0))
+    return [o.detach() for o in out], given, [t.grad for t in leaves]
+
+
+def head_terms(dtype, temperature, soft_cap):
+    """Sum of the absolute terms of dhidden, in float64."""
+    h, w, b, target, g1, g2 = head_inputs(dtype)
+    x = (h.double() @ w[:970].double().t() + b[:970].double()).requires_grad_()
+    lp = (soft_cap * torch.tanh(x / soft_cap) / temperature).log_softmax(-1)
+    keep = target != -100
+    loss = (lp.gather(1, target.clamp(min=0)[:, None])[:, 0] * g1 - (lp.exp() * lp).sum(-1) * g2)[keep].sum()
+    return torch.autograd.grad(loss, x)[0].abs() @ w[:970].double().abs()
+
+
+@pytest.mark.parametrize("size", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_logp(ranks, size, dtype):
+    """Uneven shards, borders inside tiles, several borders in one tile, padded rows on the last rank."""
+    kwargs = {"temperature": 0.7, "soft_cap": 8.0}
+    (want, entropy), given, grads = ranks.run(1, run_head, HEADS[1], dtype, kwargs)[0]
+    assert_bitwise_equal(given, want, "logp_from_logits")
+    results = ranks.run(size, run_head, HEADS[size], dtype, kwargs)
+    for rank, (out, from_logits, got) in enumerate(results):
+        assert_bitwise_equal(out[0], want, f"logp on rank {rank}")
+        assert_bitwise_equal(out[1], entropy, f"entropy on rank {rank}")
+        assert_bitwise_equal(from_logits, want, f"logp_from_logits on rank {rank}")
+        assert_bitwise_equal(got[0], results[0][2][0], f"dhidden on rank {rank}")
+    for name, i in (("dweight", 1), ("dbias", 2)):
+        assert_bitwise_equal(torch.cat([r[2][i] for r in results]), grads[i], name)
+    # The same terms of dhidden in another order: two sums of 970 terms, each rounded to the type once.
+    assert_within(results[0][2][0], grads[0], 2 * gamma(970) * head_terms(dtype, **kwargs) + 2 * UNIT[dtype] * grads[0].abs(),
+                  "dhidden")
+
+
+def run_linears(tp, dtype, sequence_parallel):
+    x, w1, w2 = randn(12, 3, 256, dtype=dtype, seed=3), randn(512, 256, dtype=dtype), randn(96, 512, dtype=dtype)
+    b = randn(96, dtype=dtype)
+    g = randn(12, 3, 96, dtype=dtype)
+    x, g = (tp.shard(x), tp.shard(g)) if sequence_parallel else (x, g)
+    leaves = [t.clone().requires_grad_() for t in (x, w1.chunk(tp.size)[tp.rank], w2.chunk(tp.size, 1)[tp.rank], b)]
+    y = ops.linear(leaves[0], leaves[1], tp=tp, sequence_parallel=sequence_parallel)
+    z = ops.row_parallel_linear(y, leaves[2], leaves[3], tp=tp, sequence_parallel=sequence_parallel)
+    y.retain_grad()
+    z.backward(g)
+    terms = tp.tree_sum(y.grad.double().abs() @ leaves[1].double().abs())
+    return z.detach(), [t.grad for t in leaves], terms
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linears(ranks, dtype, sequence_parallel):
+    """Column then row parallel: the bytes of one rank, in forward and in the weights' gradients."""
+    want, grads, terms = ranks.run(1, run_linears, dtype, False)[0]
+    for size in (2, 4):
+        results = ranks.run(size, run_linears, dtype, sequence_parallel)
+        whole = torch.cat([r[0] for r in results]) if sequence_parallel else results[0][0]
+        assert_bitwise_equal(whole, want, f"output at TP {size}")
+        for name, i, dim in (("first weight", 1, 0), ("second weight", 2, 1)):
+            assert_bitwise_equal(torch.cat([r[1][i] for r in results], dim), grads[i], f"gradient of {name} at TP {size}")
+        assert_bitwise_equal(results[0][1][3], grads[3], f"gradient of the bias at TP {size}")
+        dx = torch.cat([r[1][0] for r in results]) if sequence_parallel else results[0][1][0]
+        # Only the order of the sum over the 512 features differs, before one rounding.
+        assert_within(dx, grads[0], 2 * gamma(512) * terms + 2 * UNIT[dtype] * grads[0].abs(), f"dx at TP {size}")
+
+
+def call_head(tp, change):
+    """linear_logp on two good shards, with `change[rank]` applied to this rank's arguments."""
+    h, w, _, target, *_ = head_inputs(torch.float32)
+    args = {"hidden": h, "weight": w[:512] if tp.rank == 0 else w[512:], "target": target,
+            "vocab_start": 512 * tp.rank, "tp": tp, **change.get(tp.rank, {})}
+    ops.linear_logp(args.pop("hidden"), args.pop("weight"), args.pop("target"), **args)
+
+
+NAN = randn(150, 64)
+NAN[3, 4] = float("nan")
+BAD_HEADS = {
+    "target": {1: {"target": torch.full((150,), 1000)}},
+    "hidden": {0: {"hidden": NAN}},
+    "bias": {1: {"bias": torch.zeros(488, 1)}},
+    "weight: shape": {0: {"weight": torch.zeros(512, 65)}},
+    "weight: this rank's vocabulary shard is empty": {1: {"weight": torch.zeros(0, 64)}},
+    "vocab_start: the shards overlap": {1: {"vocab_start": 500}},
+    "vocab_start: the shards leave a hole": {1: {"vocab_start": 600}},
+    "vocab_size: differs": {1: {"vocab_size": 970}},
+    "vocab_size: 1001 exceeds": {0: {"vocab_size": 1001}, 1: {"vocab_size": 1001}},
+    "temperature": {0: {"temperature": 0.0}},
+    "arguments: differs": {1: {"soft_cap": 3.0}},
+    "soft_cap": {0: {"soft_cap": -1.0}},
+}
+
+
+@pytest.mark.parametrize("message", BAD_HEADS)
+def test_errors_reach_all_ranks(ranks, message):
+    """A rank that fails alone must not leave the other in a collective: both raise, naming the argument."""
+    for outcome in ranks.outcomes(2, call_head, BAD_HEADS[message], timeout=20):
+        assert isinstance(outcome, Failed), outcome
+        assert outcome.kind is InputError and outcome.message.startswith(message), outcome.traceback
+    ranks.run(2, call_head, {})  # the group still works
+
+
+def call_linear(tp, row, bad_rank):
+    x, w = randn(4, 64, seed=1), randn(8, 64)
+    w = w[:, :63] if tp.rank == bad_rank else w
+    (ops.row_parallel_linear if row else ops.linear)(x, w, tp=tp)
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_linear_errors_reach_all_ranks(ranks, row):
+    for outcome in ranks.outcomes(2, call_linear, row, 1, timeout=20):
+        assert isinstance(outcome, Failed) and outcome.kind is InputError, outcome
+        assert outcome.message.startswith("weight: shape"), outcome.traceback
+    ranks.run(2, call_linear, row, None)
+
+
+def too_many_ranks(tp):
+    ops.row_parallel_linear(randn(2, 24), randn(4, 24), tp=tp)
+
+
+def test_ranks_must_divide_the_leaves(ranks):
+    for outcome in ranks.outcomes(4, too_many_ranks, timeout=20):
+        assert isinstance(outcome, Failed) and outcome.message.startswith("tp: 4 ranks"), outcome.traceback
