@@ -1,0 +1,28 @@
+# make check: the drift check on this machine's CPU.  make test: the tests.  Both set up .venv first.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+VERSION = $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
+REQUIREMENTS = requirements/cpu-py$(VERSION).txt
+STAMP = $(VENV)/.installed
+CHECK_ARGS ?=
+
+.PHONY: check test setup clean
+check: setup
+	$(VENV)/bin/alignkit check $(CHECK_ARGS)
+
+test: setup
+	$(VENV)/bin/python -m pytest $(TEST_ARGS)
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py requirements/*.txt $(wildcard csrc/cpu/*)
+	@test -n "$(PYTHON)" || { echo "alignkit needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --no-deps -r $(REQUIREMENTS)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info alignkit/_cpu*.so check-results
