@@ -175,11 +175,12 @@ def formula_logits(h, w, b, cap, factor):
     return ((cap * torch.tanh(z / cap) if cap else z) * factor).log_softmax(-1)
 
 
-def test_logp_is_as_good_as_fp32_logits():
-    """Error against float64 no worse than torch's log_softmax of fp32 logits, over a large vocabulary."""
-    h, w = randn(64, 256, seed=0, dtype=torch.bfloat16), randn(40000, 256, dtype=torch.bfloat16, scale=0.2)
-    target = torch.randint(0, 40000, (64,))
+@given(v=st.sampled_from([2000, 40000]), scale=st.sampled_from([0.05, 0.3]), dtype=dtypes, seed=seeds)
+def test_logp_is_as_good_as_fp32_logits(v, scale, dtype, seed):
+    """Mean error against float64 no worse than that of torch's log_softmax of fp32 logits."""
+    h, w = randn(64, 256, seed=seed, dtype=dtype), randn(v, 256, dtype=dtype, scale=scale)
+    target = torch.randint(0, v, (64,))
     exact = (h.double() @ w.double().t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
     theirs = (h.float() @ w.float().t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
     ours = ops.linear_logp(h, w, target)
-    assert (ours - exact).abs().mean() <= (theirs - exact).abs().mean() * 1.5
+    assert (ours - exact).abs().mean() <= (theirs - exact).abs().mean() + U32 * exact.abs().mean()

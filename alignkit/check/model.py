@@ -1,0 +1,126 @@
+"""Random-weight checkpoints in HF format: real enough for the engines' numerics, small enough for a CPU."""
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ..errors import InputError
+
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+MAX_POSITION = 4096
+KV_HEADS = 4
+_ROPE_BASE = 10000.0
+_NORM_EPS = 1e-6
+
+
+def make_checkpoint(
+    path: str | os.PathLike,
+    arch: str = "qwen3",
+    dtype: torch.dtype = torch.bfloat16,
+    tied: bool = False,
+    seed: int = 0,
+    hidden: int = 512,
+    layers: int = 4,
+    heads: int = 8,
+    kv_heads: int = KV_HEADS,
+    head_dim: int = 64,
+    intermediate: int = 1536,
+    vocab: int = 2000,
+    std: float = 0.05,
+    logit_std: float = 2.5,
+) -> Path:
+    """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
+
+    arch: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias) or ``"llama"``.
+    dtype: ``torch.bfloat16`` or ``torch.float32``. The same seed gives the same values, rounded to dtype.
+    tied: the output layer is the embedding.
+    std: standard deviation of the trunk's weights.
+    logit_std: about the standard deviation of a position's logits. It keeps the softmax real: the entropy of
+        the next token is well below log(vocab), and no token has all the mass.
+
+    There is no tokenizer: prompts are token ids. Returns the directory.
+    Raises InputError naming the argument.
+    """
+    if arch not in _ARCHITECTURES:
+        raise InputError(f"arch: {arch!r} is not one of {', '.join(_ARCHITECTURES)}")
+    if dtype not in _DTYPES:
+        raise InputError(f"dtype: {dtype} is not torch.bfloat16 or torch.float32")
+    if heads % kv_heads:
+        raise InputError(f"heads: {heads} query heads are not a multiple of {kv_heads} KV heads")
+    if arch == "qwen2" and heads * head_dim != hidden:
+        raise InputError(f"head_dim: qwen2 needs heads * head_dim = hidden, not {heads} * {head_dim} "
+                         f"and {hidden}")
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = std, mean: float = 0.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale + mean).to(dtype)
+
+    def norm_weight(width: int) -> torch.Tensor:
+        return normal(width, scale=0.1, mean=1.0)  # not all ones, so that a lost weight shows
+
+    q, kv = heads * head_dim, kv_heads * head_dim
+    # The last hidden state has unit variance after its norm, so a logit is a sum of `hidden` terms.
+    head_scale = logit_std / hidden**0.5
+    weights = {"model.embed_tokens.weight": normal(vocab, hidden, scale=head_scale if tied else std)}
+    for i in range(layers):
+        layer = f"model.layers.{i}."
+        weights |= {
+            layer + "input_layernorm.weight": norm_weight(hidden),
+            layer + "self_attn.q_proj.weight": normal(q, hidden),
+            layer + "self_attn.k_proj.weight": normal(kv, hidden),
+            layer + "self_attn.v_proj.weight": normal(kv, hidden),
+            layer + "self_attn.o_proj.weight": normal(hidden, q),
+            layer + "post_attention_layernorm.weight": norm_weight(hidden),
+            layer + "mlp.gate_proj.weight": normal(intermediate, hidden),
+            layer + "mlp.up_proj.weight": normal(intermediate, hidden),
+            layer + "mlp.down_proj.weight": normal(hidden, intermediate),
+        }
+        if arch == "qwen3":
+            weights |= {layer + f"self_attn.{x}_norm.weight": norm_weight(head_dim) for x in "qk"}
+        if arch == "qwen2":
+            weights |= {layer + f"self_attn.{x}_proj.bias": normal(width, scale=0.5)
+                        for x, width in (("q", q), ("k", kv), ("v", kv))}
+    weights["model.norm.weight"] = norm_weight(hidden)
+    if not tied:
+        weights["lm_head.weight"] = normal(vocab, hidden, scale=head_scale)
+
+    config = {
+        "architectures": [_ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_POSITION,
+        "rms_norm_eps": _NORM_EPS,
+        "rope_theta": _ROPE_BASE,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": tied,
+        "use_cache": True,
+        # No end token: a request samples as many tokens as it was asked for.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": _DTYPES[dtype],
+    }
+    _write_json(path / "config.json", config)
+    _write_json(path / "generation_config.json", {"do_sample": True})
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,214 @@
+"""What a person reads: the table on the terminal, and report.html, one file with everything in it."""
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ..drift import TokenDifference
+from ..errors import UnsupportedError
+from .machine import installed
+from .run import Compared, Result
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_WORST = 12
+_STOCK, _PATCHED = "#c2410c", "#1d4ed8"
+
+
+def require_report_libraries() -> None:
+    """Raises UnsupportedError if what `write_html` needs is not installed."""
+    missing = [name for name in ("matplotlib", "jinja2") if not installed(name)]
+    if missing:
+        raise UnsupportedError(f"report.html needs {' and '.join(missing)}: pip install 'alignkit[report]', "
+                               "or pass --no-report")
+
+
+def table(result: Result) -> Table:
+    """One line for each pair of rollout and training, stock beside patched."""
+    # Narrow enough for 80 columns. The patched mean is left out: it is 0 where the maximum is.
+    view = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title_justify="left",
+                 title="rollout (vLLM) against training (Megatron-core); d = training - rollout")
+    for name in ("dtype", "rollout", "training"):
+        view.add_column(f"\n{name}", no_wrap=True)
+    for name in ("stock\nequal", "stock\nmax |d|", "stock\nmean |d|", "patched\nequal", "patched\nmax |d|"):
+        view.add_column(name, justify="right", no_wrap=True, min_width=7)
+    previous = None
+    for stock, patched in _pairs(result):
+        row = stock.row
+        if previous not in (None, row.dtype):
+            view.add_section()
+        previous = row.dtype
+        style = "green" if patched.report.all_equal else "bold red"
+        view.add_row(SHORT_DTYPES[row.dtype], row.rollout, row.training, *_cells(stock),
+                     *(Text(cell, style=style) for cell in _cells(patched)[:2]))
+    return view
+
+
+def headline(result: Result) -> str:
+    """``Patched: 512 of 512 logprobs are bit-equal (1 of 1 rows). Stock: 3 of 512.``"""
+    def counts(patched: bool) -> tuple[int, int, int, int]:
+        reports = [c.report for c in result.compared if c.row.patched == patched]
+        return (sum(r.bit_equal for r in reports), sum(r.tokens for r in reports),
+                sum(r.all_equal for r in reports), len(reports))
+
+    equal, tokens, good, rows = counts(True)
+    stock_equal, stock_tokens, _, _ = counts(False)
+    return (f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). "
+            f"Stock: {stock_equal} of {stock_tokens}.")
+
+
+def write_html(result: Result, path: Path) -> None:
+    """Writes the report: no script, and nothing that has to be fetched."""
+    import jinja2
+
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("alignkit.check", "."), autoescape=True,
+                                     trim_blocks=True, lstrip_blocks=True)
+    dtypes = list(dict.fromkeys(c.row.dtype for c in result.compared))
+    path.write_text(environment.get_template("report.html.j2").render(
+        headline=headline(result),
+        good=not result.failures,
+        failures=result.failures,
+        info=result.info,
+        pairs=[(stock.row, _cells(stock), _cells(patched), patched.report.all_equal)
+               for stock, patched in _pairs(result)],
+        sections=[_section(result, dtype) for dtype in dtypes],
+    ))
+
+
+@dataclass
+class _Section:
+    dtype: str
+    example: str
+    plots: list[tuple[str, str]]
+    """(caption, data URI) of each."""
+    worst: list[tuple[str, TokenDifference, float]]
+    """(row, token, training - rollout) of the stock engines."""
+    metrics: list[tuple[str, str, str]]
+    """(name, stock, patched)."""
+
+
+def _section(result: Result, dtype: str) -> _Section:
+    pairs = [(s, p) for s, p in _pairs(result) if s.row.dtype == dtype]
+    stock, patched = [s for s, _ in pairs], [p for _, p in pairs]
+    example = pairs[0]
+    worst = [(f"{c.row.rollout} against {c.row.training}", t, t.training - t.rollout)
+             for c in stock for t in c.report.worst]
+    worst.sort(key=lambda entry: abs(entry[2]) if entry[2] == entry[2] else float("inf"), reverse=True)
+    numbers = [c.report.metrics("") for c in example]
+    return _Section(
+        dtype=dtype,
+        example=f"{example[0].row.rollout} against {example[0].row.training}",
+        plots=[
+            ("Differences of all rows. The leftmost bar counts logprobs with the same bits on both sides.",
+             _histogram(stock, patched)),
+            ("Each logprob as the rollout gave it and as training computed it again, and their difference: "
+             f"{example[0].row.rollout} against {example[0].row.training}.", _scatter(*example)),
+            ("Mean difference at each sampled position, over all rows.", _by_position(stock, patched)),
+        ],
+        worst=worst[:_WORST],
+        metrics=[(name, _number(numbers[0][name]), _number(numbers[1][name])) for name in numbers[0]],
+    )
+
+
+def _pairs(result: Result) -> list[tuple[Compared, Compared]]:
+    """(stock, patched) of each pair of rollout and training, in the order of the rows."""
+    patched = {(c.row.dtype, c.row.rollout, c.row.training): c for c in result.compared if c.row.patched}
+    return [(c, patched[c.row.dtype, c.row.rollout, c.row.training]) for c in result.compared
+            if not c.row.patched]
+
+
+def _cells(c: Compared) -> tuple[str, str, str]:
+    r = c.report
+    return f"{r.bit_equal}/{r.tokens}", *(f"{x:.1e}" if x else "0" for x in (r.max_abs, r.mean_abs))
+
+
+def _number(x: float) -> str:
+    if isinstance(x, int) or x in (0.0, 1.0):
+        return str(int(x))  # exactly, not rounded
+    return f"{x:.1e}" if abs(x) < 1e-2 else f"{x:.6g}"
+
+
+def _difference(c: Compared) -> torch.Tensor:
+    """training - rollout, float64 [tokens], of the finite ones."""
+    d = torch.cat(c.training.logprobs).double() - torch.cat(c.rollout.logprobs).double()
+    return d[d.isfinite()]
+
+
+def _histogram(stock: list[Compared], patched: list[Compared]) -> str:
+    figure, axes = _figure()
+    lowest, highest, step = -9.0, 1.0, 0.25
+    edges = torch.arange(lowest, highest + step / 2, step, dtype=torch.float64)
+    zero_at = lowest - 4 * step
+    for k, (label, color, rows) in enumerate((("stock", _STOCK, stock), ("patched", _PATCHED, patched))):
+        d = torch.cat([_difference(c) for c in rows]).abs()
+        counts = torch.histogram(d[d > 0].log10().clamp(lowest, highest), edges).hist
+        width = step * 0.45
+        x = torch.cat([torch.tensor([zero_at], dtype=torch.float64), edges[:-1] + step / 4])
+        y = torch.cat([(d == 0).sum().reshape(1).double(), counts])
+        axes.bar((x + k * width).tolist(), y.tolist(), width=width, color=color, label=label)
+    ticks = range(int(lowest), int(highest) + 1, 2)
+    axes.set_xticks([zero_at + width / 2, *ticks], ["0", *(f"$10^{{{t}}}$" for t in ticks)])
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("|training - rollout|")
+    axes.set_ylabel("logprobs")
+    axes.legend(frameon=False)
+    return _data_uri(figure)
+
+
+def _scatter(stock: Compared, patched: Compared) -> str:
+    figure, (values, differences) = _figure(2)
+    for label, color, c in (("stock", _STOCK, stock), ("patched", _PATCHED, patched)):
+        x, y = (torch.cat(side.logprobs).double() for side in (c.rollout, c.training))
+        keep = x.isfinite() & y.isfinite()
+        x, y = x[keep], y[keep]
+        dots = {"s": 9, "color": color, "alpha": 0.5, "linewidths": 0, "label": label}
+        values.scatter(x.tolist(), y.tolist(), **dots)
+        differences.scatter(x.tolist(), (y - x).tolist(), **dots)
+    values.set_ylabel("training logprob")
+    differences.set_ylabel("training - rollout")
+    for axes in (values, differences):
+        axes.set_xlabel("rollout logprob")
+    values.legend(frameon=False)
+    return _data_uri(figure)
+
+
+def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
+    figure, axes = _figure()
+    for label, color, rows in (("stock", _STOCK, stock), ("patched", _PATCHED, patched)):
+        by_position: dict[int, list[float]] = {}
+        for c in rows:
+            for a, b in zip(c.rollout.logprobs, c.training.logprobs):
+                for i, d in enumerate((b.double() - a.double()).abs().tolist()):
+                    if d == d and d != float("inf"):
+                        by_position.setdefault(i, []).append(d)
+        positions = sorted(by_position)
+        axes.plot(positions, [sum(by_position[i]) / len(by_position[i]) for i in positions], color=color,
+                  label=label, linewidth=2, clip_on=False)
+    axes.set_xlabel("sampled position")
+    axes.set_ylabel("mean |training - rollout|")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return _data_uri(figure)
+
+
+def _figure(columns: int = 1):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots(1, columns)
+    for ax in axes if columns > 1 else [axes]:
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _data_uri(figure) -> str:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=144)
+    return "data:image/png;base64," + base64.b64encode(image.getvalue()).decode()

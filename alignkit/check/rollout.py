@@ -1,0 +1,153 @@
+"""One vLLM engine in this process: ``python -m alignkit.check.rollout JOB.json`` writes logprob files.
+
+JOB: ``model`` (HF directory), ``dtype`` ("bfloat16" | "float32"), ``patched`` (bool), ``tp`` (int),
+``max_num_batched_tokens`` (int, so that longer prompts are prefilled in chunks, or null), ``prompts`` (token
+ids), ``max_tokens``, ``temperature``, ``seed``, ``tokens_from`` (a logprob file, for "prompt_logprobs") and
+``runs``, a list of ``{"mode", "out"}``. The modes:
+
+- ``batch``: all prompts at once.
+- ``one``: one request at a time.
+- ``prefix``: all prompts a second time, their cached blocks still warm.
+- ``prompt_logprobs``: prompt and sampled tokens of ``tokens_from`` sent as a prompt.
+
+Every mode starts from an empty prefix cache. The logprobs are raw: of the logits before temperature.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from alignkit.contract import contract_id
+from alignkit.drift import Logprobs, load, save
+from alignkit.errors import InputError
+
+MODES = ("batch", "one", "prefix", "prompt_logprobs")
+BLOCK_SIZE = 32
+"""Of the KV cache; small, so that short prompts fill blocks and can hit the prefix cache."""
+_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # nothing here is worth seconds of compilation
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def run(job: dict) -> None:
+    """Starts the engine, runs each of the job's runs in order, and writes their files.
+
+    Raises InputError naming the job's field, UnsupportedError for a model that alignkit refuses (patched).
+    """
+    _check(job)
+    for name, value in _ENV.items():
+        os.environ.setdefault(name, value)
+    if job["tp"] == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if job["patched"]:
+        from alignkit.vllm import patch_vllm
+
+        patch_vllm()
+    llm = _engine(job)
+    for spec in job["runs"]:
+        llm.reset_prefix_cache()
+        mode = spec["mode"]
+        logprobs = _evaluate(llm, job) if mode == "prompt_logprobs" else _sample(llm, job, mode)
+        logprobs.meta["mode"] = mode
+        save(spec["out"], logprobs)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _check(job: dict) -> None:
+    for spec in job["runs"]:
+        if spec["mode"] not in MODES:
+            raise InputError(f"runs: mode {spec['mode']!r} is none of {', '.join(MODES)}")
+        if spec["mode"] == "prompt_logprobs" and not job.get("tokens_from"):
+            raise InputError("tokens_from: prompt_logprobs needs a logprob file")
+    if not job["prompts"] or not all(job["prompts"]):
+        raise InputError("prompts: none, or an empty one")
+
+
+def _engine(job: dict):
+    from vllm import LLM
+
+    longest = max(len(p) for p in job["prompts"]) + job["max_tokens"] + 1
+    return LLM(
+        job["model"],
+        dtype=job["dtype"],
+        tensor_parallel_size=job["tp"],
+        seed=job["seed"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=longest,
+        max_num_seqs=len(job["prompts"]),
+        max_num_batched_tokens=job["max_num_batched_tokens"] or max(2048, longest),
+        enable_chunked_prefill=True,
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=_cache_bytes(job, longest),
+    )
+
+
+def _cache_bytes(job: dict, longest: int) -> int:
+    """Room for every sequence at full length twice over, so that nothing is preempted or evicted."""
+    config = json.loads((Path(job["model"]) / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    itemsize = getattr(torch, job["dtype"]).itemsize
+    position = 2 * config["num_hidden_layers"] * kv_heads * head_dim * itemsize
+    return max(64 << 20, 2 * len(job["prompts"]) * (longest + BLOCK_SIZE) * position)
+
+
+def _sample(llm, job: dict, mode: str) -> Logprobs:
+    from vllm import SamplingParams
+
+    # The seed is the engine's. A seed per request would make vLLM 0.32 fail on the CPU with chunked prefill.
+    params = SamplingParams(max_tokens=job["max_tokens"], temperature=job["temperature"], ignore_eos=True,
+                            logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
+    if mode == "one":
+        outputs = [llm.generate([p], params, use_tqdm=False)[0] for p in prompts]
+    else:
+        if mode == "prefix":
+            llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    if mode == "prefix":
+        missed = [i for i, (prompt, o) in enumerate(zip(job["prompts"], outputs))
+                  if len(prompt) > BLOCK_SIZE and not o.num_cached_tokens]
+        if missed:
+            raise RuntimeError(f"the prefix cache was not hit by prompts {missed}")
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    steps = [o.outputs[0].logprobs for o in outputs]
+    return _logprobs(job, job["prompts"], tokens, steps)
+
+
+def _evaluate(llm, job: dict) -> Logprobs:
+    from vllm import SamplingParams
+
+    sampled = load(job["tokens_from"])
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    whole = [{"prompt_token_ids": p + t} for p, t in zip(sampled.prompts, sampled.tokens)]
+    outputs = llm.generate(whole, params, use_tqdm=False)
+    steps = [o.prompt_logprobs[len(prompt):] for prompt, o in zip(sampled.prompts, outputs)]
+    return _logprobs(job, sampled.prompts, sampled.tokens, steps)
+
+
+def _logprobs(job: dict, prompts: list[list[int]], tokens: list[list[int]], steps: list[list[dict]]) -> Logprobs:
+    """steps: per token of each sequence, vLLM's logprobs by token id."""
+    import vllm
+
+    values = [[step[t].logprob for t, step in zip(*sequence)] for sequence in zip(tokens, steps)]
+    meta = {"engine": f"vllm {vllm.__version__}", "dtype": job["dtype"], "tp": str(job["tp"]),
+            "max_num_batched_tokens": str(job["max_num_batched_tokens"])}
+    # vLLM hands out Python floats that were fp32: the way back is exact.
+    return Logprobs(prompts, tokens, [torch.tensor(row, dtype=torch.float32) for row in values],
+                    contract_id() if job["patched"] else "stock", meta)
+
+
+if __name__ == "__main__":
+    run(json.loads(Path(sys.argv[1]).read_text()))

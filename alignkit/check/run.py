@@ -1,0 +1,285 @@
+"""Runs a check: real engines in processes of their own, before and after patching, then the comparison."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..contract import contract_id
+from ..convert import Architecture, read_architecture
+from ..drift import DriftReport, Logprobs, compare, load
+from ..drift.compare import finite_or_none
+from ..errors import AlignkitError, InputError, UnsupportedError
+from . import plan
+from .machine import installed, machine
+from .model import KV_HEADS, MAX_POSITION, make_checkpoint
+from .plan import Job, Row
+
+_LOG_TAIL = 30
+_MARK = ".alignkit-check"
+"""A file that says: what is in this directory is a check's, and the next check may delete it."""
+
+
+class WorkerError(AlignkitError, RuntimeError):
+    """An engine's process failed; the message ends with the tail of its log."""
+
+
+@dataclass
+class Options:
+    """out: directory for everything the check writes.
+    model: HF checkpoint directory; None makes a random-weight one for each dtype.
+    dtypes: from `plan.DTYPES`.
+    tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out.
+    full: every pair of rollout and training instead of a subset.
+    max_tokens, temperature, seed: of the sampling.
+    timeout: seconds that one engine's process may take.
+    """
+
+    out: Path
+    model: Path | None = None
+    dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
+    tp: int = 2
+    full: bool = False
+    max_tokens: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+    timeout: float = 1800.0
+
+
+@dataclass
+class Compared:
+    """A row with its report and, for plots, what was compared."""
+
+    row: Row
+    report: DriftReport
+    rollout: Logprobs
+    training: Logprobs
+
+    def to_json(self) -> dict:
+        """A row of check.json."""
+        numbers = self.report.to_json()
+        numbers.pop("worst")
+        head = ("tokens", "bit_equal", "max_abs", "mean_abs")
+        return ({"dtype": self.row.dtype, "rollout": self.row.rollout, "training": self.row.training,
+                 "patched": self.row.patched} | {k: numbers[k] for k in head}
+                | {k: v for k, v in numbers.items() if k not in head})
+
+
+@dataclass
+class Result:
+    compared: list[Compared]
+    info: dict
+    """Machine, versions, contract, options, and the seconds each engine took."""
+
+    @property
+    def failures(self) -> list[str]:
+        """One sentence for each patched row that is not equal to the last bit."""
+        return [f"{c.row}: {c.report.bit_equal} of {c.report.tokens} tokens are bit-equal; "
+                f"the first that is not: {c.report.first_difference}"
+                for c in self.compared if c.row.patched and not c.report.all_equal]
+
+
+class Progress:
+    """What a check tells while it runs; to be overridden."""
+
+    def planned(self, jobs: list[Job]) -> None: ...
+
+    def started(self, job: Job) -> None: ...
+
+    def ended(self, job: Job, seconds: float) -> None: ...
+
+
+def run(options: Options, progress: Progress) -> Result:
+    """Runs the check and writes `check.json` and `run.json` into `options.out`.
+
+    Raises InputError or UnsupportedError before anything runs, WorkerError if an engine's process fails or
+    writes something other than it was asked for. However it ends, no process of its own is left behind.
+    """
+    _check_options(options)
+    out = options.out
+    _prepare(out)
+    started = time.monotonic()
+    models = {}
+    for dtype in options.dtypes:
+        models[dtype] = options.model.resolve() if options.model else make_checkpoint(
+            out / f"model-{dtype}", dtype=getattr(torch, dtype), seed=options.seed).resolve()
+    architecture = _check_model(models[options.dtypes[0]], options)
+    prompts = plan.draw_prompts(architecture.vocab, options.seed)
+    rows = plan.rows(options.dtypes, options.tp, options.full)
+    jobs = plan.jobs(rows, out.resolve(), models, prompts, max_tokens=options.max_tokens,
+                     temperature=options.temperature, seed=options.seed)
+    progress.planned(jobs)
+    seconds = _execute(jobs, out, options.timeout, progress)
+
+    read: dict[Path, Logprobs] = {}
+    compared = []
+    for row in rows:
+        pair = []
+        for path in (plan.rollout_file(out, row), plan.training_file(out, row)):
+            if path not in read:
+                read[path] = _read(path, row.patched, prompts)
+            pair.append(read[path])
+        try:
+            compared.append(Compared(row, compare(*pair), *pair))
+        except InputError as e:
+            raise WorkerError(f"{row}: {e}") from None
+    info = machine() | {
+        "contract": contract_id(), "model": asdict(architecture), "full": options.full, "tp": options.tp,
+        "max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed,
+        "seconds": seconds | {"all": round(time.monotonic() - started, 1)},
+    }
+    _write_json(out / "check.json", [c.to_json() for c in compared])
+    _write_json(out / "run.json", info)
+    return Result(compared, info)
+
+
+def _check_options(options: Options) -> None:
+    """Everything that can be refused before an engine starts."""
+    for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
+        if not installed(module):
+            raise UnsupportedError(f"{name} is not installed here; the check compares the real engines")
+    if not options.dtypes or any(d not in plan.DTYPES for d in options.dtypes):
+        raise InputError(f"dtype: {options.dtypes}, expected some of {', '.join(plan.DTYPES)}")
+    if options.tp < 1:
+        raise InputError(f"tp: {options.tp} is not positive")
+    if options.max_tokens < 1:
+        raise InputError(f"max_tokens: {options.max_tokens} is not positive")
+    if options.out.exists():
+        if not options.out.is_dir():
+            raise InputError(f"out: {options.out} is not a directory")
+        if any(options.out.iterdir()) and not (options.out / _MARK).exists():
+            raise InputError(f"out: {options.out} holds something else than an earlier check")
+    if options.model is not None:
+        _check_model(options.model, options)
+    else:
+        _check_sizes(options, MAX_POSITION)
+        if KV_HEADS % options.tp:
+            raise InputError(f"tp: {options.tp} ranks do not divide the model's {KV_HEADS} KV heads")
+
+
+def _check_model(path: Path, options: Options) -> Architecture:
+    architecture = read_architecture(path)
+    architecture.check_tp(options.tp)
+    _check_sizes(options, architecture.max_position)
+    return architecture
+
+
+def _check_sizes(options: Options, positions: int) -> None:
+    longest = max(plan.PROMPT_LENGTHS) + options.max_tokens
+    if longest > positions:
+        raise InputError(f"max_tokens: sequences of {longest} tokens do not fit the model's {positions} "
+                         "positions")
+
+
+def _prepare(out: Path) -> None:
+    """An empty place to write to: nothing of an earlier run can be taken for a result of this one."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _MARK).touch()
+    for name in ("check.json", "run.json", "report.html"):
+        (out / name).unlink(missing_ok=True)
+    for name in ("logprobs", "logs", "jobs"):
+        shutil.rmtree(out / name, ignore_errors=True)
+        (out / name).mkdir()
+
+
+def _execute(jobs: list[Job], out: Path, timeout: float, progress: Progress) -> dict[str, float]:
+    """Runs all jobs, as many at once as there are cores, each when its inputs are there.
+    Returns the seconds of each."""
+    cores = os.cpu_count() or 1
+    waiting = list(jobs)
+    running: dict[Job, tuple[subprocess.Popen, float]] = {}
+    seconds: dict[str, float] = {}
+    made: set[Path] = set()
+    try:
+        while waiting or running:
+            for job in list(waiting):
+                used = sum(other.slots for other in running)
+                if running and used + job.slots > cores:
+                    continue
+                if all(path in made for path in job.needs):
+                    waiting.remove(job)
+                    running[job] = _start(job, out), time.monotonic()
+                    progress.started(job)
+            for job, (process, since) in list(running.items()):
+                elapsed = time.monotonic() - since
+                if process.poll() is None:
+                    if elapsed > timeout:
+                        raise WorkerError(f"{job.name}: no result after {timeout:.0f} s\n{_tail(job, out)}")
+                    continue
+                _stop(process)  # what it may have left in its process group
+                del running[job]
+                if process.returncode:
+                    raise WorkerError(f"{job.name}: exit status {process.returncode}\n{_tail(job, out)}")
+                missing = [path.name for path in job.outputs if not path.exists()]
+                if missing:
+                    raise WorkerError(f"{job.name}: it ended without writing {', '.join(missing)}\n"
+                                      f"{_tail(job, out)}")
+                made.update(job.outputs)
+                seconds[job.name] = round(elapsed, 1)
+                progress.ended(job, elapsed)
+            time.sleep(0.05)
+    finally:
+        for process, _ in running.values():
+            _stop(process)
+    return seconds
+
+
+def _start(job: Job, out: Path) -> subprocess.Popen:
+    path = out / "jobs" / f"{job.name}.json"
+    plan.write(job, path)
+    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | os.environ
+    env.pop("ALIGNKIT_VLLM", None)  # the job alone says whether its engine is patched
+    with open(_log(job, out), "wb") as log:
+        # A session of its own, so that it can be stopped with all that it starts.
+        return subprocess.Popen([sys.executable, "-m", job.module, str(path)], stdin=subprocess.DEVNULL,
+                                stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Ends a worker and what it started; no error if they have ended."""
+    for sig, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, sig)
+        except (ProcessLookupError, PermissionError):
+            break
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    process.poll()
+
+
+def _log(job: Job, out: Path) -> Path:
+    return out / "logs" / f"{job.name}.log"
+
+
+def _tail(job: Job, out: Path) -> str:
+    path = _log(job, out)
+    lines = path.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+    return f"the end of {path}:\n" + "\n".join("  | " + line for line in lines)
+
+
+def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
+    """A worker's file, which must be what was asked for: a comparison of anything else proves nothing."""
+    logprobs = load(path)
+    contract = contract_id() if patched else "stock"
+    if logprobs.contract != contract:
+        raise WorkerError(f"{path}: contract {logprobs.contract!r}, expected {contract!r}")
+    if logprobs.prompts != prompts:
+        raise WorkerError(f"{path}: its prompts are not those of the job")
+    empty = [i for i, tokens in enumerate(logprobs.tokens) if not tokens]
+    if empty:
+        raise WorkerError(f"{path}: nothing was sampled in sequence {empty[0]}")
+    return logprobs
+
+
+def _write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(finite_or_none(value), indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,193 @@
+"""Recomputes logprobs with a real Megatron-core model: ``python -m alignkit.check.train JOB.json``.
+
+JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "tp": 1 | 2 | ...,
+"sequence_parallel": bool, "temperature": 1.0 (optional, patched only),
+"runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path}, ...]}
+
+The model is built once, in `tp` processes, and each run writes the logprobs of the tokens of its `in` file.
+Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, and has no packed input.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from alignkit import contract
+from alignkit.convert import read_architecture
+from alignkit.drift.files import Logprobs, load, save
+from alignkit.errors import InputError, UnsupportedError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+IGNORE = -100
+_FAILURE = "failure"
+
+
+def run_job(job: dict[str, Any]) -> None:
+    """Runs the job of the module's docstring.
+
+    Raises InputError or UnsupportedError for a job that cannot run, before a process is started, and
+    RuntimeError with the traceback of the first rank that failed, after the others have been ended.
+    """
+    _check(job)
+    tp = job["tp"]
+    # The kernels take their threads from this variable; ranks share the machine's cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // tp)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if tp == 1:
+        return _rank(0, job, dist.HashStore())
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        torch.multiprocessing.spawn(_guarded, (job, store.port), nprocs=tp)
+    except torch.multiprocessing.ProcessException:
+        if store.check([_FAILURE]):
+            raise RuntimeError(store.get(_FAILURE).decode()) from None
+        raise  # killed: there is no traceback
+
+
+def _guarded(rank: int, job: dict[str, Any], port: int) -> None:
+    """`_rank`, leaving the traceback of the first rank that fails with the parent: the others then fail too,
+    for want of their peer, and say less."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    try:
+        _rank(rank, job, store)
+    except BaseException:
+        store.compare_set(_FAILURE, "", f"rank {rank} of {job['tp']}:\n{traceback.format_exc()}")
+        raise
+
+
+def _check(job: dict[str, Any]) -> None:
+    unknown = set(job) - {"model", "dtype", "patched", "tp", "sequence_parallel", "temperature", "runs"}
+    if unknown:
+        raise InputError(f"job: unknown fields {', '.join(sorted(unknown))}")
+    for field in ("model", "dtype", "patched", "tp", "runs"):
+        if field not in job:
+            raise InputError(f"job: field {field!r} is missing")
+    if job["dtype"] not in DTYPES:
+        raise InputError(f"dtype: {job['dtype']!r} is not one of {', '.join(DTYPES)}")
+    if not isinstance(job["tp"], int):
+        raise InputError(f"tp: {job['tp']!r} is not an integer")
+    read_architecture(job["model"]).check_tp(job["tp"])
+    if job.get("temperature", 1.0) != 1.0 and not job["patched"]:
+        raise UnsupportedError("temperature: stock Megatron's loss has none")
+    for run in job["runs"]:
+        if run["mode"] not in _MODES:
+            raise InputError(f"mode: {run['mode']!r} is not one of {', '.join(_MODES)}")
+        if run["mode"] == "packed" and not job["patched"]:
+            raise UnsupportedError("mode: stock Megatron's local attention takes no packed sequences")
+
+
+def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
+    """One tensor-parallel rank; rank 0 writes the results."""
+    tp = job["tp"]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp)
+
+    import megatron.core
+    from megatron.core import parallel_state
+
+    from alignkit.megatron import cpu, patch_megatron
+
+    with cpu.cpu_host(), torch.no_grad():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        if job["patched"]:
+            patch_megatron(read_architecture(job["model"]).vocab)
+        from alignkit.megatron.build import gpt_model
+
+        model = gpt_model(job["model"], DTYPES[job["dtype"]],
+                          sequence_parallel=job.get("sequence_parallel", False))
+        for run in job["runs"]:
+            given = load(run["in"])
+            logprobs = recompute(model, given, run["mode"], temperature=job.get("temperature", 1.0),
+                                 patched=job["patched"])
+            if rank == 0:
+                meta = {"engine": f"megatron-core {megatron.core.__version__}", "mode": run["mode"],
+                        **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")}}
+                save(run["out"], Logprobs(given.prompts, given.tokens, logprobs,
+                                          contract.contract_id() if job["patched"] else "stock", meta))
+                print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
+    dist.destroy_process_group()
+
+
+def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0,
+              patched: bool = True) -> list[torch.Tensor]:
+    """fp32 logprobs of `given`'s tokens, one tensor a sequence. A collective of the model's ranks."""
+    if not any(given.tokens):
+        raise InputError("in: there are no tokens to recompute")
+
+    def logp(tokens, labels, mask=None, packed=None) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        if patched:
+            from alignkit.megatron import logprobs
+            return logprobs(model, tokens, positions, mask, labels, temperature=temperature, ignore_index=IGNORE,
+                            packed_seq_params=packed).log_probs
+        return -model(tokens, positions, mask, labels=labels).float()
+
+    multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    return _MODES[mode](logp, given, multiple)
+
+
+def _padded(logp: Callable, given: Logprobs, multiple: int) -> list[torch.Tensor]:
+    """All sequences in one micro-batch ``[b, s]``, padded on the right; s is a multiple of `multiple`."""
+    rows = [prompt + tokens for prompt, tokens in zip(given.prompts, given.tokens)]
+    s = max(len(row) for row in rows) - 1
+    s += -s % multiple
+    tokens = torch.zeros(len(rows), s, dtype=torch.int64)
+    labels = torch.full_like(tokens, IGNORE)
+    spans = []
+    for i, row in enumerate(rows):
+        first, end = len(given.prompts[i]) - 1, len(row) - 1
+        tokens[i, :end] = torch.tensor(row[:-1])
+        labels[i, first:end] = torch.tensor(given.tokens[i])
+        spans.append((first, end))
+    # Megatron makes the default mask on a GPU, so one is given; True hides.
+    mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    out = logp(tokens, labels, mask)
+    return [out[i, first:end].clone() for i, (first, end) in enumerate(spans)]
+
+
+def _one(logp: Callable, given: Logprobs, multiple: int) -> list[torch.Tensor]:
+    """Each sequence in a micro-batch of its own."""
+    return [_padded(logp, Logprobs([p], [t], [lp], given.contract), multiple)[0]
+            for p, t, lp in zip(given.prompts, given.tokens, given.logprobs)]
+
+
+def _packed(logp: Callable, given: Logprobs, multiple: int) -> list[torch.Tensor]:
+    """All sequences end to end in one row (THD), each padded to a multiple of `multiple`."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, labels, spans, starts = [], [], [], [0]
+    for prompt, sampled in zip(given.prompts, given.tokens):
+        row = (prompt + sampled)[:-1]
+        padding = -len(row) % multiple
+        spans.append((starts[-1] + len(prompt) - 1, starts[-1] + len(row)))
+        tokens += row + [0] * padding
+        labels += [IGNORE] * (len(prompt) - 1) + sampled + [IGNORE] * padding
+        starts.append(len(tokens))
+    longest = max(b - a for a, b in zip(starts, starts[1:]))
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                             max_seqlen_q=longest, max_seqlen_kv=longest)
+    out = logp(torch.tensor([tokens]), torch.tensor([labels]), packed=packed)[0]
+    return [out[first:end].clone() for first, end in spans]
+
+
+_MODES = {"one": _one, "padded": _padded, "packed": _packed}
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 1:
+        raise SystemExit("usage: python -m alignkit.check.train JOB.json")
+    with open(arguments[0]) as f:
+        job = json.load(f)
+    run_job(job)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

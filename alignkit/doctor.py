@@ -1,0 +1,238 @@
+"""`alignkit doctor`: what is installed and patched here, and whether the ops keep their promise."""
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import backends, native, ops
+from .check.machine import installed, versions
+from .contract import contract_id
+from .tp import TP
+
+OPS = ("attention", "linear", "linear_logp", "rms_norm", "rope", "silu_mul")
+ENGINES = {"vllm": "vllm", "megatron": "megatron.core"}
+PLUGIN_GROUP = "vllm.general_plugins"
+_ROWS, _WIDTH, _VOCAB, _TP = 23, 256, 300, 2
+
+
+def facts() -> Iterator[str]:
+    """Lines of text: versions, contract, kernels, backends, patches, environment variables in force."""
+    for name, version in versions().items():
+        yield f"{name:<15} {version or 'not installed'}"
+    yield f"{'contract':<15} {contract_id()}"
+    yield f"{'CPU kernels':<15} " + (f"built, {native.isa()}" if native.available() else "not built")
+    for op in OPS:
+        yield f"{'backend':<15} {op}: {backends.select(op, 'cpu').__name__.rpartition('.')[2]}"
+    for half, module in ENGINES.items():
+        yield f"{half + ' patch':<15} {_patch(half, module)}"
+    plugins = [e.value for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.name == "alignkit"]
+    yield f"{'vllm plugin':<15} {plugins[0] if plugins else 'not installed: vLLM workers stay stock'}"
+    for name in sorted(os.environ):
+        if name.startswith("ALIGNKIT_"):
+            yield f"{'environment':<15} {name}={os.environ[name]}"
+
+
+def self_test() -> Iterator[tuple[str, str | None]]:
+    """Runs each op on the same rows in different company. Yields (what must hold, None or what did not)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        short = str(dtype).removeprefix("torch.")
+        for name, op, rows in _row_ops(dtype):
+            yield f"{name} {short}: rows alone, reordered, in chunks, by one thread", _attempt(
+                _company, op, rows)
+        yield f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one", _attempt(
+            _attention, dtype)
+        yield f"linear_logp {short}: as log_softmax and logp_from_logits of head_logits", _attempt(
+            _logp_of_logits, dtype)
+    yield f"row_parallel_linear, linear_logp: {_TP} tensor-parallel ranks as one", _attempt(_tensor_parallel)
+
+
+def _patch(half: str, module: str) -> str:
+    if not installed(module):
+        return "engine not installed"
+    try:
+        status = importlib.import_module(f"alignkit.{half}").status()
+    except Exception as e:  # an engine whose installation is broken is a finding, not an end
+        return f"{type(e).__name__}: {e}"
+    return ", ".join(f"{key}: {value}" for key, value in status.items())
+
+
+def _attempt(test: Callable[..., str | None], *args) -> str | None:
+    """The test's verdict. An exception is one too: a broken installation is what a doctor is for."""
+    try:
+        return test(*args)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def _normal(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _row_ops(dtype: torch.dtype) -> Iterator[tuple[str, Callable, list[torch.Tensor]]]:
+    """(name, function of rows, rows) of each op whose result is made row by row."""
+    x, residual = (_normal(seed, _ROWS, _WIDTH, dtype=dtype) for seed in (0, 1))
+    weight, bias = _normal(2, 96, _WIDTH, dtype=dtype), _normal(3, 96, dtype=dtype)
+    norm = _normal(4, _WIDTH, dtype=dtype)
+    head = _normal(5, _VOCAB, _WIDTH, dtype=dtype)
+    target, positions = (torch.randint(n, (_ROWS,), generator=torch.Generator().manual_seed(6))
+                         for n in (_VOCAB, 512))
+    table = ops.rope_table(64, 512, 10000.0)
+    yield "linear", lambda x: ops.linear(x, weight, bias), [x]
+    yield "row_parallel_linear", lambda x: ops.row_parallel_linear(x, weight, bias), [x]
+    yield "rms_norm", lambda x: ops.rms_norm(x, norm, 1e-6), [x]
+    yield "rms_norm with residual", lambda x, r: ops.rms_norm(x, norm, 1e-6, residual=r), [x, residual]
+    yield "rope", lambda x, p: ops.rope(x.unflatten(-1, (-1, 64)), p, table), [x, positions]
+    yield "silu_mul", ops.silu_mul, [x, residual]
+    yield ("linear_logp", lambda x, t: ops.linear_logp(x, head, t, temperature=0.7, return_entropy=True),
+           [x, target])
+
+
+def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
+    """Whether a row's result depends on the rows beside it, their order, or the number of threads."""
+    whole = _tuple(op(*rows))
+    n = len(rows[0])
+    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(7)).tolist()
+    arrangements = {
+        "alone": [[i] for i in range(n)],
+        "reordered": [shuffled],
+        "in chunks": [list(range(a, min(a + 7, n))) for a in range(0, n, 7)],
+    }
+    for label, groups in arrangements.items():
+        for group in groups:
+            got = _tuple(op(*(x[group] for x in rows)))
+            problem = _difference(label, got, tuple(y[group] for y in whole))
+            if problem:
+                return problem
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        return _difference("by one thread", _tuple(op(*rows)), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _attention(dtype: torch.dtype) -> str | None:
+    lengths, heads, kv_heads, dim = (5, 70, 33), 4, 2, 64
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    total = sum(lengths)
+    q = _normal(8, total, heads, dim, dtype=dtype)
+    k, v = (_normal(seed, total, kv_heads, dim, dtype=dtype) for seed in (9, 10))
+    whole = ops.attention(q, k, v, starts)
+    sequences = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:])]
+
+    for order, label in (([0], "alone"), ([1], "alone"), ([2], "alone"), ([2, 0, 1], "reordered")):
+        rows = torch.cat([torch.arange(total)[sequences[i]] for i in order])
+        packed = torch.tensor([0, *(lengths[i] for i in order)]).cumsum(0)
+        problem = _difference(label, (ops.attention(q[rows], k[rows], v[rows], packed),), (whole[rows],))
+        if problem:
+            return problem
+
+    longest = max(lengths)
+    padded = [torch.zeros(len(lengths) * longest, *x.shape[1:], dtype=dtype) for x in (q, k, v)]
+    rows = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
+    for x, full in zip((q, k, v), padded):
+        full[rows] = x
+    got = ops.attention(*padded, torch.arange(len(lengths) + 1) * longest)[rows]
+    return _difference("padded", (got,), (whole,)) or _paged(q, k, v, lengths, sequences, whole)
+
+
+def _paged(q, k, v, lengths, sequences, whole) -> str | None:
+    """The same sequences from a cache of scattered blocks: queries in chunks of 7, and one by one."""
+    block = 16
+    blocks = [-(-n // block) for n in lengths]
+    free = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(11)).split(blocks)
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    caches = [torch.zeros(sum(blocks), block, *x.shape[1:], dtype=x.dtype) for x in (k, v)]
+    for i, s in enumerate(sequences):
+        table[i, :blocks[i]] = free[i]
+        position = torch.arange(lengths[i])
+        for x, cache in zip((k, v), caches):
+            cache[free[i][position // block], position % block] = x[s]
+    for size, label in ((7, "paged in chunks"), (1, "paged one by one")):
+        got = torch.empty_like(whole)
+        for done in range(0, max(lengths), size):
+            live = [i for i, n in enumerate(lengths) if n > done]
+            rows = [slice(sequences[i].start + done, min(sequences[i].start + done + size, sequences[i].stop))
+                    for i in live]
+            counts = [r.stop - r.start for r in rows]
+            out = ops.paged_attention(
+                torch.cat([q[r] for r in rows]), *caches, table[live], torch.tensor([0, *counts]).cumsum(0),
+                torch.tensor([done + n for n in counts]))
+            for r, part in zip(rows, out.split(counts)):
+                got[r] = part
+        problem = _difference(label, (got,), (whole,))
+        if problem:
+            return problem
+    return None
+
+
+def _logp_of_logits(dtype: torch.dtype) -> str | None:
+    hidden, head, target = _head(dtype)
+    want = ops.linear_logp(hidden, head, target, temperature=0.7)
+    logits = ops.head_logits(hidden, head)
+    table = ops.log_softmax(logits, temperature=0.7).gather(1, target[:, None])[:, 0]
+    logp = ops.logp_from_logits(logits, target, temperature=0.7)
+    return _difference("log_softmax", (table,), (want,)) or _difference("logp_from_logits", (logp,), (want,))
+
+
+def _head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    target = torch.randint(_VOCAB, (_ROWS,), generator=torch.Generator().manual_seed(12))
+    return _normal(13, _ROWS, _WIDTH, dtype=dtype), _normal(14, _VOCAB, _WIDTH, dtype=dtype), target
+
+
+def _tensor_parallel() -> str | None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder,), nprocs=_TP)
+        want = _sharded(TP())
+        for rank in range(_TP):
+            got = torch.load(Path(folder) / str(rank))
+            problem = _difference(f"rank {rank}", tuple(got), tuple(want))
+            if problem:
+                return problem
+    return None
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_TP)
+    torch.save(_sharded(TP(dist.group.WORLD)), Path(folder) / str(rank))
+    dist.destroy_process_group()
+
+
+def _sharded(tp: TP) -> list[torch.Tensor]:
+    """Results that every rank has whole, computed from this rank's shards; the vocabulary is cut unevenly."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, target = _head(dtype)
+        shard = slice(tp.rank * _WIDTH // tp.size, (tp.rank + 1) * _WIDTH // tp.size)
+        results.append(ops.row_parallel_linear(x[:, shard], weight[:, shard], tp=tp))
+        cuts = [0, 256, _VOCAB] if tp.size > 1 else [0, _VOCAB]
+        first, last = cuts[tp.rank], cuts[tp.rank + 1]
+        results += ops.linear_logp(x, weight[first:last], target, vocab_size=_VOCAB, vocab_start=first, tp=tp,
+                                   return_entropy=True)
+    return results
+
+
+def _tuple(x) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _difference(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
+    """None if all bits are the same, else where the first difference is."""
+    for a, b in zip(got, want, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{label}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}"
+        bits = torch.int32 if a.dtype == torch.float32 else torch.int16
+        wrong = (a.contiguous().view(bits) != b.contiguous().view(bits)).nonzero()
+        if len(wrong):
+            where = tuple(wrong[0].tolist())
+            return (f"{label}: {len(wrong)} of {a.numel()} values differ, the first at {list(where)}: "
+                    f"{a[where].item()!r} instead of {b[where].item()!r}")
+    return None

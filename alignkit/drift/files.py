@@ -1,0 +1,167 @@
+"""Logprob files: the tokens of a set of sequences, their logprobs, and the contract that made them.
+
+One safetensors file: sequences are packed end to end, `*_offsets` say where each begins. The token ids and
+the contract id travel with the numbers, so two files can be refused when they cannot be compared.
+"""
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import InputError
+
+FORMAT = "alignkit-logprobs"
+FORMAT_VERSION = "1"
+_DTYPES = {
+    "prompt_tokens": torch.int64,
+    "prompt_offsets": torch.int64,
+    "tokens": torch.int64,
+    "offsets": torch.int64,
+    "logprobs": torch.float32,
+}
+
+
+@dataclass
+class Logprobs:
+    """Logprobs of the sampled tokens of some sequences.
+
+    prompts: token ids before the sampled ones, one list a sequence.
+    tokens: sampled token ids, one list a sequence.
+    logprobs: fp32 ``[len(tokens[i])]``, natural logarithm, one tensor a sequence.
+    contract: `alignkit.contract.contract_id()` of aligned numbers, ``"stock"`` otherwise.
+    meta: free text for people (engine, versions, mode); never compared.
+    """
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logprobs: list[torch.Tensor]
+    contract: str
+    meta: dict[str, str] = field(default_factory=dict)
+
+
+def save(path: str | os.PathLike, logprobs: Logprobs) -> None:
+    """Writes `logprobs` to `path`, whole or not at all.
+
+    Raises InputError naming the field that is inconsistent, before anything is written.
+    """
+    _check(logprobs)
+    prompt_tokens, prompt_offsets = _pack(logprobs.prompts)
+    tokens, offsets = _pack(logprobs.tokens)
+    flat = [x.detach().cpu().reshape(-1) for x in logprobs.logprobs]
+    tensors = {
+        "prompt_tokens": prompt_tokens,
+        "prompt_offsets": prompt_offsets,
+        "tokens": tokens,
+        "offsets": offsets,
+        "logprobs": torch.cat(flat) if flat else torch.empty(0),
+    }
+    metadata = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "contract": logprobs.contract,
+        "meta": json.dumps(logprobs.meta, sort_keys=True),
+    }
+    path = Path(path)
+    # A reader never sees half a file: it appears under its name when it is complete.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load(path: str | os.PathLike) -> Logprobs:
+    """Reads what `save` wrote, the same bits.
+
+    Raises InputError, naming the file and what is wrong with it: absent, truncated, not a safetensors file,
+    not a logprob file, of another format version, or inconsistent in itself.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such logprob file")
+    try:
+        with safe_open(path, framework="pt") as f:
+            metadata = f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}
+    except (SafetensorError, OSError) as e:
+        raise InputError(f"{path}: truncated, or not a safetensors file ({e})") from None
+    if metadata.get("format") != FORMAT:
+        raise InputError(f"{path}: a safetensors file, but not a logprob file (its metadata has no "
+                         f"format={FORMAT!r})")
+    if metadata.get("format_version") != FORMAT_VERSION:
+        raise InputError(f"{path}: format version {metadata.get('format_version')!r}; "
+                         f"this alignkit reads version {FORMAT_VERSION!r}")
+    for name, dtype in _DTYPES.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise InputError(f"{path}: tensor {name!r} is missing")
+        if tensor.dtype != dtype or tensor.dim() != 1:
+            raise InputError(f"{path}: tensor {name!r} is {tensor.dtype} of shape {list(tensor.shape)}, "
+                             f"expected {dtype} of one dimension")
+    if "contract" not in metadata:
+        raise InputError(f"{path}: the contract id is missing")
+    try:
+        meta = json.loads(metadata.get("meta", "{}"))
+    except json.JSONDecodeError as e:
+        raise InputError(f"{path}: meta is not JSON ({e})") from None
+    if not isinstance(meta, dict):
+        raise InputError(f"{path}: meta is not a JSON object")
+    prompts = _unpack(path, tensors, "prompt_tokens", "prompt_offsets")
+    tokens = _unpack(path, tensors, "tokens", "offsets")
+    values = _unpack(path, tensors, "logprobs", "offsets")
+    logprobs = Logprobs(prompts=[x.tolist() for x in prompts], tokens=[x.tolist() for x in tokens],
+                        logprobs=values, contract=metadata["contract"], meta=meta)
+    try:
+        _check(logprobs)
+    except InputError as e:
+        raise InputError(f"{path}: {e}") from None
+    return logprobs
+
+
+def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows end to end, int64 [total], and where each begins, int64 [len(rows) + 1]."""
+    lengths = torch.tensor([0] + [len(row) for row in rows], dtype=torch.int64)
+    return torch.tensor([t for row in rows for t in row], dtype=torch.int64), lengths.cumsum(0)
+
+
+def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_name: str) -> list[torch.Tensor]:
+    packed, offsets = tensors[name], tensors[offsets_name]
+    if (offsets.numel() == 0 or offsets[0] != 0 or offsets[-1] != packed.numel()
+            or bool((offsets.diff() < 0).any())):
+        raise InputError(f"{path}: {offsets_name!r} does not cut the {packed.numel()} values of {name!r}")
+    bounds = offsets.tolist()
+    return [packed[a:b].clone() for a, b in zip(bounds, bounds[1:])]
+
+
+def _check(logprobs: Logprobs) -> None:
+    sequences = len(logprobs.tokens)
+    for name in ("prompts", "logprobs"):
+        if len(getattr(logprobs, name)) != sequences:
+            raise InputError(f"{name}: {len(getattr(logprobs, name))} sequences, but tokens has {sequences}")
+    if not isinstance(logprobs.contract, str) or not logprobs.contract:
+        raise InputError(f"contract: a non-empty string is needed, not {logprobs.contract!r}")
+    for name in ("prompts", "tokens"):
+        for i, row in enumerate(getattr(logprobs, name)):
+            if any(type(t) is not int or t < 0 for t in row):
+                raise InputError(f"{name}: sequence {i} holds something that is not a token id (an int >= 0)")
+    for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs)):
+        if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
+            kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+            raise InputError(f"logprobs: sequence {i} is {kind}, expected torch.float32")
+        if list(values.shape) != [len(row)]:
+            raise InputError(f"logprobs: sequence {i} has shape {list(values.shape)}, "
+                             f"but {len(row)} tokens")
+    for key, value in logprobs.meta.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InputError(f"meta: {key!r} maps to {value!r}; keys and values are strings")

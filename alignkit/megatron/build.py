@@ -1,0 +1,123 @@
+"""Builds a Megatron-core GPTModel from an HF model directory, with the stock local layer spec."""
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import torch_norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from alignkit.convert import Architecture, Checkpoint, read_architecture, to_hf, to_megatron
+from alignkit.errors import InputError
+
+
+def transformer_config(arch: Architecture, dtype: torch.dtype, *, tp: int = 1, sequence_parallel: bool = False,
+                       **overrides) -> TransformerConfig:
+    """The TransformerConfig of `arch`; `overrides` are TransformerConfig fields, taken as they are.
+
+    dtype: torch.float32 or torch.bfloat16. Raises InputError for another type.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise InputError(f"dtype: {dtype} is not torch.float32 or torch.bfloat16")
+    fields = dict(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.intermediate,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    return TransformerConfig(**(fields | overrides))
+
+
+def gpt_model(model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16, *,
+              sequence_parallel: bool = False, **overrides) -> GPTModel:
+    """GPTModel with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
+
+    `megatron.core.parallel_state` must be initialised; its tensor-parallel group says how the weights are
+    cut. On a machine without a GPU, build and run inside `alignkit.megatron.cpu.cpu_host()`.
+    Raises UnsupportedError naming what is not a dense Qwen2, Qwen3 or Llama, before anything is built.
+    """
+    arch = read_architecture(model_dir)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    arch.check_tp(tp)
+    weights = to_megatron(arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype)
+    config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **overrides)
+    with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm"),
+            vocab_size=arch.padded_vocab(tp),
+            max_sequence_length=arch.max_position,
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_base,
+        )
+    model = model.to(dtype)  # norms are created in fp32
+    model.load_state_dict(weights, strict=False)
+    missing = {name for name, _ in model.named_parameters()} ^ set(weights)
+    if missing:
+        raise InputError(f"model: weights and GPTModel do not match: {', '.join(sorted(missing))}")
+    return model.eval()
+
+
+def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's weights as whole tensors with HF names, one at a time; what a rollout engine loads.
+
+    A collective of the model's tensor-parallel group: every rank must run it to its end, and every rank
+    gets every tensor.
+    """
+    group = model.pg_collection.tp
+    weights = dict(model.named_parameters())
+
+    def shards(name: str) -> list[torch.Tensor]:
+        tensor = weights[name].detach().contiguous()
+        if group.size() == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, tensor, group=group)
+        return parts
+
+    return to_hf(arch, weights, shards)
+
+
+@contextlib.contextmanager
+def _sequence_parallel_norms() -> Iterator[None]:
+    """Lets stock Megatron build its torch RMSNorm with sequence parallelism, which it refuses by an assert.
+
+    The norm is the same; its weight is marked, so that Megatron sums its gradient over the ranks.
+    """
+    def norm(cls, config, hidden_size, eps=1e-5, **_):
+        module = torch.nn.RMSNorm(hidden_size, eps=eps)
+        module.weight.sequence_parallel = True
+        return module
+
+    stock = vars(torch_norm.WrappedTorchNorm)["__new__"]
+    torch_norm.WrappedTorchNorm.__new__ = norm
+    try:
+        yield
+    finally:
+        torch_norm.WrappedTorchNorm.__new__ = stock

@@ -1,0 +1,119 @@
+"""The end of a GPTModel: hidden states to losses and logprobs, through ``ops.linear_logp``."""
+from __future__ import annotations
+
+import contextvars
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from alignkit import ops
+from alignkit.errors import UnsupportedError
+from alignkit.tp import TP
+
+from . import modules
+
+
+@dataclass(frozen=True)
+class LogProbsRequest:
+    """What `output_processor` is asked for. Any object with a `temperature` will do; one without
+    `return_entropy` gets the entropy too.
+
+    temperature: positive, a number or fp32 ``[b, s]``.
+    ignore_index: labels with this value give logprob 0, entropy 0 and no gradient.
+    """
+
+    temperature: float | torch.Tensor = 1.0
+    return_entropy: bool = False
+    ignore_index: int = -100
+
+
+@dataclass
+class LogProbs:
+    """fp32 ``[b, s]`` in nats; entropy is None if it was not asked for."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+
+
+request: contextvars.ContextVar[LogProbsRequest | None] = contextvars.ContextVar("alignkit_request", default=None)
+"""What `logprobs` asks of the forward it runs, on versions without `output_processor`."""
+
+
+def logprobs(model, tokens, position_ids, attention_mask, labels, *, temperature: float | torch.Tensor = 1.0,
+             return_entropy: bool = False, ignore_index: int = -100, packed_seq_params=None) -> LogProbs:
+    """Logprobs of `labels` under `model`, a GPTModel or a wrapper of one (Float16Module, DDP, ...).
+
+    tokens, labels: int64 ``[b, s]``; labels are already shifted. position_ids and attention_mask as for the model.
+    Differentiable. Raises UnsupportedError if `patch_megatron` is not in force, and what the model's forward
+    and ``ops.linear_logp`` raise; on all tensor-parallel ranks together.
+    """
+    from . import patch
+
+    asked = LogProbsRequest(temperature, return_entropy, ignore_index)
+    arguments: dict[str, Any] = {"labels": labels, "packed_seq_params": packed_seq_params}
+    if patch.active().has_hook:
+        return model(tokens, position_ids, attention_mask, **arguments, output_processor=output_processor,
+                     output_processor_context=asked)
+    token = request.set(asked)
+    try:
+        return model(tokens, position_ids, attention_mask, **arguments)
+    finally:
+        request.reset(token)
+
+
+def output_processor(*, hidden_states: torch.Tensor, output_layer, output_weight: torch.Tensor | None,
+                     labels: torch.Tensor, context: Any = None, **_) -> LogProbs:
+    """For ``GPTModel.forward(output_processor=, output_processor_context=)`` of Megatron-core 0.18 and later.
+
+    context: a `LogProbsRequest`, None for its defaults, or any object with a `temperature`.
+    Returns `LogProbs` of the labels. Raises UnsupportedError for a model that is not patched.
+    """
+    if labels is None:
+        raise UnsupportedError("labels: alignkit's output_processor needs them")
+    asked = LogProbsRequest() if context is None else context
+    return label_logprobs(hidden_states, output_layer, output_weight, labels, LogProbsRequest(
+        asked.temperature, getattr(asked, "return_entropy", True), getattr(asked, "ignore_index", -100)))
+
+
+def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None, labels: torch.Tensor,
+                   asked: LogProbsRequest) -> LogProbs:
+    """hidden ``[s, b, h]``, or this rank's ``[s / tp, b, h]`` under sequence parallelism; labels ``[b, s]``."""
+    if not isinstance(output_layer, modules.OutputLayer):
+        raise UnsupportedError("output_layer: not the output layer of an aligned GPTModel")
+    group = output_layer.tp_group
+    tp = TP(group)
+    if output_layer.sequence_parallel:
+        # The op sums the gradient of hidden over ranks, so that each rank only takes its rows of it back.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+    temperature = asked.temperature
+    if isinstance(temperature, torch.Tensor) and temperature.dim() == 2:
+        temperature = temperature.t()
+    weight = output_layer.weight if output_weight is None else output_weight
+    result = ops.linear_logp(
+        hidden, weight, labels.t(), temperature=temperature, ignore_index=asked.ignore_index,
+        vocab_size=output_layer.true_vocab_size, vocab_start=tp.rank * weight.shape[0], tp=tp,
+        return_entropy=asked.return_entropy)
+    logp, entropy = result if asked.return_entropy else (result, None)
+    return LogProbs(logp.t().contiguous(), None if entropy is None else entropy.t().contiguous())
+
+
+class VocabParallelCrossEntropy:
+    """Stands in for Megatron's autograd Function behind ``vocab_parallel_cross_entropy``, so that frameworks that
+    took that function by name before the patch are caught too."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def apply(self, logits, target, label_smoothing=0.0, tp_group=None) -> torch.Tensor:
+        """logits fp32 ``[..., V / tp]`` of the aligned output layer, target ``[...]``; loss fp32 ``[...]``."""
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        if label_smoothing:
+            raise UnsupportedError(f"label_smoothing: {label_smoothing} is not supported")
+        if logits.dtype != torch.float32:
+            raise UnsupportedError(f"logits: {logits.dtype} has lost bits of the aligned output layer's fp32")
+        tp = TP(tp_group if tp_group is not None else get_tensor_model_parallel_group())
+        return -ops.logp_from_logits(logits, target, vocab_size=self.vocab_size,
+                                     vocab_start=tp.rank * logits.shape[-1], tp=tp)

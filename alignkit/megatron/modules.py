@@ -1,0 +1,154 @@
+"""Megatron-core's modules with their arithmetic replaced by alignkit's ops.
+
+Each class replaces the class of a module that already exists (`module.__class__`), so that parameters, hooks,
+checkpoints and `isinstance` stay as they are. The names are Megatron's on purpose: weight converters tell
+column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
+"""
+from __future__ import annotations
+
+import torch
+from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import dot_product_attention, mlp, transformer_block
+
+from alignkit import ops
+from alignkit.errors import UnsupportedError
+from alignkit.tp import TP
+
+from . import supported
+
+
+class ColumnParallelLinear(layers.ColumnParallelLinear):
+    """``ops.linear``; the stock forward around it keeps Megatron's rules for tied weights, bias and gather."""
+
+    op = "linear"
+    out_dtype: torch.dtype | None = None
+
+    def _forward_impl(self, input, weight, bias=None, *, sequence_parallel=False, **_):
+        return ops.linear(input, weight, bias, tp=TP(self.tp_group), sequence_parallel=sequence_parallel,
+                          out_dtype=self.out_dtype)
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The output layer: its logits are fp32 and never rounded to the model type.
+
+    true_vocab_size: the vocabulary without padding; `head` needs it and Megatron does not keep it.
+    """
+
+    op = "linear_logp"
+    out_dtype = torch.float32
+    true_vocab_size: int
+
+
+class RowParallelLinear(layers.RowParallelLinear):
+    """``ops.row_parallel_linear``, which also does the reduction over ranks."""
+
+    op = "row_parallel_linear"
+
+    def forward(self, input_):
+        out = ops.row_parallel_linear(input_, self.weight, tp=TP(self.tp_group),
+                                      sequence_parallel=self.sequence_parallel)
+        return out, None
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``ops.rms_norm``, also under sequence parallelism, which torch's norm is not used with in Megatron."""
+
+    op = "rms_norm"
+
+    def forward(self, x):
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    @classmethod
+    def build(cls, config, hidden_size, eps=1e-5, **_) -> RMSNorm:
+        """What ``WrappedTorchNorm(config, hidden_size, eps)`` gives while the patch is on."""
+        if config.normalization != "RMSNorm":
+            raise UnsupportedError(f"normalization: {config.normalization!r} is not supported, only 'RMSNorm'")
+        if config.layernorm_zero_centered_gamma:
+            raise UnsupportedError("layernorm_zero_centered_gamma is not supported")
+        norm = cls(hidden_size, eps=eps)
+        # Megatron sums the gradients of marked weights over the tensor-parallel ranks.
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class MLP(mlp.MLP):
+    """SwiGLU: ``ops.silu_mul`` of the two halves of the first product."""
+
+    op = "silu_mul"
+
+    def forward(self, hidden_states, per_token_scale=None, **_):
+        if per_token_scale is not None:
+            raise UnsupportedError("per_token_scale: mixture of experts (MoE) is not supported")
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        return self.linear_fc2(ops.silu_mul(gate, up))
+
+
+class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
+    """Hands the fp32 table of ``ops.rope_table`` down to `apply_rotary_pos_emb` in place of Megatron's angles."""
+
+    op = "rope_table"
+    base: float
+    head_dim: int
+
+    def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
+        if offset:
+            raise UnsupportedError("offset: rotary positions that do not start at 0 are not supported")
+        # A power of two, so that few tables are made; a row does not depend on how many there are.
+        return ops.rope_table(self.head_dim, 1 << max(int(max_seq_len) - 1, 0).bit_length(), self.base)
+
+
+def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, **_):
+    """``ops.rope`` on t ``[s, b, h, d]``, or packed ``[t, h, d]`` with `cu_seqlens`.
+
+    freqs: the table that the aligned RotaryEmbedding made. As in Megatron, a token's position is its index
+    in its sequence; `position_ids` are not looked at.
+    """
+    if freqs.dim() != 2 or mscale != 1.0:
+        raise UnsupportedError("rotary embedding: not the default one of an aligned GPTModel")
+    index = torch.arange(t.shape[0], device=t.device)
+    if cu_seqlens is None:
+        positions = index.repeat_interleave(t.shape[1])
+    else:
+        starts = cu_seqlens.to(torch.int64)
+        positions = index - starts[torch.searchsorted(starts, index, right=True) - 1]
+    return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs).view(t.shape)
+
+
+class DotProductAttention(dot_product_attention.DotProductAttention):
+    """``ops.attention`` for ``[s, b, h, d]`` micro-batches and for packed (THD) ones, which stock refuses."""
+
+    op = "attention"
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
+                packed_seq_params=None):
+        if packed_seq_params is not None:
+            cu_seqlens = supported.packed_cu_seqlens(packed_seq_params, query.shape[0])
+            return ops.attention(query, key, value, cu_seqlens).flatten(1)
+        s, b = query.shape[:2]
+        cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * s
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        return ops.attention(q, k, v, cu_seqlens).view(b, s, -1).transpose(0, 1).contiguous()
+
+
+class TransformerBlock(transformer_block.TransformerBlock):
+    """The stock block; only what it is called with is checked."""
+
+    op = "trunk"
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        tp = TP(self.pg_collection.tp)
+        s, b = hidden_states.shape[:2]
+        s *= tp.size if self.config.sequence_parallel else 1
+        supported.agree(tp, "TransformerBlock", lambda: supported.check_call(s, b, attention_mask, **kwargs))
+        return super().forward(hidden_states, attention_mask, **kwargs)
+
+
+def residual_add(training: bool, fused: bool):
+    """Stands in for ``get_bias_dropout_add``: the sum in the model type, with nothing to fuse or to drop."""
+    def add(x_with_bias, residual, dropout):
+        x, bias = x_with_bias
+        if bias is not None or (training and dropout > 0):
+            raise UnsupportedError("add_bias_linear / hidden_dropout: neither is supported")
+        return x + residual
+    return add

@@ -1,0 +1,140 @@
+"""vLLM's attention backend on the CPU, with `ops.paged_attention` inside."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from alignkit import ops
+from alignkit.errors import UnsupportedError
+
+
+@dataclass
+class AlignedAttentionMetadata(AttentionMetadata):
+    """num_tokens: rows of q that are real. The rest is as `ops.paged_attention` takes it."""
+
+    num_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionMetadata]):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
+              fast_build: bool = False) -> AlignedAttentionMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UnsupportedError("attention that is not causal")
+        return AlignedAttentionMetadata(
+            num_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+        )
+
+
+class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra,
+    ) -> None:
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "sliding window": sliding_window is not None,
+            "attention soft cap": bool(logits_soft_cap),
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "KV cache shared between layers": kv_sharing_target_layer_name is not None,
+            f"{kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float32"),
+        } | {f"attention with {name}": value is not None for name, value in extra.items()}
+        names = [name for name, present in refused.items() if present]
+        if names:
+            raise UnsupportedError(", ".join(names))
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+
+    def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+                           slot_mapping: torch.Tensor) -> None:
+        """Writes key and value [T, Hkv, D] to their slots; padding, at the end, has slot -1."""
+        k_cache, v_cache = _split(kv_cache)
+        slots = slot_mapping[slot_mapping >= 0]
+        block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
+        k_cache[block, offset] = key[: len(slots)]
+        v_cache[block, offset] = value[: len(slots)]
+
+    def forward(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                kv_cache: torch.Tensor, attn_metadata: AlignedAttentionMetadata | None, output: torch.Tensor,
+                output_scale: torch.Tensor | None = None,
+                output_block_scale: torch.Tensor | None = None) -> torch.Tensor:
+        """query [T, Hq, D] -> output [T, Hq, D], written in place."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("attention with a quantized output")
+        if attn_metadata is None:  # a dummy batch: nobody reads what comes out, but it must be finite
+            return output.zero_()
+        n = attn_metadata.num_tokens
+        k_cache, v_cache = _split(kv_cache)
+        output[:n] = ops.paged_attention(query[:n], k_cache, v_cache, attn_metadata.block_table,
+                                         attn_metadata.query_start_loc, attn_metadata.seq_lens, self.scale)
+        return output
+
+
+class AlignedAttentionBackend(AttentionBackend):
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"  # the entry of vLLM's registry that it takes over
+
+    @staticmethod
+    def get_impl_cls() -> type[AlignedAttentionImpl]:
+        return AlignedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AlignedAttentionMetadataBuilder]:
+        return AlignedAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBNHC,)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's logical view [blocks, Hkv, block_size, 2 * D] as K and V, each a view [blocks, block_size, Hkv, D].
+    In memory the layout is [blocks, block_size, Hkv, 2 * D]."""
+    k_cache, v_cache = kv_cache.permute(0, 2, 1, 3).chunk(2, dim=-1)
+    return k_cache, v_cache

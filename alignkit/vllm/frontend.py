@@ -1,0 +1,38 @@
+"""The front end's part: requests are refused where they are made, before they reach a worker."""
+from __future__ import annotations
+
+import functools
+
+from vllm.v1.engine.input_processor import InputProcessor
+
+from alignkit.errors import UnsupportedError
+from alignkit.vllm.patch import WORKER
+from alignkit.vllm.refuse import refuse_config, refuse_request
+
+
+class AlignedInputProcessor(InputProcessor):
+    def __init__(self, vllm_config, *args, **kwargs) -> None:
+        _require_aligned(vllm_config)  # an engine starts here whatever made its configuration
+        refuse_config(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def _validate_params(self, params, *args, **kwargs):
+        refuse_request(params, self.model_config.logprobs_mode)
+        return super()._validate_params(params, *args, **kwargs)
+
+
+def refuse_stock(validate_params):
+    """`InputProcessor._validate_params` for as long as vLLM is patched: a stock engine gets no requests."""
+
+    @functools.wraps(validate_params)
+    def validate(self, *args, **kwargs):
+        _require_aligned(self.vllm_config)
+        return validate_params(self, *args, **kwargs)
+
+    return validate
+
+
+def _require_aligned(vllm_config) -> None:
+    if vllm_config.parallel_config.worker_cls != WORKER:
+        raise UnsupportedError("this engine, or its configuration, was made before patch_vllm(): "
+                               "make it after, or undo the patch to use it as it is")

@@ -1,0 +1,226 @@
+"""vLLM's layers with alignkit's ops inside, and the scope in which vLLM builds a model out of them.
+
+Each class keeps vLLM's parameters, weight loading and tensor-parallel layout, and replaces what is computed.
+Weights stay plain tensors (vLLM would pack them for oneDNN on the CPU), so an update in place reaches the
+numbers.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+    split_tensor_along_last_dim,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from alignkit import ops
+from alignkit.errors import UnsupportedError
+from alignkit.tp import TP
+from alignkit.vllm.attention import AlignedAttentionBackend
+
+
+class AlignedLinearMethod(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leaves the weight as it was loaded."""
+
+    def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.linear(x, layer.weight, bias)
+
+
+class AlignedEmbeddingMethod(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leaves the weight as it was loaded."""
+
+    def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        raise UnsupportedError("logits made outside LogitsProcessor.forward: they would not stay fp32")
+
+
+class _Linear:
+    """Mixin: the linear method is alignkit's."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        _require_plain(self, UnquantizedLinearMethod)
+        self.quant_method = AlignedLinearMethod()
+
+
+class AlignedReplicatedLinear(_Linear, ReplicatedLinear):
+    pass
+
+
+class AlignedColumnParallelLinear(_Linear, ColumnParallelLinear):
+    pass
+
+
+class AlignedMergedColumnParallelLinear(_Linear, MergedColumnParallelLinear):
+    pass
+
+
+class AlignedQKVParallelLinear(_Linear, QKVParallelLinear):
+    pass
+
+
+class AlignedRowParallelLinear(_Linear, RowParallelLinear):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.reduce_results:
+            raise UnsupportedError(f"reduce_results=False ({self.prefix}): partial sums leave the layer")
+        self._tp = TP(get_tp_group().device_group) if self.tp_size > 1 else None
+
+    def forward(self, input_):
+        if not self.input_is_parallel:
+            input_ = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank]
+        bias = None if self.skip_bias_add else self.bias
+        output = ops.row_parallel_linear(input_, self.weight, bias, tp=self._tp)
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+class _Embedding:
+    """Mixin: the lookup is vLLM's, and exact; the weight stays plain."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        _require_plain(self, UnquantizedEmbeddingMethod)
+        if self.num_added_embeddings:
+            raise UnsupportedError("a vocabulary with added embeddings (LoRA)")
+        self.quant_method = AlignedEmbeddingMethod()
+
+
+class AlignedVocabParallelEmbedding(_Embedding, VocabParallelEmbedding):
+    pass
+
+
+class AlignedParallelLMHead(_Embedding, ParallelLMHead):
+    pass
+
+
+class AlignedRMSNorm(RMSNorm):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.variance_size_override is not None or not self.has_weight:
+            raise UnsupportedError("RMSNorm over a part of the hidden size, or without a weight")
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        return ops.rms_norm(x, self.weight, self.variance_epsilon, residual)
+
+
+class AlignedSiluAndMul(SiluAndMul):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return ops.silu_mul(gate, up)
+
+
+class AlignedRotaryEmbedding(RotaryEmbedding):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **{**kwargs, "init_cache": False})
+        if self.rotary_dim != self.head_size or not self.is_neox_style:
+            raise UnsupportedError("rotary embedding of a part of the head, or interleaved")
+        with set_default_torch_dtype(torch.float32):  # vLLM builds models under the model's type
+            table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base)
+        self.register_buffer("cos_sin_cache", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
+        if positions.dim() != 1 or key is None:
+            raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
+        return tuple(
+            ops.rope(x.view(len(positions), -1, self.head_size), positions, self.cos_sin_cache).view(x.shape)
+            for x in (query, key)
+        )
+
+
+class AlignedLogitsProcessor(LogitsProcessor):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.logits_as_input:
+            raise UnsupportedError("logits_as_input: the model makes its logits itself")
+
+    def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather: bool = False):
+        """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`."""
+        if skip_gather:
+            raise UnsupportedError("batch-sharded sampling")
+        logits = ops.head_logits(hidden_states, lm_head.weight, embedding_bias,
+                                 soft_cap=self.soft_cap, logit_scale=self.scale)
+        if lm_head.tp_size > 1:
+            logits = self._gather_logits(logits)
+        return None if logits is None else logits[..., : self.org_vocab_size]
+
+    def get_top_tokens(self, *args, **kwargs):
+        raise UnsupportedError("vocabulary-parallel argmax (speculative decoding)")
+
+    def get_top_k_tokens(self, *args, **kwargs):
+        raise UnsupportedError("vocabulary-parallel top-k (speculative decoding)")
+
+
+ALIGNED = {
+    stock: aligned
+    for stock, aligned in (
+        ("ReplicatedLinear", AlignedReplicatedLinear),
+        ("ColumnParallelLinear", AlignedColumnParallelLinear),
+        ("MergedColumnParallelLinear", AlignedMergedColumnParallelLinear),
+        ("QKVParallelLinear", AlignedQKVParallelLinear),
+        ("RowParallelLinear", AlignedRowParallelLinear),
+        ("VocabParallelEmbedding", AlignedVocabParallelEmbedding),
+        ("ParallelLMHead", AlignedParallelLMHead),
+        ("RMSNorm", AlignedRMSNorm),
+        ("SiluAndMul", AlignedSiluAndMul),
+        ("RotaryEmbedding", AlignedRotaryEmbedding),
+        ("LogitsProcessor", AlignedLogitsProcessor),
+    )
+}
+"""vLLM's class name -> the class that takes its place."""
+
+
+@contextmanager
+def aligned_layers() -> Iterator[None]:
+    """Inside, vLLM builds models out of the classes above; outside, and in every model built there, nothing
+    changes. Raises UnsupportedError if a layer is already replaced by someone else."""
+    registry = custom_op.op_registry_oot
+    taken = sorted(ALIGNED.keys() & registry.keys())
+    if taken or AttentionBackendEnum.CPU_ATTN.is_overridden():
+        raise UnsupportedError(f"{', '.join(taken) or 'CPU_ATTN'}: already replaced by another vLLM plugin")
+    # vLLM shares rotary embeddings between models and remembers backends: neither may cross the border.
+    ropes = dict(rotary_embedding._ROPE_DICT)
+    backend = AlignedAttentionBackend
+    registry.update(ALIGNED)
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}")
+    rotary_embedding._ROPE_DICT.clear()
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        for name in ALIGNED:
+            registry.pop(name, None)
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(ropes)
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def _require_plain(layer: torch.nn.Module, method: type) -> None:
+    if type(layer.quant_method) is not method:
+        name = type(layer.quant_method).__name__
+        raise UnsupportedError(f"quantization ({name} in {layer.prefix or type(layer).__name__})")

@@ -1,0 +1,118 @@
+"""`patch_vllm()`: engines made after it are aligned, in every process they run in.
+
+The patch itself is small. An engine's configuration is checked and given alignkit's worker; the worker, in
+whatever process it starts, builds the model out of alignkit's layers and verifies what it built. Nothing
+global changes in vLLM's layers, so an engine keeps what it was made with, patched or stock, for its life.
+"""
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from importlib.util import find_spec
+from typing import Any
+
+from alignkit.contract import contract_id
+from alignkit.errors import UnsupportedError
+from alignkit.vllm.refuse import refuse_config
+from alignkit.vllm.seams import require_version
+
+ENV = "ALIGNKIT_VLLM"
+"""Set to 1 while patched, so that processes started meanwhile patch themselves (`alignkit.vllm.plugin`)."""
+WORKER = "alignkit.vllm.worker.AlignedWorker"
+_STOCK_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker")
+
+_live: Patch | None = None
+
+
+class Patch:
+    """Handle of a live patch; also a context manager."""
+
+    def __init__(self) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        from alignkit.vllm.frontend import AlignedInputProcessor, refuse_stock
+
+        self._env = os.environ.get(ENV)
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._set(EngineArgs, "create_engine_config", _aligned_config(EngineArgs.create_engine_config))
+        for module in ("vllm.v1.engine.llm_engine", "vllm.v1.engine.async_llm"):
+            self._set(importlib.import_module(module), "InputProcessor", AlignedInputProcessor)
+        self._set(InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params))
+        os.environ[ENV] = "1"
+
+    @property
+    def points(self) -> list[str]:
+        """The names in vLLM that are replaced."""
+        return [f"{getattr(owner, '__qualname__', owner.__name__)}.{name}" for owner, name, _ in self._undo]
+
+    def undo(self) -> None:
+        """Engines made from now on are stock again; those made before stay aligned. Safe to call twice."""
+        global _live
+        for owner, name, stock in self._undo:
+            setattr(owner, name, stock)
+        self._undo = []
+        if _live is self:
+            _live = None
+            if self._env is None:
+                os.environ.pop(ENV, None)
+            else:
+                os.environ[ENV] = self._env
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.undo()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+
+def patch_vllm() -> Patch:
+    """Aligns the vLLM engines that are made after this call and before the handle's `undo()`.
+
+    Patched again, it returns the live handle. An engine made before is refused requests until the undo.
+    Features that cannot be kept aligned are refused, by name, when an engine or a request asks for them.
+    Raises UnsupportedError if vLLM is absent or of a version that alignkit does not run on.
+    """
+    global _live
+    if _live is None:
+        if find_spec("vllm") is None:
+            raise UnsupportedError("vLLM is not installed")
+        import vllm
+
+        require_version(vllm.__version__)
+        _live = Patch()
+    return _live
+
+
+def status() -> dict:
+    """What is patched in this process: `patched`, `contract`, and the replaced names in `points`."""
+    return {"patched": _live is not None, "contract": contract_id() if _live else "stock",
+            "points": _live.points if _live else []}
+
+
+def worker_status(llm) -> list[dict]:
+    """What each worker of a running `vllm.LLM` (or `LLMEngine`) computes with, in rank order: `patched`, and
+    if so `contract`, `backend`, `vllm` and the number of `modules` by aligned class."""
+    engine = getattr(llm, "llm_engine", llm)
+    parallel = engine.vllm_config.parallel_config
+    if parallel.worker_cls != WORKER:
+        return [{"patched": False}] * parallel.world_size
+    return engine.collective_rpc("alignkit_status")
+
+
+def _aligned_config(create_engine_config):
+    @functools.wraps(create_engine_config)
+    def create(self, *args, **kwargs):
+        if self.worker_cls not in _STOCK_WORKERS:
+            raise UnsupportedError(f"worker_cls {self.worker_cls}: alignkit brings its own")
+        config = create_engine_config(self, *args, **kwargs)
+        refuse_config(config)
+        config.parallel_config.worker_cls = WORKER
+        return config
+
+    return create

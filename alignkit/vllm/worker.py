@@ -1,0 +1,55 @@
+"""The worker of an aligned engine. Its class name travels in the engine's configuration, so a process that
+cannot import it, in-process engine or worker on another host, fails instead of staying stock."""
+from __future__ import annotations
+
+import vllm
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from alignkit import backends
+from alignkit.contract import contract_id
+from alignkit.errors import UnsupportedError
+from alignkit.tp import TP
+from alignkit.vllm.attention import AlignedAttentionImpl
+from alignkit.vllm.layers import ALIGNED, aligned_layers
+from alignkit.vllm.refuse import refuse_config, refuse_model
+from alignkit.vllm.sampler import AlignedSampler
+from alignkit.vllm.seams import require_version
+
+
+class AlignedWorker(CPUWorker):
+    def init_device(self) -> None:
+        require_version(vllm.__version__)
+        refuse_config(self.vllm_config)
+        super().init_device()
+        runner = self.model_runner
+        if type(runner.sampler).__name__ != "Sampler":
+            raise UnsupportedError(f"sampler {type(runner.sampler).__name__}")
+        runner.sampler = AlignedSampler(self.model_config.logprobs_mode, self.model_config.use_fp64_gumbel)
+
+    def load_model(self, **kwargs) -> None:
+        with aligned_layers():
+            super().load_model(**kwargs)
+        self._aligned = self._inspect()
+        # Ranks that differ would still exchange tensors, of other bits.
+        TP(get_tp_group().cpu_group).check_same("vLLM worker", lambda: dict(self._aligned))
+
+    def alignkit_status(self) -> dict:
+        """What this worker runs: contract id, backend, vLLM version, and modules by aligned class."""
+        return {"patched": True, **self._aligned}
+
+    def _inspect(self) -> dict:
+        model = self.model_runner.get_model()
+        counts = refuse_model(model, tuple(ALIGNED.values()))
+        attention = [m for m in model.modules() if isinstance(m, Attention)]
+        stock = {type(m.impl).__name__ for m in attention} - {AlignedAttentionImpl.__name__}
+        if stock:
+            raise UnsupportedError(f"attention by {', '.join(sorted(stock))}")
+        return {
+            "contract": contract_id(),
+            "backend": backends.name("cpu"),
+            "vllm": vllm.__version__,
+            "modules": {**counts, AlignedAttentionImpl.__name__: len(attention),
+                        type(self.model_runner.sampler).__name__: 1},
+        }

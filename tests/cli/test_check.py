@@ -1,0 +1,287 @@
+"""What surrounds the engines in `alignkit check`: plan, processes, results. `make check` runs it whole."""
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from alignkit.check import plan, report, run
+from alignkit.check.machine import installed, machine
+from alignkit.check.model import make_checkpoint
+from alignkit.check.plan import Job, Row
+from alignkit.contract import contract_id
+from alignkit.drift import Logprobs, compare, load, save
+from alignkit.errors import InputError, UnsupportedError
+
+ROLLOUTS = {"batch", "one", "chunked", "prefix", "prompt_logprobs", "tp2"}
+TRAININGS = {"tp1-one", "tp1-padded", "tp2-one", "tp2-padded", "tp2-sp-one", "tp2-sp-padded"}
+
+
+def test_full_is_every_pair_once():
+    rows = plan.rows(["bfloat16", "float32"], 2, full=True)
+    assert len(rows) == len(set(rows)) == 2 * 6 * 6 * 2
+    assert {r.rollout for r in rows} == ROLLOUTS and {r.training for r in rows} == TRAININGS
+
+
+@pytest.mark.parametrize("dtypes", [["bfloat16", "float32"], ["float32"]])
+def test_the_default_shows_each_mechanism(dtypes):
+    rows = plan.rows(dtypes, 2, full=False)
+    assert len(rows) == len(set(rows))
+    for patched in (False, True):
+        mine = [r for r in rows if r.patched == patched]
+        assert {r.rollout for r in mine} == ROLLOUTS and {r.training for r in mine} == TRAININGS
+        assert {r.dtype for r in mine} == set(dtypes)
+
+
+def test_no_tensor_parallel_rows_at_tp_1():
+    rows = plan.rows(["bfloat16"], 1, full=True)
+    assert not [r for r in rows if "tp2" in r.rollout + r.training]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_jobs_make_every_file_once_and_wait_for_their_inputs(tmp_path, full):
+    rows = plan.rows(["bfloat16", "float32"], 2, full)
+    jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path, "float32": tmp_path}, [[1, 2]], max_tokens=4,
+                     temperature=1.0, seed=0)
+    made = [path for job in jobs for path in job.outputs]
+    assert len(made) == len(set(made))
+    for row in rows:
+        assert plan.rollout_file(tmp_path, row) in made and plan.training_file(tmp_path, row) in made
+    earlier = set()
+    for job in jobs:
+        assert set(job.needs) <= earlier
+        earlier.update(job.outputs)
+    names = [job.name for job in jobs]
+    assert len(names) == len(set(names)) == 2 * 2 * 6 if full else True
+    evaluates = [job.spec for job in jobs if any(r["mode"] == "prompt_logprobs" for r in job.spec["runs"])]
+    for spec in evaluates:  # the tokens it evaluates are sampled by an earlier run of the same engine
+        modes = {r["mode"]: i for i, r in enumerate(spec["runs"])}
+        assert spec["runs"][modes["batch"]]["out"] == spec["tokens_from"]
+        assert modes["batch"] < modes["prompt_logprobs"]
+
+
+def test_prompts():
+    prompts = plan.draw_prompts(2000, 0)
+    assert len(prompts) == 8 and min(map(len, prompts)) == 3 and max(map(len, prompts)) == 300
+    assert prompts == plan.draw_prompts(2000, 0) != plan.draw_prompts(2000, 1)
+    assert all(0 <= t < 2000 for p in prompts for t in p)
+
+
+# Processes. These modules are no engines: what is tested is that whatever a process does is noticed.
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A job whose process runs the given code."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "jobs").mkdir()
+
+    def make(name, code, needs=(), out=None, tp=1):
+        (tmp_path / f"module_{name}.py").write_text("import json, sys, time, pathlib, subprocess\n"
+                                                    "job = json.load(open(sys.argv[1]))\n" + code)
+        runs = [{"out": str(tmp_path / out)}] if out else []
+        return Job(name, f"module_{name}", {"tp": tp, "runs": runs}, [tmp_path / n for n in needs])
+
+    return make
+
+
+WRITE = "pathlib.Path(job['runs'][0]['out']).write_text(str(time.monotonic()))\n"
+
+
+def test_order(tmp_path, job):
+    second = job("second", f"assert pathlib.Path({str(tmp_path / 'a')!r}).exists()\n" + WRITE, ["a"], "b")
+    first = job("first", "time.sleep(0.3)\n" + WRITE, out="a", tp=64)  # wider than the machine: runs alone
+    seconds = run._execute([second, first], tmp_path, 60, run.Progress())
+    assert set(seconds) == {"first", "second"}
+    assert float((tmp_path / "a").read_text()) < float((tmp_path / "b").read_text())
+
+
+def test_failure_shows_the_log(tmp_path, job):
+    message = r"bad: exit status 1\n(.|\n)*bad.log(.|\n)*ValueError: that is why"
+    with pytest.raises(run.WorkerError, match=message):
+        run._execute([job("bad", "raise ValueError('that is why')")], tmp_path, 60, run.Progress())
+
+
+def test_missing_output(tmp_path, job):
+    with pytest.raises(run.WorkerError, match="quiet: it ended without writing a"):
+        run._execute([job("quiet", "", out="a")], tmp_path, 60, run.Progress())
+
+
+def test_timeout_stops_children_too(tmp_path, job):
+    code = ("child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+            "print('child', child.pid, flush=True)\ntime.sleep(600)\n")
+    with pytest.raises(run.WorkerError, match="stuck: no result after 2 s"):
+        run._execute([job("stuck", code)], tmp_path, 2, run.Progress())
+    child = int(re.search(r"child (\d+)", (tmp_path / "logs" / "stuck.log").read_text())[1])
+    for _ in range(100):
+        if not _alive(child):
+            break
+        time.sleep(0.05)
+    assert not _alive(child)
+
+
+def _alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_stops_the_engines(tmp_path, job, sent):
+    stuck = job("stuck", "import os\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)")
+    code = (f"import pathlib\nfrom alignkit import cli\nfrom alignkit.check import run\n"
+            f"from alignkit.check.plan import Job\n"
+            f"def check(options, progress):\n"
+            f"    job = Job('stuck', {stuck.module!r}, {stuck.spec!r})\n"
+            f"    run._execute([job], pathlib.Path({str(tmp_path)!r}), 600, run.Progress())\n"
+            f"run.run = check\ncli.main(['check', '--no-report'])\n")
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "logs" / "stuck.log"
+    for _ in range(600):
+        if log.exists() and "pid" in log.read_text():
+            break
+        time.sleep(0.05)
+    pid = int(log.read_text().split()[1])
+    process.send_signal(sent)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "interrupted; the engines were stopped" in err
+    assert not _alive(pid)
+
+
+# Results.
+
+def _logprobs(values, contract="stock", prompts=((1, 2),)):
+    return Logprobs([list(p) for p in prompts], [[7] * len(v) for v in values],
+                    [torch.tensor(v) for v in values], contract)
+
+
+def _result(patched_training=(-1.0, -2.0)):
+    def compared(dtype, patched, training):
+        pair = _logprobs([[-1.0, -2.0]]), _logprobs([list(training)])
+        return run.Compared(Row(dtype, "batch", "tp1-one", patched), compare(*pair), *pair)
+
+    info = machine() | {"contract": contract_id(), "max_tokens": 2, "temperature": 1.0, "seed": 0,
+                        "model": {"family": "qwen3", "hidden": 512, "layers": 4, "heads": 8, "head_dim": 64,
+                                  "kv_heads": 4, "vocab": 2000, "tied": False}, "seconds": {"all": 1.0}}
+    return run.Result([compared(d, False, (-1.0, -2.25)) for d in plan.DTYPES]
+                      + [compared(d, True, patched_training) for d in plan.DTYPES], info)
+
+
+def test_row_of_check_json():
+    row = _result().compared[0].to_json()
+    names = ["dtype", "rollout", "training", "patched", "tokens", "bit_equal", "max_abs", "mean_abs"]
+    assert list(row)[:8] == names
+    assert list(row.values())[:8] == ["bfloat16", "batch", "tp1-one", False, 2, 1, 0.25, 0.125]
+    json.dumps(row, allow_nan=False)
+
+
+def test_failures_name_row_and_token():
+    assert _result().failures == []
+    failures = _result((-1.0, -2.5)).failures
+    assert len(failures) == 2
+    assert failures[0].startswith(
+        "bfloat16 patched: batch against tp1-one: 1 of 2 tokens are bit-equal; the first that is not: "
+        "sequence 0, position 1, token 7: rollout -2 (0xc0000000)")
+
+
+def test_nan_in_a_patched_row_is_a_failure():
+    assert len(_result((-1.0, float("nan"))).failures) == 2
+
+
+def test_headline():
+    assert report.headline(_result()) == (
+        "Patched: 4 of 4 logprobs are bit-equal (2 of 2 rows). Stock: 2 of 4.")
+
+
+@pytest.mark.parametrize("training", [(-1.0, -2.0), (-1.0, -2.5), (-1.0, float("nan"))])
+def test_html_is_whole_in_itself(tmp_path, training):
+    pytest.importorskip("matplotlib")
+    result = _result(training)
+    report.write_html(result, tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    assert report.headline(result) in html
+    assert all(failure in html for failure in result.failures)
+    images = re.findall(r'src="([^"]*)"', html)
+    assert len(images) == 6
+    for image in images:
+        assert base64.b64decode(image.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|<script', html)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(contract="stock"), "contract 'stock', expected"),
+    (dict(prompts=[[9]]), "its prompts are not those of the job"),
+    (dict(values=[[]]), "nothing was sampled in sequence 0"),
+])
+def test_a_file_must_be_what_was_asked_for(tmp_path, change, message):
+    good = dict(values=[[-1.0]], contract=contract_id())
+    save(tmp_path / "a", _logprobs(**good))
+    assert run._read(tmp_path / "a", True, [[1, 2]]).tokens == load(tmp_path / "a").tokens
+    save(tmp_path / "a", _logprobs(**(good | change)))
+    with pytest.raises(run.WorkerError, match=message):
+        run._read(tmp_path / "a", True, [[1, 2]])
+
+
+# What is refused before anything runs.
+
+engines = pytest.mark.skipif(not (installed("vllm") and installed("megatron.core")),
+                             reason="needs both engines")
+
+
+@engines
+@pytest.mark.parametrize("config, message", [
+    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    (None, "config.json"),
+])
+def test_unsupported_model(alignkit, tmp_path, config, message):
+    model = tmp_path / "model"
+    model.mkdir()
+    if config:
+        (model / "config.json").write_text(json.dumps(config))
+    status, _, err = alignkit("check", "--model", model, "--out", tmp_path / "out", "--no-report")
+    assert status == 2 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@engines
+def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
+    (tmp_path / "logs").mkdir()
+    status, _, err = alignkit("check", "--out", tmp_path, "--no-report")
+    assert status == 2 and "holds something else than an earlier check" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["logs"]
+
+
+@engines
+@pytest.mark.parametrize("options, message", [
+    (dict(tp=3), "tp: 3"),
+    (dict(tp=0), "tp: 0"),
+    (dict(max_tokens=0), "max_tokens: 0"),
+    (dict(max_tokens=4000), "max_tokens: sequences of 4300 tokens"),
+    (dict(dtypes=["float16"]), "dtype"),
+])
+@pytest.mark.parametrize("given", [False, True])
+def test_bad_options(tmp_path, options, message, given):
+    model = make_checkpoint(tmp_path / "model", layers=1) if given else None
+    with pytest.raises((InputError, UnsupportedError), match=message):
+        run.run(run.Options(out=tmp_path / "out", model=model, **options), run.Progress())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("module, named", [("vllm", "vLLM"), ("megatron", "Megatron-core")])
+def test_missing_engine(alignkit, without_modules, tmp_path, module, named):
+    without_modules(module)
+    status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")
+    assert status == 2 and f"{named} is not installed" in err and err.count("\n") == 1
+
+
+def test_missing_report_library(alignkit, without_modules, tmp_path):
+    without_modules("matplotlib")
+    status, _, err = alignkit("check", "--out", tmp_path / "out")
+    assert status == 2 and "pip install 'alignkit[report]'" in err and err.count("\n") == 1

@@ -1,0 +1,57 @@
+"""`alignkit compare`: what it prints and its exit status."""
+import json
+
+import pytest
+import torch
+
+from alignkit.drift import Logprobs, save
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(name, values, contract="stock"):
+        save(tmp_path / name, Logprobs([[1]], [[5, 6]], [torch.tensor(values)], contract))
+        return tmp_path / name
+
+    return write
+
+
+def test_equal(alignkit, files):
+    status, out, err = alignkit("compare", files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0]))
+    assert status == 0 and not err and "bit_equal" in out and "worst" not in out
+
+
+def test_different(alignkit, files):
+    status, out, err = alignkit("compare", files("a", [-1.0, -2.0]), files("b", [-1.0, -2.5]))
+    assert status == 1 and not err
+    assert "worst: sequence 0, position 1, token 6: rollout -2 (0xc0000000), training -2.5 (0xc0200000)" in out
+
+
+def test_json(alignkit, files):
+    status, out, _ = alignkit("compare", "--json", files("a", [-1.0, -2.0]), files("b", [-1.0, float("nan")]))
+    report = json.loads(out)
+    assert status == 1
+    assert (report["tokens"], report["bit_equal"], report["nonfinite"]) == (2, 1, 1)
+    assert report["worst"] == [
+        {"sequence": 0, "position": 1, "token_id": 6, "rollout": -2.0, "training": None}]
+
+
+def test_contract_mismatch(alignkit, files):
+    a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0], contract="alignkit-1/cpu")
+    status, out, err = alignkit("compare", a, b)
+    assert status == 2 and not out and err.startswith("error: contract: rollout has 'stock'")
+    assert alignkit("compare", a, b, "--allow-contract-mismatch")[0] == 0
+
+
+def test_truncated(alignkit, files):
+    a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0])
+    b.write_bytes(b.read_bytes()[:-1])
+    status, _, err = alignkit("compare", a, b)
+    assert status == 2 and err.count("\n") == 1 and f"{b}: truncated" in err
+
+
+@pytest.mark.parametrize("args", [
+    ["compare"], ["compare", "a"], ["nothing"], ["compare", "a", "b", "--worst", "-1"]])
+def test_usage(alignkit, args):
+    status, _, err = alignkit(*args)
+    assert status == 2 and "Traceback" not in err

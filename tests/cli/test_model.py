@@ -1,0 +1,68 @@
+"""The random-weight checkpoint: what transformers makes of it, and that it is worth checking with."""
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from alignkit.check.model import make_checkpoint
+from alignkit.convert import read_architecture
+from alignkit.errors import InputError
+
+SMALL = dict(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=200)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_is_what_it_says(tmp_path, arch, tied, dtype):
+    assert make_checkpoint(tmp_path / "m", arch, dtype, tied, **SMALL) == tmp_path / "m"
+    architecture = read_architecture(tmp_path / "m")
+    assert (architecture.family, architecture.tied, architecture.vocab) == (arch, tied, 200)
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {dtype}
+    assert ("lm_head.weight" in weights) is not tied
+    assert any("q_norm" in name for name in weights) is (arch == "qwen3")
+    assert any("q_proj.bias" in name for name in weights) is (arch == "qwen2")
+    for name, weight in weights.items():
+        assert weight.float().std() > 0, name  # nothing that an engine could lose unnoticed
+
+
+def test_seed(tmp_path):
+    a, b, c = (load_file(make_checkpoint(tmp_path / str(i), seed=s, **SMALL) / "model.safetensors")
+               for i, s in enumerate((0, 0, 1)))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["lm_head.weight"], c["lm_head.weight"])
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_softmax_is_real(tmp_path, arch, tied):
+    transformers = pytest.importorskip("transformers")
+    path = make_checkpoint(tmp_path / "m", arch, torch.float32, tied)
+    assert transformers.AutoConfig.from_pretrained(path).model_type == arch
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = torch.randint(2000, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logp = model(tokens).logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    assert 0.3 * math.log(2000) < entropy.mean() < 0.8 * math.log(2000)
+    assert logp.max() < math.log(0.999)
+
+
+@pytest.mark.parametrize("kwargs, message", [
+    (dict(arch="gpt2"), "arch: 'gpt2'"),
+    (dict(dtype=torch.float16), "dtype: torch.float16"),
+    (dict(heads=4, kv_heads=3), "heads: 4"),
+    (dict(arch="qwen2", head_dim=32), "head_dim: qwen2"),
+])
+def test_refused(tmp_path, kwargs, message):
+    with pytest.raises(InputError, match=message):
+        make_checkpoint(tmp_path / "m", **(SMALL | kwargs))
+    assert not (tmp_path / "m").exists()
+
+
+def test_config_has_no_end_token(tmp_path):
+    config = json.loads((make_checkpoint(tmp_path, **SMALL) / "config.json").read_text())
+    assert config["eos_token_id"] is None

@@ -1,0 +1,113 @@
+"""Logprob files: what is written comes back bit for bit; anything else is refused, naming the file."""
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from alignkit.drift import Logprobs, load, save
+from alignkit.errors import InputError
+
+
+def sample() -> Logprobs:
+    return Logprobs(
+        prompts=[[3, 1, 4], [], [15]],
+        tokens=[[9, 2], [6], []],
+        logprobs=[torch.tensor([-1.5, -math.inf]), torch.tensor([math.nan]), torch.empty(0)],
+        contract="alignkit-1/cpu/v128/k8/kv32",
+        meta={"engine": "vllm 0.32.0", "mode": "batch"},
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    save(tmp_path / "a.safetensors", sample())
+    return tmp_path / "a.safetensors"
+
+
+def rewrite(path, tensors=(), metadata=(), drop=()):
+    """The file at `path`, with some tensors or metadata replaced or left out."""
+    with safe_open(path, framework="pt") as f:
+        old_metadata, old = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    keep = lambda d: {k: v for k, v in d.items() if k not in drop}  # noqa: E731
+    save_file(keep(old | dict(tensors)), path, metadata=keep(old_metadata | dict(metadata)))
+
+
+def test_round_trip(path):
+    want, got = sample(), load(path)
+    assert (got.prompts, got.tokens, got.contract, got.meta) == (
+        want.prompts, want.tokens, want.contract, want.meta)
+    for a, b in zip(got.logprobs, want.logprobs, strict=True):
+        assert a.dtype == torch.float32 and a.view(torch.int32).tolist() == b.view(torch.int32).tolist()
+
+
+def test_no_sequences(tmp_path):
+    save(tmp_path / "x", Logprobs([], [], [], "stock"))
+    assert load(tmp_path / "x").tokens == []
+
+
+def test_only_whole_files_and_no_leftovers(path):
+    assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
+
+
+def test_truncated_anywhere(path):
+    whole = path.read_bytes()
+    for size in (0, 4, 8, 200, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match="a.safetensors: truncated, or not a safetensors file"):
+            load(path)
+
+
+def test_absent(tmp_path):
+    with pytest.raises(InputError, match="nowhere: no such logprob file"):
+        load(tmp_path / "nowhere")
+
+
+def test_foreign(tmp_path):
+    path = tmp_path / "b"
+    path.write_text("a text file, long enough to be mistaken for a header")
+    with pytest.raises(InputError, match="b: truncated, or not a safetensors"):
+        load(path)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(InputError, match="b: a safetensors file, but not a logprob file"):
+        load(path)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(metadata={"format_version": "9"}), "format version '9'"),
+    (dict(drop=["contract"]), "the contract id is missing"),
+    (dict(metadata={"contract": ""}), "contract: a non-empty string"),
+    (dict(metadata={"meta": "{"}), "meta is not JSON"),
+    (dict(metadata={"meta": "[]"}), "meta is not a JSON object"),
+    (dict(drop=["tokens"]), "tensor 'tokens' is missing"),
+    (dict(tensors={"logprobs": torch.zeros(3).double()}), "tensor 'logprobs' is torch.float64"),
+    (dict(tensors={"logprobs": torch.zeros(3, 1)}), r"tensor 'logprobs' is torch.float32 of shape \[3, 1\]"),
+    (dict(tensors={"logprobs": torch.zeros(2)}), "'offsets' does not cut the 2 values of 'logprobs'"),
+    (dict(tensors={"offsets": torch.tensor([0, 4, 2, 3])}), "'offsets' does not cut"),
+    (dict(tensors={"offsets": torch.tensor([0, 3])}), "prompts: 3 sequences, but tokens has 1"),
+    (dict(tensors={"tokens": torch.tensor([9, -2, 6])}), "tokens: sequence 0 holds something"),
+])
+def test_inconsistent(path, change, message):
+    rewrite(path, **change)
+    with pytest.raises(InputError, match="a.safetensors: .*" + message):
+        load(path)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(prompts=[[1]]), "prompts: 1 sequences"),
+    (dict(logprobs=[torch.zeros(2), torch.zeros(1)]), "logprobs: 2 sequences"),
+    (dict(logprobs=[torch.zeros(2), torch.zeros(2), torch.zeros(0)]), r"logprobs: sequence 1 has shape \[2\]"),
+    (dict(logprobs=[torch.zeros(2).double(), torch.zeros(1), torch.zeros(0)]), "sequence 0 is torch.float64"),
+    (dict(logprobs=[[-1.0, -2.0], torch.zeros(1), torch.zeros(0)]), "sequence 0 is list"),
+    (dict(tokens=[[9, 2.0], [6], []]), "tokens: sequence 0 holds"),
+    (dict(contract=""), "contract: a non-empty string"),
+    (dict(meta={"n": 3}), "meta: 'n' maps to 3"),
+])
+def test_not_saved(tmp_path, change, message):
+    logprobs = sample()
+    for name, value in change.items():
+        setattr(logprobs, name, value)
+    with pytest.raises(InputError, match=message):
+        save(tmp_path / "x", logprobs)
+    assert not list(tmp_path.iterdir())

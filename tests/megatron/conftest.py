@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from alignkit.check.model import make_checkpoint
+
+pytest.importorskip("megatron.core")
+
+SMALL = dict(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=512)
+
+
+@pytest.fixture(scope="package")
+def world():
+    """This process as Megatron's only rank."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from alignkit.tp import TP
+    from tests.megatron import workers
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tp = TP(dist.group.WORLD)
+    with workers.megatron(tp):
+        yield tp
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="package")
+def pair():
+    """Two processes, Megatron's tensor-parallel ranks."""
+    from alignkit.testing import Ranks
+
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Makes (once) and returns an HF directory: checkpoint("qwen3", torch.bfloat16, tied=True, vocab=300)."""
+    made = {}
+
+    def make(arch="qwen3", dtype=torch.bfloat16, tied=False, vocab=300, **sizes):
+        key = (arch, dtype, tied, vocab, *sorted(sizes.items()))
+        if key not in made:
+            path = tmp_path_factory.mktemp("hf")
+            made[key] = make_checkpoint(path, arch=arch, dtype=dtype, tied=tied, vocab=vocab, **(SMALL | sizes))
+        return made[key]
+    return make
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """Token lists of several lengths, ids below 100."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 70, 33, 34)]

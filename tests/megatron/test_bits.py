@@ -1,0 +1,93 @@
+"""The promise on real Megatron: one set of logprob bits, whatever the batch and the tensor parallelism."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignkit.check.train import recompute
+from alignkit.convert import read_architecture
+from alignkit.megatron import patch_megatron
+from alignkit.testing import assert_bitwise_equal
+from tests.megatron import workers
+
+# 300: both paddings (384 and 512) cut the last shard. 100: the second rank has only padding.
+MODELS = [("qwen3", torch.bfloat16, False, 300), ("qwen3", torch.float32, True, 300),
+          ("qwen2", torch.bfloat16, False, 300), ("qwen2", torch.float32, True, 100),
+          ("llama", torch.bfloat16, True, 100), ("llama", torch.float32, False, 300)]
+
+
+def name(model):
+    arch, dtype, tied, vocab = model
+    return f"{arch}-{str(dtype)[6:]}-{'tied' if tied else 'untied'}-{vocab}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=name)
+def test_every_way_gives_the_same_bits(model, checkpoint, rows, world, pair):
+    arch, dtype, tied, vocab = model
+    path = checkpoint(arch, dtype, tied, vocab)
+    alone = workers.every_way(world, path, dtype, False, rows)
+    for way, at in (("padded", 1.0), ("packed", 1.0), ("loss call", 1.0), ("logits", 1.0), ("logprobs at 1.0", 1.0),
+                    ("logits at 0.7", 0.7)):
+        expected = alone["one"] if at == 1.0 else alone["logprobs at 0.7"]
+        assert_bitwise_equal(alone[way], expected, way)
+    for sequence_parallel in (False, True):
+        for rank, result in enumerate(pair.run(2, workers.every_way, path, dtype, sequence_parallel, rows)):
+            assert result.keys() == alone.keys()
+            for way, value in result.items():
+                assert_bitwise_equal(value, alone[way], f"{way}, sequence_parallel={sequence_parallel}, rank {rank}")
+
+
+def test_the_size_of_the_drift_check(checkpoint, rows, world, pair):
+    """The model of `alignkit check`, in which stock Megatron does differ between TP 1 and TP 2."""
+    path = checkpoint("qwen3", torch.bfloat16, vocab=2000, hidden=512, layers=4, heads=8, kv_heads=4,
+                      intermediate=1536)
+    alone = workers.stock(world, path, torch.bfloat16, rows)
+    assert not torch.equal(pair.run(2, workers.stock, path, torch.bfloat16, rows)[0], alone)
+    alone = workers.every_way(world, path, torch.bfloat16, False, rows)
+    for way, value in pair.run(2, workers.every_way, path, torch.bfloat16, True, rows)[0].items():
+        assert_bitwise_equal(value, alone[way], way)
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_batch_order_and_padding_change_nothing(data, checkpoint, world):
+    path = checkpoint("qwen3", torch.bfloat16)
+    lengths = data.draw(st.lists(st.integers(2, 80), min_size=1, max_size=4), "lengths")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
+    rows = [torch.randint(0, 300, (n,), generator=generator).tolist() for n in lengths]
+    order = data.draw(st.permutations(range(len(rows))), "order")
+    multiple = data.draw(st.sampled_from([1, 8, 64]), "padding")
+    with patch_megatron(300), torch.no_grad():
+        model = workers.build(path, torch.bfloat16)
+        alone = recompute(model, workers.as_logprobs(rows), "one")
+        for mode in ("padded", "packed"):
+            shuffled = recompute(model, workers.as_logprobs([rows[i] for i in order]), mode)
+            for i, value in zip(order, shuffled):
+                assert_bitwise_equal(value, alone[i], f"{mode}, row {i}")
+        tokens, positions, labels, counted = workers.batch(rows, multiple)
+        assert_bitwise_equal(-model(tokens, positions, None, labels=labels)[counted], torch.cat(alone), "padding")
+
+
+def test_weights_changed_in_place_reach_a_new_model(checkpoint, rows, world, pair):
+    """A training step on two ranks, sent out by HF names, gives on one rank what the two ranks have now."""
+    path = checkpoint("qwen2", torch.bfloat16)
+    results = pair.run(2, workers.train_and_send, path, torch.bfloat16, rows)
+    before, after, sent = results[0]
+    assert not torch.equal(before, after)
+    assert all(torch.equal(a, b) for a, b in zip(sent.values(), results[1][2].values()))
+    assert_bitwise_equal(workers.load_and_compute(world, path, torch.bfloat16, rows, sent), after)
+
+
+def test_reference(checkpoint, rows, world):
+    """Against a float64 model: the conversion is right, and so is every op's place in the model."""
+    from alignkit.convert import Checkpoint
+    from tests.megatron import reference
+
+    for arch, tied in (("qwen3", False), ("qwen2", True), ("llama", False)):
+        path = checkpoint(arch, torch.float32, tied)
+        shape, weights = read_architecture(path), reference.weights64(Checkpoint(path))
+        with torch.no_grad():
+            expected = torch.cat([reference.logprobs(shape, weights, row) for row in rows])
+        actual = workers.every_way(world, path, torch.float32, False, rows)["one"]
+        # Logits of a few units, through a chain of `hidden` additions and 2 layers.
+        assert (actual - expected).abs().max() < 64 * shape.hidden**0.5 * 2**-24

@@ -1,0 +1,245 @@
+"""What cannot be kept aligned is refused by name when the model is built or called."""
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from alignkit.convert import read_architecture
+from alignkit.errors import InputError, UnsupportedError
+from alignkit.megatron import patch_megatron
+from tests.megatron import workers
+
+TOKENS = torch.tensor([[1, 2, 3, 4]])
+
+
+@pytest.fixture
+def patched(world):
+    with patch_megatron(300) as handle:
+        yield handle
+
+
+@pytest.fixture
+def model(checkpoint, patched):
+    return workers.build(checkpoint(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("field, value, called", [
+    ("num_moe_experts", 8, "MoE"),
+    ("multi_latent_attention", True, "MLA"),
+    ("mtp_num_layers", 1, "MTP"),
+    ("pipeline_model_parallel_size", 2, "pipeline parallelism"),
+    ("context_parallel_size", 2, "context parallelism"),
+    ("fp8", "e4m3", "fp8"),
+    ("fp16", True, "fp16"),
+    ("window_size", (64, 0), "sliding window"),
+    ("cross_entropy_loss_fusion", True, "fused cross-entropy"),
+    ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion"),
+    ("recompute_granularity", "selective", "recomputation"),
+    ("defer_embedding_wgrad_compute", True, "weight gradient deferral"),
+    ("delay_wgrad_compute", True, "weight gradient deferral"),
+    ("softmax_scale", 0.1, "softmax_scale"),
+    ("softmax_type", "learnable", "softmax_type"),
+    ("apply_query_key_layer_scaling", True, "apply_query_key_layer_scaling"),
+    ("activation_func", F.gelu, "SwiGLU"),
+    ("gated_linear_unit", False, "SwiGLU"),
+    ("normalization", "LayerNorm", "LayerNorm"),
+    ("layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma"),
+    ("add_bias_linear", True, "add_bias_linear"),
+    ("fp32_residual_connection", True, "fp32_residual_connection"),
+    ("rotary_interleaved", True, "rotary_interleaved"),
+    ("attention_output_gate", True, "attention_output_gate"),
+    ("batch_invariant_mode", True, "batch_invariant_mode"),
+    ("cpu_offloading", True, "cpu_offloading"),
+    ("params_dtype", torch.float16, "params_dtype"),
+    ("num_query_groups", 3, "num_query_groups"),
+])
+def test_a_field_of_the_configuration(field, value, called, model):
+    if field == "num_query_groups":
+        model.config.tensor_model_parallel_size = 2
+    setattr(model.config, field, value)
+    with pytest.raises(UnsupportedError, match=field) as e:
+        model(TOKENS, None, None)
+    assert called in str(e.value)
+
+
+def gpt(path, config=None, **arguments):
+    """A GPTModel that differs from what `path` asks for."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from alignkit.megatron.build import transformer_config
+
+    config = transformer_config(read_architecture(path), torch.bfloat16, **(config or {}))
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, num_experts=config.num_moe_experts)
+    return GPTModel(config, spec, **(dict(vocab_size=384, max_sequence_length=64, position_embedding_type="rope")
+                                     | arguments))
+
+
+@pytest.mark.parametrize("config, arguments, named", [
+    ({"normalization": "LayerNorm"}, {}, "LayerNorm"),
+    ({"gated_linear_unit": False, "activation_func": F.gelu}, {}, "SwiGLU"),
+    ({"num_moe_experts": 2}, {}, "MoE"),
+    ({"rotary_interleaved": True}, {}, "rotary_interleaved"),
+    ({}, {"rope_scaling": True}, "rope_scaling"),
+    ({}, {"rotary_percent": 0.5}, "rotary_percent"),
+    ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
+    ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
+    ({}, {"position_embedding_type": "none"}, "position_embedding_type"),
+    ({}, {"post_process": False}, "pipeline parallelism"),
+])
+def test_a_model_that_is_built(config, arguments, named, checkpoint, patched):
+    with pytest.raises(UnsupportedError, match=named):
+        gpt(checkpoint("llama"), config, **arguments)
+
+
+def test_frequencies_that_were_changed(model):
+    """Some frameworks scale them after the model is built, whatever the settings say."""
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq / 2
+    with pytest.raises(UnsupportedError, match="rotary"):
+        model(TOKENS, None, None)
+
+
+def test_another_model(checkpoint, patched):
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    from alignkit.megatron.build import transformer_config
+
+    config = transformer_config(read_architecture(checkpoint("llama")), torch.float32, normalization="LayerNorm")
+    try:
+        model = BertModel(config, 0, bert_layer_local_spec, vocab_size=384, max_sequence_length=64)
+    except UnsupportedError as e:
+        assert "LayerNorm" in str(e)  # its norms are refused while it is built
+        return
+    with pytest.raises(UnsupportedError, match="BertModel"):
+        model(TOKENS, None)
+
+
+def test_another_language_model_by_its_name(patched, checkpoint):
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    from alignkit.megatron.build import transformer_config
+
+    class HybridModel(LanguageModule):
+        def forward(self):
+            return "stock"
+
+    model = HybridModel(transformer_config(read_architecture(checkpoint()), torch.float32))
+    with pytest.raises(UnsupportedError, match="HybridModel"):
+        model()
+    patched.undo()
+    assert model() == "stock"
+
+
+def test_a_subclass_and_a_block_of_its_own(checkpoint, patched):
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    patched.undo()
+    model, other = (workers.build(checkpoint(), torch.bfloat16) for _ in range(2))
+    model.__class__ = type("MyGPT", (GPTModel,), {})
+    with patch_megatron(300):
+        with pytest.raises(UnsupportedError, match="MyGPT"):
+            model(TOKENS, None, None)
+        with pytest.raises(UnsupportedError, match="TransformerBlock"):
+            other.decoder(torch.zeros(2, 1, 256, dtype=torch.bfloat16), None)
+
+
+def test_an_adapter(model):
+    class LoRALinear(torch.nn.Module):
+        def __init__(self, wrapped):
+            super().__init__()
+            self.wrapped = wrapped
+
+        def forward(self, x):
+            return self.wrapped(x)
+
+    model(TOKENS, None, None)
+    attention = model.decoder.layers[1].self_attention
+    attention.linear_qkv = LoRALinear(attention.linear_qkv)
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attention\.linear_qkv: .*LoRALinear"):
+        model(TOKENS, None, None)
+
+
+@pytest.mark.parametrize("where", ["", "output_layer", "decoder.layers.0.mlp.linear_fc1"])
+def test_a_replaced_method(where, model):
+    module = model.get_submodule(where)
+    name = "_forward_impl" if where else "forward"
+    setattr(module, name, types.MethodType(lambda self, *a, **kw: None, module))
+    with pytest.raises(UnsupportedError, match=name):
+        model._preprocess(TOKENS, None)
+
+
+def test_dropout_only_in_training(checkpoint, patched):
+    model = workers.build(checkpoint(), torch.bfloat16, hidden_dropout=0.1, attention_dropout=0.1)
+    model(TOKENS, None, None)
+    model.train()
+    with pytest.raises(UnsupportedError, match="dropout"):
+        model(TOKENS, None, None)
+
+
+def test_another_device(model):
+    model.decoder.final_layernorm.weight = torch.nn.Parameter(torch.zeros(256, device="meta"))
+    with pytest.raises(UnsupportedError, match="final_layernorm.weight.*meta"):
+        model(TOKENS, None, None)
+
+
+def test_inference(model):
+    with pytest.raises(UnsupportedError, match="inference_context"):
+        model(TOKENS, None, None, inference_context=object())
+
+
+@pytest.mark.parametrize("mask", [
+    torch.zeros(1, 1, 4, 4, dtype=torch.bool),  # sees the future
+    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([True, False, False, False]),  # padding on the left
+    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([False, True, False, False]),  # a hole
+    torch.ones(4, 4).triu(2).bool()[None, None],
+    torch.ones(4, 4).tril().bool()[None, None],  # the other convention
+    torch.ones(1, 4, dtype=torch.bool),
+    torch.ones(4, 4).triu(1)[None, None],
+    torch.ones(2, 1, 4, 4).triu(1).bool(),
+], ids=["none", "left", "hole", "off by one", "inverted", "2-D", "float", "batch"])
+def test_a_mask_that_is_not_causal(mask, model):
+    with pytest.raises(UnsupportedError, match="attention_mask"):
+        model(TOKENS, None, mask)
+
+
+def test_causal_masks_are_taken(model):
+    causal = torch.ones(4, 4).triu(1).bool()[None, None]
+    padded = causal | torch.tensor([False, False, False, True])
+    with torch.no_grad():
+        expected = model(TOKENS, None, None)
+        assert torch.equal(model(TOKENS, None, causal), expected)
+        assert torch.equal(model(TOKENS, None, padded)[:, :3], expected[:, :3])
+
+
+def packed(ends, **fields):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    starts = torch.tensor([0, *ends], dtype=torch.int32)
+    return PackedSeqParams(**(dict(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=4,
+                                   max_seqlen_kv=4) | fields))
+
+
+def test_packed_sequences_that_do_not_fit(model):
+    with pytest.raises(InputError, match="cu_seqlens ends at 3"):
+        model(TOKENS, None, None, packed_seq_params=packed([2, 3]))
+    with pytest.raises(InputError, match="queries and of keys"):
+        model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 3, 4])))
+    with pytest.raises(UnsupportedError, match="bshd"):
+        model(TOKENS, None, None, packed_seq_params=packed([2, 4], qkv_format="bshd"))
+    with pytest.raises(UnsupportedError, match="packed_seq_params"):
+        model(TOKENS.expand(2, 4), None, None, packed_seq_params=packed([2, 4]))
+
+
+@pytest.mark.parametrize("label", [300, 383, -1])
+def test_labels_outside_the_true_vocabulary(label, model):
+    with pytest.raises(InputError, match=f"target: id {label}"):
+        model(TOKENS, None, None, labels=torch.full_like(TOKENS, label))
+
+
+def test_nan_in_the_weights(model):
+    with torch.no_grad():
+        model.decoder.final_layernorm.weight[3] = float("nan")
+    with pytest.raises(InputError, match="hidden"):
+        model(TOKENS, None, None, labels=TOKENS)

@@ -1,0 +1,88 @@
+"""`python -m alignkit.check.train`, in processes of its own."""
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from alignkit import contract
+from alignkit.check import train
+from alignkit.drift.files import Logprobs, load, save
+from alignkit.errors import InputError, UnsupportedError
+from alignkit.testing import assert_bitwise_equal
+from tests.megatron import workers
+
+
+@pytest.fixture
+def sampled(rows, tmp_path):
+    """A logprob file of `rows`: prompts of one to three tokens, the rest sampled."""
+    cut = [min(len(row) - 1, i % 3 + 1) for i, row in enumerate(rows)]
+    given = Logprobs([row[:n] for n, row in zip(cut, rows)], [row[n:] for n, row in zip(cut, rows)],
+                     [torch.zeros(len(row) - n) for n, row in zip(cut, rows)], "none")
+    save(tmp_path / "in", given)
+    return given
+
+
+def run(tmp_path, **job):
+    modes = job.pop("modes")
+    job |= {"model": str(job["model"]),
+            "runs": [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes]}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    return subprocess.run([sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(tmp_path / "job.json")],
+                          capture_output=True, text=True, timeout=120)
+
+
+def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
+    path = checkpoint("qwen3", torch.bfloat16, vocab=2000)
+    every = workers.every_way(world, path, torch.bfloat16, False, [p + t for p, t in zip(sampled.prompts,
+                                                                                       sampled.tokens)])["one"]
+    ends = torch.tensor([len(p) + len(t) - 1 for p, t in zip(sampled.prompts, sampled.tokens)]).cumsum(0).tolist()
+    expected = [every[end - len(t):end] for end, t in zip(ends, sampled.tokens)]
+    done = run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=2, sequence_parallel=True,
+               modes=["one", "padded", "packed"])
+    assert done.returncode == 0, done.stderr
+    for mode in ("one", "padded", "packed"):
+        got = load(tmp_path / mode)
+        assert got.contract == contract.contract_id() and got.tokens == sampled.tokens
+        assert got.meta["mode"] == mode and got.meta["tp"] == "2"
+        for a, b in zip(got.logprobs, expected):
+            assert_bitwise_equal(a, b, mode)
+
+    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True, modes=["padded"])
+    assert done.returncode == 0, done.stderr
+    stock = load(tmp_path / "padded")
+    assert stock.contract == "stock"
+    difference = (torch.cat(stock.logprobs) - torch.cat(expected)).abs()
+    assert 0 < difference.max() < 0.3
+
+
+def test_a_rank_that_fails_ends_the_job(checkpoint, sampled, tmp_path):
+    """Rank 0 cannot write its first result while rank 1 goes on to the next run: its traceback arrives."""
+    (tmp_path / "one").mkdir()
+    done = run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one", "padded"])
+    assert done.returncode != 0
+    assert "IsADirectoryError" in done.stderr and "train.py" in done.stderr
+    assert not (tmp_path / "padded").exists()
+
+
+def test_a_truncated_input(checkpoint, sampled, tmp_path):
+    (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes()[:100])
+    done = run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
+    assert done.returncode != 0 and "truncated" in done.stderr
+
+
+@pytest.mark.parametrize("change, error, named", [
+    ({"dtype": "float16"}, InputError, "float16"),
+    ({"tp": 3}, UnsupportedError, "num_key_value_heads"),
+    ({"tp": "2"}, InputError, "tp"),
+    ({"extra": 1}, InputError, "extra"),
+    ({"runs": [{"mode": "chunked", "in": "a", "out": "b"}]}, InputError, "chunked"),
+    ({"patched": False, "runs": [{"mode": "packed", "in": "a", "out": "b"}]}, UnsupportedError, "packed"),
+    ({"patched": False, "temperature": 0.7}, UnsupportedError, "temperature"),
+    ({"model": "nowhere"}, InputError, "nowhere"),
+])
+def test_a_job_that_cannot_run(change, error, named, checkpoint):
+    job = {"model": str(checkpoint()), "dtype": "bfloat16", "patched": True, "tp": 1, "runs": []}
+    with pytest.raises(error, match=named):
+        train.run_job(job | change)

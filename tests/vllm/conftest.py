@@ -1,0 +1,142 @@
+"""vLLM runs in processes of its own: it changes the one it lives in (distributed state, threads, environment)."""
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from alignkit.check.model import make_checkpoint
+from alignkit.drift import load
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+       "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+       "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "ALIGNKIT_VLLM": ""}
+ENGINE = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8,
+          "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+
+
+class VllmProcess:
+    """Runs functions ``f(state, *args)`` in one process; `state` keeps what they put there (an engine)."""
+
+    def __init__(self, **env: str):
+        context = multiprocessing.get_context("spawn")
+        self._connection, child = context.Pipe()
+        before = dict(os.environ)
+        os.environ.update(ENV | env)
+        try:
+            self._process = context.Process(target=_serve, args=(child,))
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        child.close()
+
+    def __call__(self, function, *args):
+        """The function's result. What it raises is raised here, with the process's traceback as a note."""
+        self._connection.send((function, args))
+        if not self._connection.poll(240):
+            raise TimeoutError(f"{function.__name__} took more than 240 s")
+        result, error, trace = self._connection.recv()
+        if error is not None:
+            error.add_note(trace)
+            raise error
+        return result
+
+    def stop(self):
+        self._connection.send(None)
+
+    def join(self):
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _serve(connection):
+    state = SimpleNamespace(llm=None)
+    while (call := connection.recv()) is not None:
+        function, args = call
+        try:
+            answer = (function(state, *args), None, "")
+        except Exception as e:
+            error = e if _pickles(e) else RuntimeError(f"{type(e).__name__}: {e}")
+            answer = (None, error, traceback.format_exc())
+        connection.send(answer)
+    if state.llm is not None:
+        state.llm.llm_engine.engine_core.shutdown()
+
+
+def _pickles(error):
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:
+        return False
+
+
+@pytest.fixture(scope="module")
+def vllm_process():
+    """Starts a `VllmProcess`; it ends with the module."""
+    started = []
+
+    def start(**env):
+        started.append(VllmProcess(**env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.stop()
+    for process in started:
+        process.join()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Directory of a random-weight checkpoint, each made once."""
+    made = {}
+
+    def get(arch="qwen3", dtype=torch.bfloat16, **kwargs):
+        key = (arch, dtype, *sorted(kwargs.items()))
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp("model") / arch, arch, dtype, **kwargs)
+        return str(made[key])
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2000, (n,), generator=generator).tolist() for n in (3, 40, 64, 65, 130)]
+
+
+@pytest.fixture(scope="session")
+def rollout(tmp_path_factory, checkpoint, prompts):
+    """Runs `alignkit.check.rollout` and returns its logprobs by mode. A job is run once only."""
+    done = {}
+
+    def run(modes, dtype=torch.bfloat16, patched=True, chunk=None, temperature=0.0):
+        key = (modes, dtype, patched, chunk, temperature)
+        if key in done:
+            return done[key]
+        folder = tmp_path_factory.mktemp("rollout")
+        job = {"model": checkpoint(dtype=dtype), "dtype": str(dtype).removeprefix("torch."),
+               "patched": patched, "tp": 1, "max_num_batched_tokens": chunk, "prompts": prompts, "max_tokens": 16,
+               "temperature": temperature, "seed": 0, "tokens_from": str(folder / "batch"),
+               "runs": [{"mode": m, "out": str(folder / m)} for m in modes]}
+        (folder / "job.json").write_text(json.dumps(job))
+        result = subprocess.run([sys.executable, "-m", "alignkit.check.rollout", folder / "job.json"],
+                                capture_output=True, text=True, timeout=240,
+                                env=os.environ | {"ALIGNKIT_VLLM": ""})
+        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+        done[key] = {m: load(folder / m) for m in modes}
+        return done[key]
+
+    return run

@@ -1,0 +1,297 @@
+"""Inside one engine, in process: what a request can ask for, and weights that change under it."""
+import pytest
+import torch
+
+from alignkit.contract import contract_id
+from alignkit.errors import UnsupportedError
+from alignkit.testing import assert_bitwise_equal
+from tests.vllm.conftest import ENGINE
+
+PROMPT = [5, 900, 33, 1999, 0, 41, 7, 7, 1200, 64]
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_process, checkpoint):
+    """A patched bf16 engine with raw logprobs."""
+    process = vllm_process()
+    process(start, checkpoint(), {"dtype": "bfloat16"})
+    return process
+
+
+@pytest.fixture(scope="module")
+def processed(vllm_process, checkpoint):
+    """A patched fp32 engine with logprobs of the distribution that is sampled from."""
+    process = vllm_process()
+    process(start, checkpoint(dtype=torch.float32),
+            {"dtype": "float32", "logprobs_mode": "processed_logprobs"})
+    return process
+
+
+@pytest.fixture(scope="module")
+def spare(vllm_process):
+    """A process for engines that serve one test."""
+    return vllm_process()
+
+
+# What runs in the engine's process.
+
+def start(state, model, options):
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    if state.llm is not None:
+        state.llm.llm_engine.engine_core.shutdown()
+    state.patch = patch_vllm()
+    state.llm = LLM(model, **ENGINE, **options)
+
+
+def generate(state, prompts, **params):
+    """Per prompt: tokens, and for each the ranks and logprobs that vLLM gives, by token id."""
+    from vllm import SamplingParams
+
+    defaults = {"max_tokens": 12, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+    params = SamplingParams(**defaults | params)
+    outputs = state.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    answers = [o.outputs[0] for o in outputs]
+    return [(list(a.token_ids), _table(a.token_ids, a.logprobs)) for a in answers]
+
+
+def evaluate(state, prompt, tokens, top):
+    """The same for given tokens, by prompt logprobs."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=top, detokenize=False)
+    (output,) = state.llm.generate([{"prompt_token_ids": prompt + tokens}], params, use_tqdm=False)
+    return _table(tokens, output.prompt_logprobs[len(prompt):])
+
+
+def _table(tokens, steps):
+    return [{token: (x.rank, x.logprob) for token, x in step.items()} | {"sampled": step[t].logprob}
+            for t, step in zip(tokens, steps)]
+
+
+def greedy(state):
+    return generate(state, [PROMPT], temperature=0.0)
+
+
+def sampled(state, top, temperature, top_p):
+    return generate(state, [PROMPT], logprobs=top, temperature=temperature, top_p=top_p)[0]
+
+
+def structured(state):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return generate(state, [PROMPT], structured_outputs=StructuredOutputsParams(regex="a"))
+
+
+def with_params(state, params):
+    return generate(state, [PROMPT], **params)
+
+
+def no_logprobs(state):
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False, top_k=5)
+    (output,) = state.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    return list(output.outputs[0].token_ids), None
+
+
+def of_worker(state):
+    from alignkit.vllm import status, worker_status
+
+    return status(), worker_status(state.llm)
+
+
+def head(state, soft_cap, scale, with_bias):
+    """The engine's own logits and logprobs of random hidden states, and those of `ops.linear_logp`."""
+    from alignkit import ops
+
+    def compare(model):
+        generator = torch.Generator().manual_seed(3)
+        hidden = torch.randn(9, 512, generator=generator).bfloat16()
+        weight = model.lm_head.weight
+        bias = torch.randn(len(weight), generator=generator).bfloat16() if with_bias else None
+        target = torch.randint(2000, (9,), generator=generator)
+        processor = model.logits_processor
+        before = processor.soft_cap, processor.scale
+        processor.soft_cap, processor.scale = soft_cap, scale
+        with torch.no_grad():
+            logits = processor(model.lm_head, hidden, bias)
+            logp = sampler.compute_logprobs(logits).gather(1, target[:, None])[:, 0]
+            expected = ops.linear_logp(hidden, weight, target, bias=bias, soft_cap=soft_cap,
+                                       logit_scale=scale, vocab_size=2000)
+        processor.soft_cap, processor.scale = before
+        return logits.dtype, tuple(logits.shape), logp, expected
+
+    sampler = _worker(state).model_runner.sampler
+    return state.llm.apply_model(compare)[0]
+
+
+def hidden_of_steps(state, temperature):
+    """Sampled tokens, their logprobs, and `ops.linear_logp` of the hidden states that the engine had."""
+    from alignkit import ops
+
+    model = _worker(state).model_runner.get_model()
+    seen = []
+    hook = model.logits_processor.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    (tokens, steps), = generate(state, [PROMPT], temperature=temperature)
+    hook.remove()
+    with torch.no_grad():
+        expected = ops.linear_logp(torch.cat(seen), model.lm_head.weight, torch.tensor(tokens),
+                                   temperature=temperature, vocab_size=2000)
+    return torch.tensor([s["sampled"] for s in steps]), expected
+
+
+def mixed_batch(state):
+    """A greedy and a random request in one batch: logprobs of the greedy one, and of it alone."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": 12, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+    params = [SamplingParams(temperature=t, **common) for t in (0.0, 0.7)]
+    prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[::-1]}]
+    both = state.llm.generate(prompts, params, use_tqdm=False)[0].outputs[0]
+    (tokens, steps), = generate(state, [PROMPT], temperature=0.0)
+    return list(both.token_ids), _table(both.token_ids, both.logprobs), tokens, steps
+
+
+def load_in_place(state, model):
+    """Weights of another checkpoint, copied into the running model."""
+    from safetensors.torch import load_file
+
+    weights = load_file(f"{model}/model.safetensors")
+    state.llm.apply_model(lambda m: m.load_weights(weights.items()) and None)
+    state.llm.reset_prefix_cache()
+
+
+def reload(state, model):
+    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+    state.llm.reset_prefix_cache()
+
+
+def after_undo(state, model):
+    """With the patch undone: what a new engine is, and what the old one still computes."""
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm, status, worker_status
+
+    assert patch_vllm() is state.patch
+    old = state.llm
+    before = greedy(state)
+    state.patch.undo()
+    state.patch.undo()
+    stock = LLM(model, dtype="bfloat16", **ENGINE)
+    layers = {type(m).__module__ for m in stock.apply_model(lambda m: list(m.modules()))[0]}
+    result = {"status": status(), "new": worker_status(stock), "old": worker_status(old),
+              "aligned_modules": sorted(m for m in layers if m.startswith("alignkit")),
+              "kept": greedy(state) == before}
+    with patch_vllm():
+        result["again"] = status()["patched"]
+        try:
+            state.llm = stock
+            greedy(state)
+        except UnsupportedError as e:
+            result["stock_while_patched"] = str(e)
+    result["after"] = status()["patched"]
+    return result
+
+
+def _worker(state):
+    return state.llm.llm_engine.model_executor.driver_worker.worker
+
+
+# What is asked of it.
+
+def test_status(engine):
+    process, workers = engine(of_worker)
+    assert process["patched"] and process["contract"] == contract_id()
+    assert "EngineArgs.create_engine_config" in process["points"]
+    (worker,) = workers
+    assert worker["patched"] and worker["contract"] == contract_id() and worker["vllm"].startswith("0.32")
+    assert worker["modules"] == {
+        "AlignedQKVParallelLinear": 4, "AlignedRowParallelLinear": 8, "AlignedMergedColumnParallelLinear": 4,
+        "AlignedRMSNorm": 17, "AlignedSiluAndMul": 4, "AlignedRotaryEmbedding": 1, "AlignedAttentionImpl": 4,
+        "AlignedVocabParallelEmbedding": 1, "AlignedParallelLMHead": 1, "AlignedLogitsProcessor": 1,
+        "AlignedSampler": 1}
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
+def test_top_k_logprobs(engine, temperature, top_p):
+    """Decode and prefill agree on the sampled token, the five best, and their ranks; raw logprobs do not know
+    of the temperature and the cut."""
+    tokens, decoded = engine(sampled, 5, temperature, top_p)
+    assert all(len(step) >= 6 for step in decoded)
+    assert engine(evaluate, PROMPT, tokens, 5) == decoded
+
+
+@pytest.mark.parametrize("soft_cap, scale, bias", [(None, 1.0, False), (None, 1.0, True), (5.0, 1.0, False),
+                                                   (5.0, 0.25, True)])
+def test_head_with_bias_soft_cap_and_scale(engine, soft_cap, scale, bias):
+    dtype, shape, logp, expected = engine(head, soft_cap, scale, bias)
+    assert dtype == torch.float32 and shape == (9, 2000)
+    assert_bitwise_equal(logp, expected)
+
+
+def test_structured_outputs_are_refused(engine):
+    with pytest.raises(UnsupportedError, match="structured outputs"):
+        engine(structured)
+    assert engine(greedy)  # the engine lives on
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_processed_logprobs_with_temperature(processed, temperature):
+    logp, expected = processed(hidden_of_steps, temperature)
+    assert_bitwise_equal(logp, expected)
+
+
+def test_processed_logprobs_of_a_greedy_request_in_a_random_batch(processed):
+    tokens, steps, tokens_alone, steps_alone = processed(mixed_batch)
+    assert tokens == tokens_alone and steps == steps_alone
+
+
+@pytest.mark.parametrize("params", [
+    {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5},
+    {"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [1, 2]}, {"min_tokens": 2},
+], ids=lambda p: next(iter(p)))
+def test_processed_logprobs_refuse_what_cuts_the_distribution(processed, params):
+    with pytest.raises(UnsupportedError, match=next(iter(params))):
+        processed(with_params, params)
+
+
+def test_without_logprobs_nothing_is_refused(processed):
+    tokens, _ = processed(no_logprobs)
+    assert len(tokens) == 12
+
+
+@pytest.fixture(scope="module")
+def other_weights(spare, checkpoint):
+    """Another checkpoint, and what an engine started on it says."""
+    spare(start, checkpoint(seed=1), {"dtype": "bfloat16"})
+    return checkpoint(seed=1), spare(greedy)
+
+
+@pytest.mark.parametrize("update", [load_in_place, reload], ids=lambda f: f.__name__)
+def test_weights_updated_in_place_reach_the_logprobs(engine, checkpoint, other_weights, update):
+    path, expected = other_weights
+    first = engine(greedy)
+    engine(update, path)
+    assert engine(greedy) == expected != first
+    engine(update, checkpoint())
+    assert engine(greedy) == first
+
+
+@pytest.mark.parametrize("arch, dtype, tied", [("llama", torch.bfloat16, True),
+                                               ("qwen2", torch.float32, False)])
+def test_other_architectures(spare, checkpoint, arch, dtype, tied):
+    spare(start, checkpoint(arch, dtype, tied=tied), {"dtype": str(dtype).removeprefix("torch.")})
+    tokens, decoded = spare(sampled, 5, 1.0, 1.0)
+    assert spare(evaluate, PROMPT, tokens, 5) == decoded
+
+
+def test_undo(engine, checkpoint):
+    seen = engine(after_undo, checkpoint())
+    assert seen["status"] == {"patched": False, "contract": "stock", "points": []}
+    assert seen["new"] == [{"patched": False}] and seen["aligned_modules"] == []
+    assert seen["old"][0]["patched"] and seen["kept"]
+    assert seen["again"] and not seen["after"]
+    assert "made before patch_vllm" in seen["stock_while_patched"]

@@ -1,0 +1,134 @@
+"""Engines whose workers are processes of their own, and the entry point that vLLM loads there."""
+import os
+from importlib.metadata import entry_points
+
+import pytest
+
+from alignkit.contract import contract_id
+from alignkit.errors import UnsupportedError
+from tests.vllm.conftest import ENGINE
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def engine(request, vllm_process, checkpoint):
+    """(process, tp) of a patched multiprocess engine. No plugin of vLLM's is loaded: alignment must not hang
+    on one, as vLLM goes on without a plugin that cannot be imported."""
+    process = vllm_process(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_PLUGINS="")
+    process(start, checkpoint(), request.param)
+    return process, request.param
+
+
+def start(state, model, tp):
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    state.patch = patch_vllm()
+    state.llm = LLM(model, dtype="bfloat16", tensor_parallel_size=tp, **ENGINE)
+    return os.environ["ALIGNKIT_VLLM"]
+
+
+def greedy(state, prompts):
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=0)
+    outputs = state.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    answers = [o.outputs[0] for o in outputs]
+    return [(list(a.token_ids), [step[t].logprob for t, step in zip(a.token_ids, a.logprobs)]) for a in answers]
+
+
+def statuses(state):
+    from alignkit.vllm import worker_status
+
+    return worker_status(state.llm)
+
+
+def reload(state, model):
+    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+    state.llm.reset_prefix_cache()
+
+
+def structured(state):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(logprobs=0, structured_outputs=StructuredOutputsParams(regex="a"))
+    state.llm.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
+
+
+def test_same_bits_as_in_process(engine, rollout, prompts):
+    process, _ = engine
+    expected = rollout(("batch", "one", "prefix", "prompt_logprobs"))["batch"]
+    assert process(greedy, prompts) == list(zip(expected.tokens, [x.tolist() for x in expected.logprobs]))
+
+
+def test_every_worker_says_what_it_runs(engine):
+    process, tp = engine
+    workers = process(statuses)
+    assert len(workers) == tp
+    assert all(w == workers[0] for w in workers)
+    assert workers[0]["patched"] and workers[0]["contract"] == contract_id()
+    assert workers[0]["modules"]["AlignedRowParallelLinear"] == 8
+
+
+def test_a_refused_request_reaches_the_user_and_harms_no_other(engine, prompts):
+    process, _ = engine
+    with pytest.raises(UnsupportedError, match="structured outputs"):
+        process(structured)
+    assert process(greedy, prompts[:1])
+
+
+def test_weights_are_reloaded_in_every_worker(engine, prompts, checkpoint, reloaded={}):
+    process, tp = engine
+    before = process(greedy, prompts)
+    process(reload, checkpoint(seed=1))
+    reloaded[tp] = process(greedy, prompts)
+    process(reload, checkpoint())
+    assert process(greedy, prompts) == before != reloaded[tp]
+    assert all(r == reloaded[tp] for r in reloaded.values())
+
+
+# The entry point.
+
+def registered(state, asked):
+    """Status after vLLM's plugin loader has called the entry point, with ALIGNKIT_VLLM set or not."""
+    from alignkit.vllm import status
+    from alignkit.vllm.plugin import register
+
+    os.environ["ALIGNKIT_VLLM"] = asked
+    register()
+    register()
+    return status()
+
+
+def stock_worker_class(state, model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model, **ENGINE).create_engine_config().parallel_config.worker_cls
+
+
+def config_before_patch(state, model):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from alignkit.vllm import patch_vllm
+
+    config = EngineArgs(model, **ENGINE).create_engine_config()
+    with patch_vllm():
+        LLMEngine.from_vllm_config(config)
+
+
+def test_plugin_does_nothing_until_asked(vllm_process, checkpoint):
+    process = vllm_process()
+    for asked in ("", "0"):
+        assert process(registered, asked) == {"patched": False, "contract": "stock", "points": []}
+    assert process(stock_worker_class, checkpoint()) == "vllm.v1.worker.cpu_worker.CPUWorker"
+    with pytest.raises(UnsupportedError, match="made before patch_vllm"):
+        process(config_before_patch, checkpoint())
+    assert process(registered, "1")["patched"]
+    assert process(stock_worker_class, checkpoint()) == "alignkit.vllm.worker.AlignedWorker"
+
+
+def test_plugin_is_an_entry_point_of_vllm():
+    (found,) = entry_points(group="vllm.general_plugins", name="alignkit")
+    assert found.value == "alignkit.vllm.plugin:register"

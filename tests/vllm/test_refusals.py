@@ -1,0 +1,140 @@
+"""What is refused, by name, when the engine's configuration is made."""
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from alignkit.errors import UnsupportedError
+from alignkit.vllm.refuse import refuse_model
+from tests.vllm.conftest import ENGINE
+
+
+@pytest.fixture(scope="module")
+def process(vllm_process):
+    process = vllm_process()
+    process(patch)
+    return process
+
+
+def patch(state):
+    from alignkit.vllm import patch_vllm
+
+    patch_vllm()
+
+
+def configure(state, model, options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model, **ENGINE | options).create_engine_config() and None
+
+
+def elsewhere(state, model, env, device):
+    """A configuration as this machine cannot make it: of the V2 runner (it needs Triton), of a GPU."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from alignkit.vllm.refuse import refuse_config
+
+    config = EngineArgs(model, **ENGINE).create_engine_config()
+    config.device_config.device_type = device
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = env
+    try:
+        refuse_config(config)
+    finally:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+
+def build(state, model, options):
+    from vllm import LLM
+
+    LLM(model, **ENGINE, **options)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("LoRA", {"enable_lora": True}),
+    ("speculative decoding", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                                     "prompt_lookup_max": 3}}),
+    ("quantization", {"quantization": "fp8"}),
+    ("pipeline parallelism", {"pipeline_parallel_size": 2}),
+    ("context parallelism", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
+    ("data parallelism", {"data_parallel_size": 2}),
+    ("weight offloading", {"cpu_offload_gb": 1}),
+    ("torch.compile", {"enforce_eager": False}),
+    ("logprobs_mode raw_logits", {"logprobs_mode": "raw_logits"}),
+    ("logprobs_mode processed_logits", {"logprobs_mode": "processed_logits"}),
+    ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
+    ("dtype torch.float16", {"dtype": "float16"}),
+    ("worker_cls", {"worker_cls": "mine.Worker"}),
+    ("prompt embeddings", {"enable_prompt_embeds": True}),
+    ("custom logits processors", {"logprobs_mode": "processed_logprobs",
+                                  "logits_processors": ["mine:Processor"]}),
+    ("KV cache transfer", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_engine_options(process, checkpoint, name, options):
+    with pytest.raises(UnsupportedError, match=name):
+        process(configure, checkpoint(), options)
+
+
+@pytest.mark.parametrize("name, env, device", [
+    ("V2 model runner .set VLLM_USE_V2_MODEL_RUNNER=0", "1", "cpu"),
+    ("device cuda .no CUDA backend yet", "0", "cuda"),
+])
+def test_runner_and_device(process, checkpoint, name, env, device):
+    with pytest.raises(UnsupportedError, match=name):
+        process(elsewhere, checkpoint(), env, device)
+
+
+@pytest.mark.parametrize("arch, name, change", [
+    ("llama", "model architecture MistralForCausalLM", {"architectures": ["MistralForCausalLM"],
+                                                        "model_type": "mistral"}),
+    ("qwen3", "mixture of experts", {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                                     "num_experts": 4, "num_experts_per_tok": 2,
+                                     "moe_intermediate_size": 64}),
+    ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0,
+                                                "original_max_position_embeddings": 2048}}),
+    ("llama", "rope scaling", {"rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048}}),
+    ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
+    ("qwen3", "not causal", {"is_causal": False}),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_models(process, checkpoint, tmp_path, arch, name, change):
+    model = shutil.copytree(checkpoint(arch), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UnsupportedError, match=name):
+        process(configure, str(model), {})
+
+
+def test_another_implementation_of_the_model(process, checkpoint):
+    """The configuration looks right, but what vLLM builds from it is not made of alignkit's layers."""
+    with pytest.raises(UnsupportedError, match="modules that alignkit does not know"):
+        process(build, checkpoint(), {"model_impl": "transformers"})
+
+
+def test_an_unknown_module_is_named():
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    with pytest.raises(UnsupportedError, match=r"0 \(Linear\)"):
+        refuse_model(model, ())
+
+
+def attention(state, options):
+    from alignkit.vllm.attention import AlignedAttentionImpl
+
+    impl = object.__new__(AlignedAttentionImpl)
+    impl.__init__(8, 64, 0.125, 4, **options)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("ALiBi", {"alibi_slopes": [0.5] * 8}),
+    ("sliding window", {"sliding_window": 32}),
+    ("attention soft cap", {"logits_soft_cap": 30.0}),
+    ("encoder_only attention", {"attn_type": "encoder_only"}),
+    ("KV cache shared", {"kv_sharing_target_layer_name": "model.layers.0"}),
+    ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
+    ("attention with sinks", {"sinks": [0.0]}),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_attention_variants(process, name, options):
+    with pytest.raises(UnsupportedError, match=name):
+        process(attention, options)
