@@ -6,13 +6,24 @@ VERSION = $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])
 REQUIREMENTS = requirements/cpu-py$(VERSION).txt
 STAMP = $(VENV)/.installed
 CHECK_ARGS ?=
+TEST_ARGS ?=
+ENGINES = build/engines
 
-.PHONY: check test setup clean
+.PHONY: check test setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
-test: setup
-	$(VENV)/bin/python -m pytest $(TEST_ARGS)
+test: setup $(ENGINES)/.fetched
+	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest $(TEST_ARGS)
+
+# Sources of the other engine versions whose seams the tests resolve; read, never installed.
+$(ENGINES)/.fetched: tests/fetch_engines.py | setup
+	$(VENV)/bin/python tests/fetch_engines.py $(ENGINES)
+	touch $@
+
+# The tables of README.md, from the files under benchmarks/results.
+tables: setup
+	$(VENV)/bin/python benchmarks/tables.py
 
 setup: $(STAMP)
 

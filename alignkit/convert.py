@@ -177,7 +177,7 @@ def to_megatron(arch: Architecture, weights: Mapping[str, torch.Tensor], *, tp_r
     shapes = _hf_shapes(arch)
     foreign = sorted(n for n in weights if n not in shapes and not _ignored(arch, n))
     if foreign:
-        raise UnsupportedError(f"model: {len(foreign)} unknown tensors for {arch.family}, first {foreign[0]!r}")
+        raise UnsupportedError(f"model: {len(foreign)} tensors are not {arch.family}'s, first {foreign[0]!r}")
     for name in shapes:
         if name not in weights:
             raise InputError(f"model: the checkpoint has no tensor {name!r}")
@@ -237,7 +237,8 @@ def to_hf(arch: Architecture, names: Iterable[str],
             yield from _layer_to_hf(arch, name, parts)
 
 
-def _layer_to_hf(arch: Architecture, name: str, parts: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _layer_to_hf(arch: Architecture, name: str,
+                 parts: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     prefix, _, rest = name.removeprefix("decoder.layers.").partition(".")
     hf = f"model.layers.{prefix}."
     if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
@@ -275,7 +276,8 @@ def _replicated(arch: Architecture, i: int) -> list[tuple[str, str]]:
     names = [(mg + "input_layernorm.weight", hf + "input_layernorm.weight"),
              (mg + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight")]
     if arch.qk_norm:
-        names += [(f"{mg}self_attention.{x}_layernorm.weight", f"{hf}self_attn.{x}_norm.weight") for x in "qk"]
+        names += [(f"{mg}self_attention.{x}_layernorm.weight", f"{hf}self_attn.{x}_norm.weight")
+                  for x in "qk"]
     return names
 
 
@@ -296,7 +298,7 @@ def _hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
             shapes[f"{hf}mlp.{x}_proj.weight"] = (arch.intermediate, arch.hidden)
         shapes[hf + "mlp.down_proj.weight"] = (arch.hidden, arch.intermediate)
         for _, theirs in _replicated(arch, i):
-            shapes[theirs] = (arch.head_dim,) if "_norm" in theirs and "self_attn" in theirs else (arch.hidden,)
+            shapes[theirs] = (arch.head_dim if "self_attn" in theirs else arch.hidden,)
     return shapes
 
 

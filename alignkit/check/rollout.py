@@ -137,7 +137,8 @@ def _evaluate(llm, job: dict) -> Logprobs:
     return _logprobs(job, sampled.prompts, sampled.tokens, steps)
 
 
-def _logprobs(job: dict, prompts: list[list[int]], tokens: list[list[int]], steps: list[list[dict]]) -> Logprobs:
+def _logprobs(job: dict, prompts: list[list[int]], tokens: list[list[int]],
+              steps: list[list[dict]]) -> Logprobs:
     """steps: per token of each sequence, vLLM's logprobs by token id."""
     import vllm
 

@@ -5,7 +5,8 @@ JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "
 "runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path}, ...]}
 
 The model is built once, in `tp` processes, and each run writes the logprobs of the tokens of its `in` file.
-Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, and has no packed input.
+Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary and takes no packed
+input.
 """
 from __future__ import annotations
 
@@ -117,34 +118,47 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
 
 def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0,
               patched: bool = True) -> list[torch.Tensor]:
-    """fp32 logprobs of `given`'s tokens, one tensor a sequence. A collective of the model's ranks."""
-    if not any(given.tokens):
-        raise InputError("in: there are no tokens to recompute")
+    """fp32 logprobs of `given`'s tokens, one tensor a sequence. A collective of the model's ranks.
+
+    Raises InputError for a sequence whose prompt is empty: nothing says how its first token was drawn.
+    """
+    if not all(given.prompts):
+        raise InputError(f"in: the prompt of sequence {given.prompts.index([])} is empty")
+    result = [torch.empty(0)] * len(given.tokens)
+    drawn = [i for i, tokens in enumerate(given.tokens) if tokens]
 
     def logp(tokens, labels, mask=None, packed=None) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         if patched:
             from alignkit.megatron import logprobs
-            return logprobs(model, tokens, positions, mask, labels, temperature=temperature, ignore_index=IGNORE,
-                            packed_seq_params=packed).log_probs
+            return logprobs(model, tokens, positions, mask, labels, temperature=temperature,
+                            ignore_index=IGNORE, packed_seq_params=packed).log_probs
         return -model(tokens, positions, mask, labels=labels).float()
 
     multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-    return _MODES[mode](logp, given, multiple)
+    if drawn:
+        pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
+        for i, value in zip(drawn, _MODES[mode](logp, pairs, multiple)):
+            result[i] = value
+    return result
 
 
-def _padded(logp: Callable, given: Logprobs, multiple: int) -> list[torch.Tensor]:
+Pairs = list[tuple[list[int], list[int]]]
+"""Prompt and sampled tokens of each sequence; neither is empty."""
+
+
+def _padded(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
     """All sequences in one micro-batch ``[b, s]``, padded on the right; s is a multiple of `multiple`."""
-    rows = [prompt + tokens for prompt, tokens in zip(given.prompts, given.tokens)]
+    rows = [prompt + sampled for prompt, sampled in pairs]
     s = max(len(row) for row in rows) - 1
     s += -s % multiple
     tokens = torch.zeros(len(rows), s, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
     spans = []
-    for i, row in enumerate(rows):
-        first, end = len(given.prompts[i]) - 1, len(row) - 1
+    for i, (row, (prompt, sampled)) in enumerate(zip(rows, pairs)):
+        first, end = len(prompt) - 1, len(row) - 1
         tokens[i, :end] = torch.tensor(row[:-1])
-        labels[i, first:end] = torch.tensor(given.tokens[i])
+        labels[i, first:end] = torch.tensor(sampled)
         spans.append((first, end))
     # Megatron makes the default mask on a GPU, so one is given; True hides.
     mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
@@ -152,18 +166,17 @@ def _padded(logp: Callable, given: Logprobs, multiple: int) -> list[torch.Tensor
     return [out[i, first:end].clone() for i, (first, end) in enumerate(spans)]
 
 
-def _one(logp: Callable, given: Logprobs, multiple: int) -> list[torch.Tensor]:
+def _one(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
     """Each sequence in a micro-batch of its own."""
-    return [_padded(logp, Logprobs([p], [t], [lp], given.contract), multiple)[0]
-            for p, t, lp in zip(given.prompts, given.tokens, given.logprobs)]
+    return [_padded(logp, [pair], multiple)[0] for pair in pairs]
 
 
-def _packed(logp: Callable, given: Logprobs, multiple: int) -> list[torch.Tensor]:
+def _packed(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
     """All sequences end to end in one row (THD), each padded to a multiple of `multiple`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens, labels, spans, starts = [], [], [], [0]
-    for prompt, sampled in zip(given.prompts, given.tokens):
+    for prompt, sampled in pairs:
         row = (prompt + sampled)[:-1]
         padding = -len(row) % multiple
         spans.append((starts[-1] + len(prompt) - 1, starts[-1] + len(row)))

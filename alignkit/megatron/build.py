@@ -17,8 +17,8 @@ from alignkit.convert import Architecture, Checkpoint, read_architecture, to_hf,
 from alignkit.errors import InputError
 
 
-def transformer_config(arch: Architecture, dtype: torch.dtype, *, tp: int = 1, sequence_parallel: bool = False,
-                       **overrides) -> TransformerConfig:
+def transformer_config(arch: Architecture, dtype: torch.dtype, *, tp: int = 1,
+                       sequence_parallel: bool = False, **overrides) -> TransformerConfig:
     """The TransformerConfig of `arch`; `overrides` are TransformerConfig fields, taken as they are.
 
     dtype: torch.float32 or torch.bfloat16. Raises InputError for another type.
@@ -65,7 +65,8 @@ def gpt_model(model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16,
     rank = parallel_state.get_tensor_model_parallel_rank()
     arch.check_tp(tp)
     weights = to_megatron(arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype)
-    config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **overrides)
+    config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1,
+                                **overrides)
     with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
         model = GPTModel(
             config,

@@ -1,7 +1,8 @@
 """Lets Megatron-core run on a machine without a GPU. No numerics.
 
-Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might have to
-wait, and keeps the random state of dropout on the device. All are answered here with what a CPU host has.
+Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
+have to wait, and keeps the random state of dropout on the device. All are answered here with what a CPU
+host has.
 """
 from __future__ import annotations
 

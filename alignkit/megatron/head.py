@@ -37,7 +37,7 @@ class LogProbs:
     entropy: torch.Tensor | None = None
 
 
-request: contextvars.ContextVar[LogProbsRequest | None] = contextvars.ContextVar("alignkit_request", default=None)
+request: contextvars.ContextVar[LogProbsRequest | None] = contextvars.ContextVar("request", default=None)
 """What `logprobs` asks of the forward it runs, on versions without `output_processor`."""
 
 
@@ -45,7 +45,9 @@ def logprobs(model, tokens, position_ids, attention_mask, labels, *, temperature
              return_entropy: bool = False, ignore_index: int = -100, packed_seq_params=None) -> LogProbs:
     """Logprobs of `labels` under `model`, a GPTModel or a wrapper of one (Float16Module, DDP, ...).
 
-    tokens, labels: int64 ``[b, s]``; labels are already shifted. position_ids and attention_mask as for the model.
+    tokens, labels: int64 ``[b, s]``; labels are already shifted.
+    position_ids, attention_mask: as for the model.
+
     Differentiable. Raises UnsupportedError if `patch_megatron` is not in force, and what the model's forward
     and ``ops.linear_logp`` raise; on all tensor-parallel ranks together.
     """
@@ -77,9 +79,9 @@ def output_processor(*, hidden_states: torch.Tensor, output_layer, output_weight
         asked.temperature, getattr(asked, "return_entropy", True), getattr(asked, "ignore_index", -100)))
 
 
-def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None, labels: torch.Tensor,
-                   asked: LogProbsRequest) -> LogProbs:
-    """hidden ``[s, b, h]``, or this rank's ``[s / tp, b, h]`` under sequence parallelism; labels ``[b, s]``."""
+def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None,
+                   labels: torch.Tensor, asked: LogProbsRequest) -> LogProbs:
+    """hidden ``[s, b, h]``, or with sequence parallelism this rank's ``[s / tp, b, h]``; labels ``[b, s]``."""
     if not isinstance(output_layer, modules.OutputLayer):
         raise UnsupportedError("output_layer: not the output layer of an aligned GPTModel")
     group = output_layer.tp_group
@@ -100,14 +102,14 @@ def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tens
 
 
 class VocabParallelCrossEntropy:
-    """Stands in for Megatron's autograd Function behind ``vocab_parallel_cross_entropy``, so that frameworks that
-    took that function by name before the patch are caught too."""
+    """Stands in for Megatron's autograd Function behind ``vocab_parallel_cross_entropy``, so that frameworks
+    that took that function by name before the patch are caught too."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
     def apply(self, logits, target, label_smoothing=0.0, tp_group=None) -> torch.Tensor:
-        """logits fp32 ``[..., V / tp]`` of the aligned output layer, target ``[...]``; loss fp32 ``[...]``."""
+        """logits fp32 ``[..., V / tp]`` of the aligned output layer, target ``[...]`` -> fp32 ``[...]``."""
         from megatron.core.parallel_state import get_tensor_model_parallel_group
 
         if label_smoothing:

@@ -19,7 +19,7 @@ from . import supported
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
-    """``ops.linear``; the stock forward around it keeps Megatron's rules for tied weights, bias and gather."""
+    """``ops.linear``; the stock forward around it has Megatron's rules for tied weights, bias and gather."""
 
     op = "linear"
     out_dtype: torch.dtype | None = None
@@ -63,7 +63,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def build(cls, config, hidden_size, eps=1e-5, **_) -> RMSNorm:
         """What ``WrappedTorchNorm(config, hidden_size, eps)`` gives while the patch is on."""
         if config.normalization != "RMSNorm":
-            raise UnsupportedError(f"normalization: {config.normalization!r} is not supported, only 'RMSNorm'")
+            raise UnsupportedError(f"normalization: {config.normalization!r} is not supported, only RMSNorm")
         if config.layernorm_zero_centered_gamma:
             raise UnsupportedError("layernorm_zero_centered_gamma is not supported")
         norm = cls(hidden_size, eps=eps)
@@ -85,7 +85,7 @@ class MLP(mlp.MLP):
 
 
 class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
-    """Hands the fp32 table of ``ops.rope_table`` down to `apply_rotary_pos_emb` in place of Megatron's angles."""
+    """Hands the fp32 table of ``ops.rope_table`` down to `apply_rotary_pos_emb` in place of angles."""
 
     op = "rope_table"
     base: float

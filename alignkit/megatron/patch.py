@@ -51,8 +51,9 @@ def active() -> Patch:
 def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
-    Keys: patched, and if so megatron (version), vocab_size, contract, backend, seams (names that are replaced);
-    with a model, aligned (path -> op) and stock (paths of modules that alignkit would replace but has not yet).
+    Keys: patched, and if so megatron (version), vocab_size, contract, backend, seams (names that are
+    replaced); with a model, aligned (path -> op) and stock (paths of modules that alignkit would replace but
+    has not yet).
     """
     if _active is None:
         return {"patched": False}
@@ -113,6 +114,7 @@ class Patch:
     def _load(self) -> None:
         """The classes of Megatron that are replaced and those that are let through; by exact type, so that a
         subclass, an adapter or a module of another backend is refused."""
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
         from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
         from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
         from megatron.core.models.gpt.gpt_model import GPTModel
@@ -129,6 +131,7 @@ class Patch:
                 modules.RotaryEmbedding, modules.DotProductAttention, modules.TransformerBlock)}
         self.stock_class = {cls: base for base, cls in self.aligned_class.items()}
         self.stock_class[modules.OutputLayer] = modules.ColumnParallelLinear.__base__
+        self._layer, self._stock_add = TransformerLayer, get_bias_dropout_add
         self._exact = {  # gathers, splits and structure: no arithmetic that rounds
             GPTModel, LanguageModelEmbedding, VocabParallelEmbedding, TransformerLayer, SelfAttention,
             FusedScaleMaskSoftmax, IdentityOp, IdentityFuncOp, torch.nn.ModuleList, torch.nn.Dropout}
@@ -150,10 +153,11 @@ class Patch:
         self._replace(TransformerBlock, "forward", self._only_aligned(TransformerBlock.forward))
         self._replace(WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw))
         self._replace(attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb)
-        self._replace(cross_entropy, "_VocabParallelCrossEntropy", head.VocabParallelCrossEntropy(self.vocab_size))
+        self._replace(cross_entropy, "_VocabParallelCrossEntropy",
+                      head.VocabParallelCrossEntropy(self.vocab_size))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Sets `owner.name`, to be restored by `undo`; a name that `owner` only inherited is removed again."""
+        """Sets `owner.name`; `undo` restores it, or removes it where `owner` had only inherited it."""
         self._undo.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, value)
         self.names.append(f"{getattr(owner, '__module__', owner.__name__)}.{owner.__name__}.{name}"
@@ -187,6 +191,8 @@ class Patch:
                 if call.get("inference_context") is not None:
                     raise UnsupportedError("inference_context: Megatron's inference is not supported")
                 tokens = call.get("input_ids")
+                if call.get("decoder_input") is None:
+                    supported.check_tokens(tokens, self.vocab_size)
                 return {"vocab_size": self.vocab_size, "padded vocab_size": model.vocab_size,
                         "params_dtype": str(model.config.params_dtype), "contract": contract.contract_id(),
                         "sequence_parallel": model.config.sequence_parallel,
@@ -206,13 +212,14 @@ class Patch:
             call = signature.bind(model, *args, **kwargs).arguments
             labels, hook, asked = call.get("labels"), call.get("output_processor"), head.request.get()
             if hook is not None and hook is not head.output_processor:
-                raise UnsupportedError(f"output_processor: {hook!r} is not alignkit.megatron.output_processor")
+                raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
             if hook is not None or (labels is None and asked is None):
                 return stock(model, *args, **kwargs)
-            weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-            result = head.output_processor(hidden_states=call["hidden_states"], output_layer=model.output_layer,
-                                           output_weight=weight, labels=labels,
-                                           context=asked or head.LogProbsRequest())
+            tied = model.share_embeddings_and_output_weights
+            result = head.output_processor(
+                hidden_states=call["hidden_states"], output_layer=model.output_layer, labels=labels,
+                output_weight=model.shared_embedding_or_output_weight() if tied else None,
+                context=asked or head.LogProbsRequest())
             return result if asked is not None else -result.log_probs
         return postprocess
 
@@ -229,7 +236,7 @@ class Patch:
         @functools.wraps(stock)
         def forward(block, *args, **kwargs):
             if not isinstance(block, modules.TransformerBlock):
-                raise UnsupportedError("TransformerBlock: one outside of an aligned GPTModel is not supported")
+                raise UnsupportedError("TransformerBlock: outside of an aligned GPTModel it is not supported")
             return stock(block, *args, **kwargs)
         return forward
 
@@ -239,9 +246,6 @@ class Patch:
         """Checks every module of `model` and gives those that compute their aligned class.
 
         Runs before each forward: modules may have been replaced since (by LoRA, for one)."""
-        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-        from megatron.core.transformer.transformer_layer import TransformerLayer
-
         from . import modules, supported
 
         supported.check_config(model.config)
@@ -250,10 +254,11 @@ class Patch:
         for path, module in found:
             cls = type(module)
             if cls not in self._exact and cls not in self.aligned_class and cls not in self.stock_class:
-                raise UnsupportedError(f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
+                raise UnsupportedError(
+                    f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
             supported.check_module(path, module)
-            if isinstance(module, TransformerLayer) and not {module.self_attn_bda, module.mlp_bda} <= {
-                    get_bias_dropout_add, modules.residual_add}:
+            if cls is self._layer and not {module.self_attn_bda, module.mlp_bda} <= {
+                    self._stock_add, modules.residual_add}:
                 raise UnsupportedError(f"{path}.self_attn_bda / mlp_bda: not Megatron's get_bias_dropout_add")
         rotary = model.rotary_pos_emb
         supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
@@ -261,7 +266,7 @@ class Patch:
         for _, module in found:  # nothing is changed before all is checked
             if type(module) in self.aligned_class:
                 module.__class__ = self.aligned_class[type(module)]
-            if isinstance(module, TransformerLayer):
+            if type(module) is self._layer:
                 module.self_attn_bda = module.mlp_bda = modules.residual_add
         rotary.base, rotary.head_dim = float(model.rotary_base), model.config.kv_channels
         model.output_layer.__class__ = modules.OutputLayer
@@ -270,12 +275,9 @@ class Patch:
 
     def _release(self, module: torch.nn.Module) -> None:
         """One module back to what it was before `_adopt`."""
-        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-        from megatron.core.transformer.transformer_layer import TransformerLayer
-
         if type(module) in self.stock_class:
             module.__class__ = self.stock_class[type(module)]
-        if isinstance(module, TransformerLayer):
-            module.self_attn_bda = module.mlp_bda = get_bias_dropout_add
+        if type(module) is self._layer:
+            module.self_attn_bda = module.mlp_bda = self._stock_add
         for name in ("true_vocab_size", "base", "head_dim"):
             module.__dict__.pop(name, None)

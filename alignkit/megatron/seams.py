@@ -75,13 +75,13 @@ def names(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
 def check_version(version: str) -> None:
     """UnsupportedError unless `version` is one that alignkit has been run with."""
     if version not in VERSIONS:
-        raise UnsupportedError(f"megatron-core: version {version} is unknown, known are {', '.join(VERSIONS)}")
+        raise UnsupportedError(f"megatron-core: version {version} is unknown, not {', '.join(VERSIONS)}")
 
 
 def resolve(core: Path, version: str) -> list[str]:
-    """What `version`'s table names and the sources under `core` (a ``megatron/core`` folder) lack; [] if nothing.
+    """What `version`'s table names and the sources under `core` (a ``megatron/core`` folder) lack.
 
-    Nothing is imported.
+    [] if nothing. Nothing is imported.
     """
     missing = []
     for file, entries in names(version).items():

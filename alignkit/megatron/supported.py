@@ -22,7 +22,8 @@ _FREE = frozenset("""
     num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size layernorm_epsilon
     qk_layernorm add_qkv_bias hidden_dropout attention_dropout
     params_dtype pipeline_dtype autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
-    tensor_model_parallel_size sequence_parallel expert_tensor_parallel_size microbatch_group_size_per_vp_stage
+    tensor_model_parallel_size sequence_parallel expert_tensor_parallel_size
+    microbatch_group_size_per_vp_stage
     async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding variable_seq_lengths
     init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
     perform_initialization use_cpu_initialization init_model_with_meta_device
@@ -33,8 +34,8 @@ _FREE = frozenset("""
     calculate_per_token_loss deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync
     barrier_with_L1_time hetereogenous_dist_checkpoint
 """.split())
-"""Fields of TransformerConfig that may have any value: sizes, what the aligned modules do themselves, and what
-has no part in the numbers. Every other field must be at its default."""
+"""Fields of TransformerConfig that may have any value: sizes, what the aligned modules do themselves, and
+what has no part in the numbers. Every other field must be at its default."""
 
 _INERT = ("moe_", "mamba_", "dsa_")
 """Fields that only speak to modules which are refused anyway."""
@@ -117,7 +118,7 @@ def check_model(model, vocab_size: int) -> None:
     if model.config.sequence_parallel and not model.embedding.scatter_to_sequence_parallel:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
     if not 0 < vocab_size <= model.vocab_size:
-        raise InputError(f"vocab_size: {vocab_size} is not in [1, {model.vocab_size}], the model's padded size")
+        raise InputError(f"vocab_size: {vocab_size} is not in [1, {model.vocab_size}], the padded size")
 
 
 def check_rotary(rotary, base: float, head_dim: int) -> None:
@@ -130,7 +131,7 @@ def check_rotary(rotary, base: float, head_dim: int) -> None:
 
 
 def check_module(path: str, module: torch.nn.Module) -> None:
-    """UnsupportedError for settings of one known module (told apart by its attributes) that are not supported."""
+    """UnsupportedError for what is not supported of one known module, told apart by its attributes."""
     for name in ("forward", "_forward_impl"):
         if name in module.__dict__:
             raise UnsupportedError(f"{path}.{name}: the module's own method has been replaced")
@@ -155,11 +156,18 @@ def check_running(path: str, module: torch.nn.Module) -> None:
         raise UnsupportedError(f"{path}: dropout of {module.p} in training is not supported")
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.device.type != "cpu":
-            raise UnsupportedError(f"{path}.{name}: alignkit has no backend for {parameter.device.type!r} yet")
+            raise UnsupportedError(f"{path}.{name}: there is no backend for {parameter.device.type!r} yet")
+
+
+def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
+    """InputError for a token outside the vocabulary; with tensor parallelism Megatron embeds it as zeros."""
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise InputError(f"input_ids: ids {int(tokens.min())} to {int(tokens.max())} leave [0, {vocab_size})")
 
 
 def check_call(s: int, b: int, attention_mask, *, packed_seq_params=None, inference_context=None,
-               inference_params=None, attention_bias=None, context=None, extract_layer_indices=None, **_) -> dict:
+               inference_params=None, attention_bias=None, context=None, extract_layer_indices=None,
+               **_) -> dict:
     """Checks what a TransformerBlock is called with, and returns what must agree between ranks.
 
     s, b: length and size of the whole micro-batch.
@@ -179,9 +187,9 @@ def check_call(s: int, b: int, attention_mask, *, packed_seq_params=None, infere
 
 
 def packed_cu_seqlens(params, total: int) -> torch.Tensor:
-    """``cu_seqlens`` ``[B+1]`` of a packed micro-batch of `total` tokens, padding of each sequence included."""
+    """``cu_seqlens`` ``[B+1]`` of a packed micro-batch of `total` tokens, each sequence with its padding."""
     if params.qkv_format != "thd":
-        raise UnsupportedError(f"packed_seq_params.qkv_format: {params.qkv_format!r} is not supported, only 'thd'")
+        raise UnsupportedError(f"packed_seq_params.qkv_format: {params.qkv_format!r} is not supported")
     if (getattr(params, "cp_group", None) is not None and params.cp_group.size() > 1):
         raise UnsupportedError("packed_seq_params.cp_group: context parallelism is not supported")
     q, kv = params.cu_seqlens_q, params.cu_seqlens_kv
@@ -190,12 +198,12 @@ def packed_cu_seqlens(params, total: int) -> torch.Tensor:
     if kv is None or not torch.equal(q, kv):
         raise InputError("packed_seq_params: cu_seqlens of queries and of keys differ")
     if int(q[-1]) != total:
-        raise InputError(f"packed_seq_params: cu_seqlens ends at {int(q[-1])}, the micro-batch has {total} tokens")
+        raise InputError(f"packed_seq_params: cu_seqlens ends at {int(q[-1])}, there are {total} tokens")
     return q
 
 
 def _is_causal(mask, s: int, b: int) -> bool:
-    """Whether a Megatron mask (True hides) is causal for the tokens of every sequence, padding on the right."""
+    """Whether a mask (True hides) is causal for the tokens of each sequence, with padding on the right."""
     if (not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() != 4
             or mask.shape[0] not in (1, b) or mask.shape[1:] != (1, s, s)):
         return False

@@ -12,7 +12,6 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -120,10 +119,6 @@ class AlignedAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[AlignedAttentionMetadataBuilder]:
         return AlignedAttentionMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBNHC,)
@@ -134,7 +129,7 @@ class AlignedAttentionBackend(AttentionBackend):
 
 
 def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's logical view [blocks, Hkv, block_size, 2 * D] as K and V, each a view [blocks, block_size, Hkv, D].
-    In memory the layout is [blocks, block_size, Hkv, 2 * D]."""
+    """vLLM's logical view [blocks, Hkv, block_size, 2 * D] as views K and V [blocks, block_size, Hkv, D]; in
+    memory the layout is [blocks, block_size, Hkv, 2 * D]."""
     k_cache, v_cache = kv_cache.permute(0, 2, 1, 3).chunk(2, dim=-1)
     return k_cache, v_cache

@@ -3,11 +3,16 @@ from __future__ import annotations
 
 import functools
 
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.patch import WORKER
-from alignkit.vllm.refuse import refuse_config, refuse_request
+from alignkit.vllm.refuse import refuse_config, request_reasons
+
+
+class RefusedRequest(UnsupportedError, VLLMClientError):
+    """Of vLLM's kind too: of other errors, its server tells a client nothing."""
 
 
 class AlignedInputProcessor(InputProcessor):
@@ -17,7 +22,10 @@ class AlignedInputProcessor(InputProcessor):
         super().__init__(vllm_config, *args, **kwargs)
 
     def _validate_params(self, params, *args, **kwargs):
-        refuse_request(params, self.model_config.logprobs_mode)
+        mode = self.model_config.logprobs_mode
+        reasons = request_reasons(params, mode)
+        if reasons:
+            raise RefusedRequest(f"alignkit cannot keep these logprobs aligned ({mode}): {', '.join(reasons)}")
         return super()._validate_params(params, *args, **kwargs)
 
 
@@ -34,5 +42,5 @@ def refuse_stock(validate_params):
 
 def _require_aligned(vllm_config) -> None:
     if vllm_config.parallel_config.worker_cls != WORKER:
-        raise UnsupportedError("this engine, or its configuration, was made before patch_vllm(): "
-                               "make it after, or undo the patch to use it as it is")
+        raise RefusedRequest("this engine, or its configuration, was made before patch_vllm(): "
+                             "make it after, or undo the patch to use it as it is")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_tp_group, split_tensor_along_last_dim
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -22,7 +22,6 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
-    split_tensor_along_last_dim,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding

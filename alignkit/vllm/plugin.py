@@ -7,6 +7,6 @@ from alignkit.vllm.patch import ENV, patch_vllm
 
 
 def register() -> None:
-    """Does nothing unless asked, by `patch_vllm()` in a parent process or by the user with ALIGNKIT_VLLM=1."""
+    """Does nothing unless asked: by `patch_vllm()` in a parent process, or by the user's ALIGNKIT_VLLM=1."""
     if os.environ.get(ENV) == "1":
         patch_vllm()

@@ -35,6 +35,7 @@ def refuse_config(config) -> None:
             or config.offload_config.prefetch.offload_group_size > 0,
         "watermarking": config.watermark_config is not None,
         "diffusion decoding": config.diffusion_config is not None,
+        f"model_impl {model.model_impl}": model.model_impl not in ("auto", "vllm"),
         f"runner {model.runner_type}": model.runner_type != "generate",
         f"logprobs_mode {model.logprobs_mode}": model.logprobs_mode not in LOGPROBS_MODES,
         "custom logits processors with processed_logprobs":
@@ -67,12 +68,12 @@ def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     return reasons
 
 
-def refuse_request(params, logprobs_mode: str) -> None:
-    """Raises UnsupportedError naming what in a request's `SamplingParams` changes the logprobs it will get,
-    so that no recomputation from the tokens alone could give them again."""
-    if params.logprobs is None and not params.logprob_token_ids and params.prompt_logprobs is None:
-        return
+def request_reasons(params, logprobs_mode: str) -> list[str]:
+    """What in a request's `SamplingParams` changes the logprobs it will get, so that no recomputation from the
+    tokens alone could give them again."""
     reasons = []
+    if params.logprobs is None and not params.logprob_token_ids and params.prompt_logprobs is None:
+        return reasons
     if params.structured_outputs is not None:  # its mask comes before even the raw logprobs
         reasons.append("structured outputs")
     if logprobs_mode == "processed_logprobs":
@@ -89,9 +90,7 @@ def refuse_request(params, logprobs_mode: str) -> None:
             "min_tokens": params.min_tokens > 0,
             "thinking_token_budget": params.thinking_token_budget is not None,
         }.items() if present]
-    if reasons:
-        raise UnsupportedError(f"alignkit cannot keep these logprobs aligned ({logprobs_mode}): "
-                               f"{', '.join(reasons)}")
+    return reasons
 
 
 def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str, int]:
@@ -103,8 +102,8 @@ def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str,
         name = type(module).__name__
         if isinstance(module, aligned):
             counts[name] = counts.get(name, 0) + 1
-        elif name not in STRUCTURE:
-            strangers.append(f"{path} ({name})")
+        elif name not in STRUCTURE or not type(module).__module__.startswith(("vllm.", "torch.")):
+            strangers.append(f"{path or 'the model'} ({name})")
     if strangers:
         raise UnsupportedError(f"modules that alignkit does not know: {', '.join(strangers[:8])}"
                                + (f" and {len(strangers) - 8} more" if len(strangers) > 8 else ""))

@@ -24,7 +24,7 @@ class AlignedSampler(Sampler):
 
 
 class _ProcessedLogprobs(torch.nn.Module):
-    """vLLM's last sampling step takes its log-softmax inline; asked for logits instead, it leaves it to us."""
+    """vLLM's last sampling step takes its log-softmax inline; asked for logits, it leaves it to us."""
 
     def __init__(self, use_fp64_gumbel: bool) -> None:
         super().__init__()

@@ -90,8 +90,9 @@ _COMMON = (
 )
 
 # From 0.32: prompt logprobs import the V2 function by name, the vocabulary can stay sharded up to the
-# sampler, and a cache layout is a named enum where 0.26 asks the backend for a shape.
+# sampler, a cache layout is a named enum where 0.26 asks the backend for a shape, and errors have classes.
 _SINCE_0_32 = (
+    Seam("exceptions.py", "VLLMClientError"),
     Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_token_logprobs"),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.forward", ("skip_gather",)),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.get_top_k_tokens"),

@@ -1,4 +1,4 @@
-"""A dense Qwen2, Qwen3 or Llama in plain float64 torch, from HF weights. Shares no code with what it judges."""
+"""A dense Qwen2, Qwen3 or Llama in plain float64 torch. Shares no code with what it judges."""
 import torch
 
 
@@ -8,7 +8,7 @@ def weights64(checkpoint):
 
 
 def logprobs(arch, w, tokens):
-    """Log-probabilities of tokens[1:] given what precedes them, float64 [len(tokens) - 1]; one sequence alone."""
+    """Log-probabilities of tokens[1:] given what precedes them, float64 [len(tokens) - 1]."""
     return logits(arch, w, tokens[:-1]).log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
 
 

@@ -139,7 +139,8 @@ def test_the_frameworks_hook(checkpoint, rows, world):
         model = workers.build(checkpoint(), torch.bfloat16)
         tokens, positions, labels, _ = workers.batch(rows[1:2])
         expected = logprobs(model, tokens, positions, None, labels, temperature=0.7, return_entropy=True)
-        per_token = logprobs(model, tokens, positions, None, labels, temperature=torch.full(labels.shape, 0.7))
+        per_token = logprobs(model, tokens, positions, None, labels,
+                             temperature=torch.full(labels.shape, 0.7))
         assert_bitwise_equal(per_token.log_probs, expected.log_probs, "temperature of each token")
         if not handle.has_hook:
             assert handle.version not in seams.HOOK_VERSIONS

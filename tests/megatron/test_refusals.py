@@ -72,8 +72,8 @@ def gpt(path, config=None, **arguments):
 
     config = transformer_config(read_architecture(path), torch.bfloat16, **(config or {}))
     spec = get_gpt_layer_local_spec(normalization=config.normalization, num_experts=config.num_moe_experts)
-    return GPTModel(config, spec, **(dict(vocab_size=384, max_sequence_length=64, position_embedding_type="rope")
-                                     | arguments))
+    usual = dict(vocab_size=384, max_sequence_length=64, position_embedding_type="rope")
+    return GPTModel(config, spec, **(usual | arguments))
 
 
 @pytest.mark.parametrize("config, arguments, named", [
@@ -106,7 +106,8 @@ def test_another_model(checkpoint, patched):
 
     from alignkit.megatron.build import transformer_config
 
-    config = transformer_config(read_architecture(checkpoint("llama")), torch.float32, normalization="LayerNorm")
+    arch = read_architecture(checkpoint("llama"))
+    config = transformer_config(arch, torch.float32, normalization="LayerNorm")
     try:
         model = BertModel(config, 0, bert_layer_local_spec, vocab_size=384, max_sequence_length=64)
     except UnsupportedError as e:
@@ -190,15 +191,16 @@ def test_inference(model):
 
 
 @pytest.mark.parametrize("mask", [
-    torch.zeros(1, 1, 4, 4, dtype=torch.bool),  # sees the future
-    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([True, False, False, False]),  # padding on the left
-    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([False, True, False, False]),  # a hole
+    torch.zeros(1, 1, 4, 4, dtype=torch.bool),
+    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([True, False, False, False]),
+    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([False, True, False, False]),
     torch.ones(4, 4).triu(2).bool()[None, None],
-    torch.ones(4, 4).tril().bool()[None, None],  # the other convention
+    torch.ones(4, 4).tril().bool()[None, None],
     torch.ones(1, 4, dtype=torch.bool),
     torch.ones(4, 4).triu(1)[None, None],
     torch.ones(2, 1, 4, 4).triu(1).bool(),
-], ids=["none", "left", "hole", "off by one", "inverted", "2-D", "float", "batch"])
+], ids=["sees the future", "padding on the left", "a hole", "off by one", "the other convention", "2-D",
+        "float", "another batch"])
 def test_a_mask_that_is_not_causal(mask, model):
     with pytest.raises(UnsupportedError, match="attention_mask"):
         model(TOKENS, None, mask)
@@ -217,8 +219,8 @@ def packed(ends, **fields):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     starts = torch.tensor([0, *ends], dtype=torch.int32)
-    return PackedSeqParams(**(dict(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=4,
-                                   max_seqlen_kv=4) | fields))
+    usual = dict(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=4, max_seqlen_kv=4)
+    return PackedSeqParams(**(usual | fields))
 
 
 def test_packed_sequences_that_do_not_fit(model):
@@ -243,3 +245,9 @@ def test_nan_in_the_weights(model):
         model.decoder.final_layernorm.weight[3] = float("nan")
     with pytest.raises(InputError, match="hidden"):
         model(TOKENS, None, None, labels=TOKENS)
+
+
+@pytest.mark.parametrize("token", [-1, 300, 383])
+def test_tokens_outside_the_true_vocabulary(token, model):
+    with pytest.raises(InputError, match=f"input_ids: .*{token}"):
+        model(torch.tensor([[1, token]]), None, None)

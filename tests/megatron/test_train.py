@@ -10,6 +10,7 @@ from alignkit import contract
 from alignkit.check import train
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
@@ -29,16 +30,14 @@ def run(tmp_path, **job):
     job |= {"model": str(job["model"]),
             "runs": [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes]}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    return subprocess.run([sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(tmp_path / "job.json")],
-                          capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(tmp_path / "job.json")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3", torch.bfloat16, vocab=2000)
-    every = workers.every_way(world, path, torch.bfloat16, False, [p + t for p, t in zip(sampled.prompts,
-                                                                                       sampled.tokens)])["one"]
-    ends = torch.tensor([len(p) + len(t) - 1 for p, t in zip(sampled.prompts, sampled.tokens)]).cumsum(0).tolist()
-    expected = [every[end - len(t):end] for end, t in zip(ends, sampled.tokens)]
+    with patch_megatron(2000), torch.no_grad():
+        expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
     done = run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=2, sequence_parallel=True,
                modes=["one", "padded", "packed"])
     assert done.returncode == 0, done.stderr
@@ -49,7 +48,8 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
         for a, b in zip(got.logprobs, expected):
             assert_bitwise_equal(a, b, mode)
 
-    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True, modes=["padded"])
+    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True,
+               modes=["padded"])
     assert done.returncode == 0, done.stderr
     stock = load(tmp_path / "padded")
     assert stock.contract == "stock"
@@ -70,6 +70,20 @@ def test_a_truncated_input(checkpoint, sampled, tmp_path):
     (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes()[:100])
     done = run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
     assert done.returncode != 0 and "truncated" in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["one", "padded", "packed"])
+def test_sequences_without_tokens(mode, checkpoint, rows, world):
+    given = Logprobs([rows[1], rows[2][:1], [7]], [[], rows[2][1:], []], [torch.zeros(0)] * 3, "none")
+    with patch_megatron(300), torch.no_grad():
+        model = workers.build(checkpoint(), torch.bfloat16)
+        got = train.recompute(model, given, mode)
+        alone = train.recompute(model, workers.as_logprobs(rows[2:3]), "one")[0]
+        assert [len(x) for x in got] == [0, len(rows[2]) - 1, 0]
+        assert_bitwise_equal(got[1], alone)
+        given.prompts[2] = []
+        with pytest.raises(InputError, match="prompt of sequence 2"):
+            train.recompute(model, given, mode)
 
 
 @pytest.mark.parametrize("change, error, named", [

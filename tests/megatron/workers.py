@@ -61,7 +61,8 @@ def every_way(tp, model_dir, dtype, sequence_parallel, rows):
         assert logits.dtype == torch.float32
         result["logits"] = -vocab_parallel_cross_entropy(logits, labels)[counted]
         for temperature in (1.0, 0.7):
-            asked = logprobs(model, tokens, positions, None, labels, temperature=temperature, return_entropy=True)
+            asked = logprobs(model, tokens, positions, None, labels, temperature=temperature,
+                             return_entropy=True)
             result[f"logprobs at {temperature}"] = asked.log_probs[counted]
             result[f"entropy at {temperature}"] = asked.entropy[counted]
         result["logits at 0.7"] = -vocab_parallel_cross_entropy(logits / 0.7, labels)[counted]
@@ -69,19 +70,20 @@ def every_way(tp, model_dir, dtype, sequence_parallel, rows):
 
 
 def step(tp, model_dir, dtype, sequence_parallel, rows):
-    """One backward of the mean loss under Megatron's DDP and finalize_model_grads: loss, HF name -> gradient."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    """One backward of the mean loss under Megatron's DDP and its reductions: loss, HF name -> gradient."""
+    from megatron.core import distributed
 
     arch = read_architecture(model_dir)
     with megatron(tp), patch_megatron(arch.vocab):
         model = build(model_dir, dtype, sequence_parallel)
-        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        ddp = distributed.DistributedDataParallel(
+            model.config, distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         ddp.train()
         ddp.zero_grad_buffer()
         tokens, positions, labels, counted = batch(rows, tp.size if sequence_parallel else 1)
         loss = ddp(tokens, positions, None, labels=labels).sum() / counted.sum()
         loss.backward()
-        finalize_model_grads([ddp])
+        distributed.finalize_model_grads([ddp])
         grads = {name: p.main_grad for name, p in model.named_parameters()}
         return loss.item(), dict(to_hf(arch, grads, lambda name: tp.all_gather(grads[name])))
 

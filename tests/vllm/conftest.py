@@ -1,4 +1,4 @@
-"""vLLM runs in processes of its own: it changes the one it lives in (distributed state, threads, environment)."""
+"""vLLM runs in processes of its own: it changes the one it lives in (torch.distributed, threads, environ)."""
 import json
 import multiprocessing
 import os
@@ -128,8 +128,8 @@ def rollout(tmp_path_factory, checkpoint, prompts):
             return done[key]
         folder = tmp_path_factory.mktemp("rollout")
         job = {"model": checkpoint(dtype=dtype), "dtype": str(dtype).removeprefix("torch."),
-               "patched": patched, "tp": 1, "max_num_batched_tokens": chunk, "prompts": prompts, "max_tokens": 16,
-               "temperature": temperature, "seed": 0, "tokens_from": str(folder / "batch"),
+               "patched": patched, "tp": 1, "max_num_batched_tokens": chunk, "prompts": prompts,
+               "max_tokens": 16, "temperature": temperature, "seed": 0, "tokens_from": str(folder / "batch"),
                "runs": [{"mode": m, "out": str(folder / m)} for m in modes]}
         (folder / "job.json").write_text(json.dumps(job))
         result = subprocess.run([sys.executable, "-m", "alignkit.check.rollout", folder / "job.json"],

@@ -34,7 +34,8 @@ def greedy(state, prompts):
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=0)
     outputs = state.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     answers = [o.outputs[0] for o in outputs]
-    return [(list(a.token_ids), [step[t].logprob for t, step in zip(a.token_ids, a.logprobs)]) for a in answers]
+    return [(list(a.token_ids), [step[t].logprob for t, step in zip(a.token_ids, a.logprobs)])
+            for a in answers]
 
 
 def statuses(state):

@@ -45,10 +45,17 @@ def elsewhere(state, model, env, device):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
-def build(state, model, options):
-    from vllm import LLM
+def build_with_an_extra_layer(state, model):
+    from vllm import LLM, ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-    LLM(model, **ENGINE, **options)
+    class Extended(Qwen3ForCausalLM):
+        def __init__(self, *, vllm_config, prefix=""):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            self.extra = torch.nn.GELU()
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", Extended)
+    LLM(model, **ENGINE)
 
 
 @pytest.mark.parametrize("name, options", [
@@ -66,6 +73,7 @@ def build(state, model, options):
     ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
     ("dtype torch.float16", {"dtype": "float16"}),
     ("worker_cls", {"worker_cls": "mine.Worker"}),
+    ("model_impl transformers", {"model_impl": "transformers"}),
     ("prompt embeddings", {"enable_prompt_embeds": True}),
     ("custom logits processors", {"logprobs_mode": "processed_logprobs",
                                   "logits_processors": ["mine:Processor"]}),
@@ -107,10 +115,10 @@ def test_models(process, checkpoint, tmp_path, arch, name, change):
         process(configure, str(model), {})
 
 
-def test_another_implementation_of_the_model(process, checkpoint):
-    """The configuration looks right, but what vLLM builds from it is not made of alignkit's layers."""
-    with pytest.raises(UnsupportedError, match="modules that alignkit does not know"):
-        process(build, checkpoint(), {"model_impl": "transformers"})
+def test_a_model_of_other_layers(process, checkpoint):
+    """The configuration looks right, but vLLM builds something else from it."""
+    with pytest.raises(UnsupportedError, match=r"does not know: the model \(Extended\), extra \(GELU\)"):
+        process(build_with_an_extra_layer, checkpoint())
 
 
 def test_an_unknown_module_is_named():

