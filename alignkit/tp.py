@@ -6,7 +6,7 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from .errors import InputError
+from .errors import AlignkitError, InputError
 
 
 class TP:
@@ -46,23 +46,23 @@ class TP:
     def check(self, op: str, checks: Callable[[], Any]) -> list[Any]:
         """Run `checks` on this rank and raise on every rank if it failed on any.
 
-        `checks` raises InputError or returns this rank's metadata; the metadata of all ranks is returned. A rank
-        that fails alone would leave the others waiting in the op's collectives, so the verdict is one itself.
+        `checks` raises an AlignkitError or returns this rank's metadata; the metadata of all ranks is returned. A
+        rank that fails alone would leave the others waiting in the op's collectives, so the verdict is one itself.
         """
         if self.size == 1:
             return [checks()]
         try:
-            verdict = (None, checks())
-        except InputError as e:
-            verdict = (str(e), None)
+            error, verdict = None, (None, checks())
+        except AlignkitError as e:
+            error, verdict = e, (type(e), str(e))
         verdicts: list[Any] = [None] * self.size
         dist.all_gather_object(verdicts, verdict, group=self.group)
-        failed = [(r, v[0]) for r, v in enumerate(verdicts) if v[0] is not None]
-        if failed:
-            if self.rank in dict(failed):
-                raise InputError(dict(failed)[self.rank])
-            raise InputError(f"{failed[0][1]} (in {op}, on rank {failed[0][0]} of the tensor-parallel group)")
-        return [v[1] for v in verdicts]
+        if error is not None:
+            raise error
+        for rank, (kind, value) in enumerate(verdicts):
+            if kind is not None:
+                raise kind(f"{value} (in {op}, on rank {rank} of the tensor-parallel group)")
+        return [value for _, value in verdicts]
 
     def check_same(self, op: str, checks: Callable[[], dict[str, Any]]) -> None:
         """`check`, and require the returned dict to be the same on every rank; the error names what differs."""

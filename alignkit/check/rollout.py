@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from alignkit.contract import contract_id
 from alignkit.drift import Logprobs, load, save
 from alignkit.errors import InputError
+from alignkit.vllm import patch_vllm, worker_status
+from alignkit.vllm.patch import ENV
 
 MODES = ("batch", "one", "prefix", "prompt_logprobs")
 BLOCK_SIZE = 32
@@ -48,9 +49,8 @@ def run(job: dict) -> None:
         os.environ.setdefault(name, value)
     if job["tp"] == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.pop(ENV, None)  # a stock row stays stock whatever the user's environment asks for
     if job["patched"]:
-        from alignkit.vllm import patch_vllm
-
         patch_vllm()
     llm = _engine(job)
     for spec in job["runs"]:
@@ -123,7 +123,7 @@ def _sample(llm, job: dict, mode: str) -> Logprobs:
             raise RuntimeError(f"the prefix cache was not hit by prompts {missed}")
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     steps = [o.outputs[0].logprobs for o in outputs]
-    return _logprobs(job, job["prompts"], tokens, steps)
+    return _logprobs(llm, job, job["prompts"], tokens, steps)
 
 
 def _evaluate(llm, job: dict) -> Logprobs:
@@ -134,10 +134,10 @@ def _evaluate(llm, job: dict) -> Logprobs:
     whole = [{"prompt_token_ids": p + t} for p, t in zip(sampled.prompts, sampled.tokens)]
     outputs = llm.generate(whole, params, use_tqdm=False)
     steps = [o.prompt_logprobs[len(prompt):] for prompt, o in zip(sampled.prompts, outputs)]
-    return _logprobs(job, sampled.prompts, sampled.tokens, steps)
+    return _logprobs(llm, job, sampled.prompts, sampled.tokens, steps)
 
 
-def _logprobs(job: dict, prompts: list[list[int]], tokens: list[list[int]],
+def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
               steps: list[list[dict]]) -> Logprobs:
     """steps: per token of each sequence, vLLM's logprobs by token id."""
     import vllm
@@ -145,9 +145,9 @@ def _logprobs(job: dict, prompts: list[list[int]], tokens: list[list[int]],
     values = [[step[t].logprob for t, step in zip(*sequence)] for sequence in zip(tokens, steps)]
     meta = {"engine": f"vllm {vllm.__version__}", "dtype": job["dtype"], "tp": str(job["tp"]),
             "max_num_batched_tokens": str(job["max_num_batched_tokens"])}
-    # vLLM hands out Python floats that were fp32: the way back is exact.
+    # vLLM hands out Python floats that were fp32: the way back is exact. The contract is the workers' word.
     return Logprobs(prompts, tokens, [torch.tensor(row, dtype=torch.float32) for row in values],
-                    contract_id() if job["patched"] else "stock", meta)
+                    worker_status(llm)[0].get("contract", "stock"), meta)
 
 
 if __name__ == "__main__":

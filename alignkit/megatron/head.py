@@ -81,7 +81,7 @@ def output_processor(*, hidden_states: torch.Tensor, output_layer, output_weight
 
 def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None,
                    labels: torch.Tensor, asked: LogProbsRequest) -> LogProbs:
-    """hidden ``[s, b, h]``, or with sequence parallelism this rank's ``[s / tp, b, h]``; labels ``[b, s]``."""
+    """hidden ``[s, b, h]``, with sequence parallelism this rank's ``[s / tp, b, h]``; labels ``[b, s]``."""
     if not isinstance(output_layer, modules.OutputLayer):
         raise UnsupportedError("output_layer: not the output layer of an aligned GPTModel")
     group = output_layer.tp_group

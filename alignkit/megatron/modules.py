@@ -140,7 +140,7 @@ class TransformerBlock(transformer_block.TransformerBlock):
         tp = TP(self.pg_collection.tp)
         s, b = hidden_states.shape[:2]
         s *= tp.size if self.config.sequence_parallel else 1
-        supported.agree(tp, "TransformerBlock", lambda: supported.check_call(s, b, attention_mask, **kwargs))
+        tp.check_same("TransformerBlock", lambda: supported.check_call(s, b, attention_mask, **kwargs))
         return super().forward(hidden_states, attention_mask, **kwargs)
 
 

@@ -198,7 +198,7 @@ class Patch:
                         "sequence_parallel": model.config.sequence_parallel,
                         "input_ids": None if tokens is None else tuple(tokens.shape)}
 
-            supported.agree(TP(model.pg_collection.tp), "GPTModel", checks)
+            TP(model.pg_collection.tp).check_same("GPTModel", checks)
             return stock(model, *args, **kwargs)
         return preprocess
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.tp import TP
 
 _REQUIRED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
              "add_bias_linear": False}
@@ -56,25 +54,6 @@ _CALLED = {
     "activation_func": "an activation other than SwiGLU",
 }
 """What people call the thing that a field switches on."""
-
-
-def agree(tp: TP, where: str, checks: Callable[[], dict]) -> None:
-    """Runs `checks` on every rank of `tp` and raises on all of them together.
-
-    `checks` returns what must be the same on every rank, or raises InputError or UnsupportedError.
-    """
-    refused: list[UnsupportedError] = []
-
-    def run() -> dict:
-        try:
-            return {"unsupported": None, **checks()}
-        except UnsupportedError as e:
-            refused.append(e)
-            return {"unsupported": str(e)}
-
-    tp.check_same(where, run)
-    if refused:
-        raise refused[0]
 
 
 def check_config(config) -> None:

@@ -25,7 +25,7 @@ class AlignedInputProcessor(InputProcessor):
         mode = self.model_config.logprobs_mode
         reasons = request_reasons(params, mode)
         if reasons:
-            raise RefusedRequest(f"alignkit cannot keep these logprobs aligned ({mode}): {', '.join(reasons)}")
+            raise RefusedRequest(f"alignkit cannot keep {mode} aligned under {', '.join(reasons)}")
         return super()._validate_params(params, *args, **kwargs)
 
 

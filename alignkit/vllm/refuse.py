@@ -69,8 +69,8 @@ def _model_reasons(hf, sliding_window: int | None) -> list[str]:
 
 
 def request_reasons(params, logprobs_mode: str) -> list[str]:
-    """What in a request's `SamplingParams` changes the logprobs it will get, so that no recomputation from the
-    tokens alone could give them again."""
+    """What in a request's `SamplingParams` changes the logprobs it will get, so that no recomputation from
+    the tokens alone could give them again."""
     reasons = []
     if params.logprobs is None and not params.logprob_token_ids and params.prompt_logprobs is None:
         return reasons

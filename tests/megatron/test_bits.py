@@ -68,6 +68,14 @@ def test_batch_order_and_padding_change_nothing(data, checkpoint, world):
         assert_bitwise_equal(-loss[counted], torch.cat(alone), "padding")
 
 
+def test_models_built_before_and_flags_of_fusion(checkpoint, rows, world, pair):
+    """A model that exists already is taken over; what frameworks switch on by habit is done by the ops anyway."""
+    path = checkpoint("qwen3", torch.bfloat16)
+    expected = workers.every_way(world, path, torch.bfloat16, False, rows)["loss call"]
+    for name, value in pair.run(2, workers.built_before, path, rows)[0].items():
+        assert_bitwise_equal(value, expected, name)
+
+
 def test_weights_changed_in_place_reach_a_new_model(checkpoint, rows, world, pair):
     """A training step on two ranks, sent out by HF names, gives on one rank what the two ranks have now."""
     path = checkpoint("qwen2", torch.bfloat16)

@@ -170,7 +170,8 @@ def test_cross_entropy_taken_before_the_patch(checkpoint, rows, world):
             early(logits, labels, 0.1)
 
 
-@pytest.mark.parametrize("what", ["vocab_size", "input_ids", "target", "MoE", "attention_mask"])
-def test_ranks_that_disagree_fail_together(what, checkpoint, rows, pair):
+@pytest.mark.parametrize("what,kind", [("vocab_size", InputError), ("input_ids", InputError), ("target", InputError),
+                                       ("MoE", UnsupportedError), ("attention_mask", UnsupportedError)])
+def test_ranks_that_disagree_fail_together(what, kind, checkpoint, rows, pair):
     for outcome in pair.outcomes(2, workers.disagree, checkpoint(), rows, what):
-        assert outcome.kind is InputError and what in outcome.message, outcome.traceback
+        assert outcome.kind is kind and what in outcome.message, outcome.traceback

@@ -88,6 +88,17 @@ def step(tp, model_dir, dtype, sequence_parallel, rows):
         return loss.item(), dict(to_hf(arch, grads, lambda name: tp.all_gather(grads[name])))
 
 
+def built_before(tp, model_dir, rows):
+    """Logprobs of sequence-parallel models built before the patch, by what was asked of their configuration."""
+    asked = {"nothing": {}, "fusions": {"bias_dropout_fusion": True, "bias_activation_fusion": True},
+             "determinism": {"deterministic_mode": True}}
+    with megatron(tp), torch.no_grad():
+        models = {name: build(model_dir, torch.bfloat16, True, **fields) for name, fields in asked.items()}
+        tokens, positions, labels, counted = batch(rows, tp.size)
+        with patch_megatron(read_architecture(model_dir).vocab):
+            return {name: -model(tokens, positions, None, labels=labels)[counted] for name, model in models.items()}
+
+
 def stock(tp, model_dir, dtype, rows):
     """The logprobs of `rows` by Megatron as it comes."""
     with megatron(tp), torch.no_grad():
