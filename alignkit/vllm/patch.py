@@ -7,15 +7,15 @@ global changes in vLLM's layers, so an engine keeps what it was made with, patch
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.refuse import refuse_config
-from alignkit.vllm.seams import require_version
+from alignkit.vllm.seams import require_seams, require_version
 
 ENV = "ALIGNKIT_VLLM"
 """Set to 1 while patched, so that processes started meanwhile patch themselves (`alignkit.vllm.plugin`)."""
@@ -30,6 +30,7 @@ class Patch:
 
     def __init__(self) -> None:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine import async_llm, llm_engine
         from vllm.v1.engine.input_processor import InputProcessor
 
         from alignkit.vllm.frontend import AlignedInputProcessor, refuse_stock
@@ -37,8 +38,8 @@ class Patch:
         self._env = os.environ.get(ENV)
         self._undo: list[tuple[Any, str, Any]] = []
         self._set(EngineArgs, "create_engine_config", _aligned_config(EngineArgs.create_engine_config))
-        for module in ("vllm.v1.engine.llm_engine", "vllm.v1.engine.async_llm"):
-            self._set(importlib.import_module(module), "InputProcessor", AlignedInputProcessor)
+        self._set(llm_engine, "InputProcessor", AlignedInputProcessor)
+        self._set(async_llm, "InputProcessor", AlignedInputProcessor)
         self._set(InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params))
         os.environ[ENV] = "1"
 
@@ -85,6 +86,7 @@ def patch_vllm() -> Patch:
         import vllm
 
         require_version(vllm.__version__)
+        require_seams(Path(vllm.__file__).parent)
         _live = Patch()
     return _live
 

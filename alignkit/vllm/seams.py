@@ -140,6 +140,13 @@ def require_version(version: str) -> None:
     raise UnsupportedError(f"vLLM {version}: unknown version; alignkit runs on {RUNS}.x")
 
 
+def require_seams(root: Path) -> None:
+    """Raises UnsupportedError naming what the vLLM package directory `root` lacks of the version we run on."""
+    lacking = unresolved(root, RUNS)
+    if lacking:
+        raise UnsupportedError(f"this build of vLLM {RUNS} is not as known: {'; '.join(lacking)}")
+
+
 def _problem(tree: ast.Module, seam: Seam) -> str | None:
     scope: ast.AST | None = tree
     *outer, last = seam.name.split(".")

@@ -54,6 +54,8 @@ def test_a_lost_seam_is_named(tmp_path):
     assert len(lost) == 2
     assert any("Sampler.compute_logprobs: does not take logits" in line for line in lost)
     assert any("prompt_logprob.py: compute_token_logprobs: no such file" in line for line in lost)
+    with pytest.raises(UnsupportedError, match="does not take logits"):
+        seams.require_seams(tmp_path)
 
 
 @pytest.mark.parametrize("version, reason", [
