@@ -30,7 +30,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -138,8 +137,7 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
         super().__init__(*args, **{**kwargs, "init_cache": False})
         if self.rotary_dim != self.head_size or not self.is_neox_style:
             raise UnsupportedError("rotary embedding of a part of the head, or interleaved")
-        with set_default_torch_dtype(torch.float32):  # vLLM builds models under the model's type
-            table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base)
+        table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base)
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):

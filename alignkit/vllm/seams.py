@@ -141,7 +141,7 @@ def require_version(version: str) -> None:
 
 
 def require_seams(root: Path) -> None:
-    """Raises UnsupportedError naming what the vLLM package directory `root` lacks of the version we run on."""
+    """Raises UnsupportedError naming what the vLLM package directory `root` lacks of `RUNS`."""
     lacking = unresolved(root, RUNS)
     if lacking:
         raise UnsupportedError(f"this build of vLLM {RUNS} is not as known: {'; '.join(lacking)}")

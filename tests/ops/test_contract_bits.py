@@ -53,6 +53,33 @@ def test_fma_is_exact():
         assert abs(Fraction(got) - want) <= min(abs(Fraction(below) - want), abs(Fraction(above) - want))
 
 
+def test_the_default_dtype_does_not_matter():
+    """Engines build models with bf16 as torch's default type."""
+    torch.manual_seed(0)
+    q, cu = torch.randn(40, 2, 16), torch.tensor([0, 40])
+    w, target = torch.randn(150, 32), torch.arange(40)
+
+    def everything():
+        ops.rope_table.cache_clear()
+        leaves = [t.clone().requires_grad_() for t in (q, w)]
+        x = ops.rope(leaves[0], torch.arange(40), ops.rope_table(16, 64, 1e4))
+        x = ops.attention(x, x, x, cu).reshape(40, 32)
+        x = ops.silu_mul(ops.rms_norm(x, w[0], 1e-6), x)
+        out = ops.linear_logp(ops.linear(x, w[:32]), leaves[1], target, return_entropy=True)
+        torch.stack(out).sum().backward()
+        return *out, ops.log_softmax(w), *(t.grad for t in leaves)
+    for backend in ("cpu", "reference"):
+        with backends.use(backend):
+            want = everything()
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                got = everything()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        for a, b in zip(got, want):
+            assert_bitwise_equal(a, b, backend)
+
+
 def test_exp():
     x = torch.cat([randn(20000, scale=30.0), torch.tensor([0.0, -0.0, 88.0, 88.1, -87.0, -87.1, float("inf"),
                                                             float("-inf")])])

@@ -7,12 +7,13 @@ from ... import native
 
 
 def forward(q, k, v, q_start, kv_start, kv_rows, scale):
-    out, m, l = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
+    out = torch.empty(q.shape, dtype=q.dtype)
+    m, l = (torch.empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     native.attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l)
     return out, m, l
 
 
 def backward(q, k, v, starts, out, m, l, d_out, scale):
-    dq, dk, dv = (torch.zeros(t.shape) for t in (q, k, v))
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (q, k, v))
     native.attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

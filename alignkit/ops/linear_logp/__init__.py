@@ -71,14 +71,14 @@ class _Given:
 def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
     """logp, lse, entropy (or None), fp32 [N], of this chunked source on every rank."""
     n = target.shape[0]
-    logp, lse, ent = (torch.empty(n) for _ in range(3))
+    logp, lse, ent = (torch.empty(n, dtype=torch.float32) for _ in range(3))
     for r0 in range(0, n, CHUNK):
         rows = slice(r0, min(r0 + CHUNK, n))
         z, _ = source.logits(rows)
         z /= temperature[rows, None]
         own = shards.local(target[rows], tp.rank)
         z_target = z.gather(1, own.clamp(min=0)[:, None])[:, 0].masked_fill_(own < 0, 0.0) if z.shape[1] else (
-            torch.zeros(len(own)))
+            torch.zeros(len(own), dtype=torch.float32))
         m, s, u = merge(shards.whole_tiles(z, tp), tp, entropy)
         lse64 = backends.select("linear_logp", z.device).lse(m, s)
         logp[rows] = (tp.tree_sum(z_target).double() - lse64).float()
@@ -114,9 +114,9 @@ class _LinearLogp(torch.autograd.Function):
         transform, shards, tp = ctx.args
         columns = shards.columns(tp.rank)
         source = _Head(hidden, weight, bias, columns, transform)
-        dh = torch.zeros(hidden.shape)
-        dw = torch.zeros(weight.shape)
-        db = None if bias is None else torch.zeros(bias.shape)
+        dh = torch.zeros(hidden.shape, dtype=torch.float32)
+        dw = torch.zeros(weight.shape, dtype=torch.float32)
+        db = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32)
         for r0 in range(0, hidden.shape[0], CHUNK):
             rows = slice(r0, min(r0 + CHUNK, hidden.shape[0]))
             dz, capped = _logits_grad(source, rows, target, temperature, lse, ent, g_logp, g_ent, shards, tp)
@@ -167,8 +167,8 @@ def _check_temperature(temperature, shape: torch.Size, device) -> torch.Tensor:
         t = temperature.detach().reshape(-1)
     else:
         t = torch.full((shape.numel(),), float(temperature), dtype=torch.float32, device=device)
-    bad = ~(t > 0) | t.isinf()
-    require(not bool(bad.any()), f"temperature: {float(t[bad][0]) if bool(bad.any()) else 0} is not positive and finite")
+    bad = t[~(t > 0) | t.isinf()].tolist()
+    require(not bad, f"temperature: {bad[:1]} is not positive and finite")
     return t
 
 
@@ -328,7 +328,7 @@ def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
                           lambda size: None)
     flat = logits.detach().reshape(-1, logits.shape[-1])
     source = _Given(flat, shards.columns(0))
-    out = torch.full(flat.shape, float("-inf"))
+    out = torch.full(flat.shape, float("-inf"), dtype=torch.float32)
     backend = backends.select("linear_logp", logits.device)
     for r0 in range(0, flat.shape[0], CHUNK):
         rows = slice(r0, min(r0 + CHUNK, flat.shape[0]))

@@ -12,7 +12,7 @@ __all__ = ["exp", "logits_grad", "lse", "soft_cap", "tile_stats"]
 
 def tile_stats(z: torch.Tensor, entropy: bool):
     shape = z.shape[0], -(-z.shape[1] // VOCAB_TILE)
-    m, q = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
+    m, q = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int32)
     u = torch.empty(shape, dtype=torch.int32) if entropy else None
     native.tile_stats(z, VOCAB_TILE, m, q, u)
     return m, q, u

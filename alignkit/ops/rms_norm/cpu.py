@@ -7,12 +7,12 @@ from ... import native
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    y, rstd = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[0])
+    y, rstd = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[0], dtype=torch.float32)
     native.rms_norm(x, weight, eps, y, rstd)
     return y, rstd
 
 
 def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
-    dx, dw = torch.empty_like(x), torch.zeros(x.shape[1])
+    dx, dw = torch.empty_like(x), torch.zeros(x.shape[1], dtype=torch.float32)
     native.rms_norm_grad(dy, x, weight, rstd, dx, dw)
     return dx, dw

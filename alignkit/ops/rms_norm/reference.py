@@ -17,7 +17,7 @@ def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
     g, v = dy.float() * weight.float(), x.float()
     c = lane_sum(g, v) / x.shape[1] * rstd * rstd
     dx = rstd[:, None] * fma(-c[:, None].expand_as(v), v, g)
-    dw = torch.zeros(x.shape[1])
+    dw = torch.zeros(x.shape[1], dtype=torch.float32)
     for r in range(x.shape[0]):
         dw = fma(dy[r].float(), v[r] * rstd[r], dw)
     return dx.to(x.dtype), dw
