@@ -6,7 +6,9 @@ family give the same bits, so the choice is one of speed; where there is none, i
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.util
 import os
 import warnings
 from types import ModuleType
@@ -16,16 +18,18 @@ import torch
 from . import native
 from .errors import BackendError
 
-CHOICES = ("auto", "cpu", "reference")
+CHOICES = ("auto", "cpu", "reference", "triton")
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
 _warned = False
 
 
 def name(device: torch.device | str = "cpu") -> str:
-    """The backend that ops on `device` run on: ``cpu`` (C++) or ``reference`` (torch).
+    """The backend that ops on `device` run on: ``cpu`` (C++), ``reference`` (torch) or ``triton``.
     Raises BackendError for a device without one."""
     global _warned
     device = torch.device(device)
+    if device.type == "cuda":
+        return _cuda(device)
     if _choice not in CHOICES:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r}: choose one of {', '.join(CHOICES)}")
     if device.type != "cpu":
@@ -38,6 +42,24 @@ def name(device: torch.device | str = "cpu") -> str:
         warnings.warn("alignkit's CPU kernels are not built; using the reference backend: same bits, very slow")
         _warned = True
     return "reference"
+
+
+@functools.cache
+def _cuda(device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        raise BackendError(f"device: {torch.cuda.get_device_name(device)} has compute capability "
+                           f"{'.'.join(map(str, capability))}; alignkit's contract for CUDA is that of 9.0 (Hopper)")
+    if importlib.util.find_spec("triton") is None:
+        raise BackendError("device: CUDA tensors need triton, which is not installed")
+    if _choice not in ("auto", "triton"):
+        raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CUDA tensors")
+    return "triton"
+
+
+def family(device: torch.device | str) -> str:
+    """The device family whose bits `device` computes: ``cpu`` or ``sm90``."""
+    return {"triton": "sm90"}.get(name(device), "cpu")
 
 
 def select(op: str, device: torch.device | str) -> ModuleType:

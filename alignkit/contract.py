@@ -11,8 +11,8 @@ K_LEAVES = 8
 """Most leaves of a row-parallel product; `k_leaves` gives the number for a given k."""
 K_STEP = 16
 """A leaf of a row-parallel product is a multiple of this many k."""
-KV_BLOCK = 32
-"""Keys and values are visited in blocks of this many positions, from position 0."""
+KV_BLOCK = {"cpu": 32, "sm90": 64}
+"""Keys and values are visited in blocks of this many positions, from position 0; by device family."""
 SUM_LANES = 16
 """Lanes of the sum of squares in rms_norm."""
 
@@ -28,4 +28,4 @@ def k_leaves(k: int) -> int:
 
 def contract_id(family: str = "cpu") -> str:
     """Identity of the contract on a device family, e.g. ``alignkit-1/cpu/v128/k8/kv32``."""
-    return f"alignkit-{VERSION}/{family}/v{VOCAB_TILE}/k{K_LEAVES}/kv{KV_BLOCK}"
+    return f"alignkit-{VERSION}/{family}/v{VOCAB_TILE}/k{K_LEAVES}/kv{KV_BLOCK[family]}"

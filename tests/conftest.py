@@ -1,11 +1,19 @@
 """Fixtures shared by all tests."""
+import os
+
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
 settings.register_profile("alignkit", deadline=None, max_examples=20, print_blob=True,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("alignkit")
+
+# The op tests run on this device; the engines' tests are for the CPU.
+DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
 
 
 @pytest.fixture(scope="session")

@@ -73,8 +73,7 @@ class Patch:
     def __init__(self, vocab_size: int):
         import megatron.core
 
-        self.version = megatron.core.__version__
-        seams.check_version(self.version)
+        self.version = seams.release(megatron.core.__version__)
         self.vocab_size = vocab_size
         self.has_hook = self.version in seams.HOOK_VERSIONS
         self.names: list[str] = []

@@ -72,6 +72,14 @@ def names(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
     return table
 
 
+def release(version: str) -> str:
+    """The known version that `version` is. Megatron 0.19 adds the commit of any git checkout around it (0.19.2+9d061af),
+    one that merely holds the virtual environment too. Raises UnsupportedError for an unknown version."""
+    version = version.partition("+")[0]
+    check_version(version)
+    return version
+
+
 def check_version(version: str) -> None:
     """UnsupportedError unless `version` is one that alignkit has been run with."""
     if version not in VERSIONS:

@@ -1,6 +1,8 @@
 """Checks that several ops share, and the exact arithmetic that references are written in."""
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from ..contract import SUM_LANES
@@ -49,6 +51,17 @@ def check_bias(bias, weight: torch.Tensor) -> None:
         require(tuple(bias.shape) == (weight.shape[0],),
                 f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         check_like("bias", bias, "weight", weight)
+
+
+@contextlib.contextmanager
+def in_fp32(out: torch.Tensor, bias: torch.Tensor | None):
+    """An fp32 tensor to compute `out` in; on leaving, bias is added to it and it is rounded into `out`."""
+    acc = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    yield acc
+    if bias is not None:
+        acc += bias.float()
+    if acc is not out:
+        out.copy_(acc)
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

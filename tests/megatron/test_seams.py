@@ -57,3 +57,9 @@ def test_an_unknown_version():
 def test_the_installed_version_has_every_name():
     core = pytest.importorskip("megatron.core")
     assert seams.resolve(pathlib.Path(core.__file__).parent, core.__version__) == []
+
+
+def test_a_commit_in_the_version_is_not_another_version():
+    assert seams.release("0.19.2+9d061af") == "0.19.2"
+    with pytest.raises(UnsupportedError, match="0.20.0"):
+        seams.release("0.20.0+9d061af")

@@ -10,7 +10,9 @@ from alignkit.ops.linear import matmul
 from alignkit.ops import _common
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import dtypes, randn, seeds
+from .helpers import CPU, dtypes, randn, seeds
+
+pytestmark = pytest.mark.skipif(not CPU, reason="these are the bits of the CPU")
 
 ISAS = ("generic", "avx2", "avx512")
 

@@ -6,7 +6,9 @@ from alignkit import ops
 from alignkit.errors import InputError
 from alignkit.testing import Failed, assert_bitwise_equal
 
-from .helpers import UNIT, assert_within, gamma, randn
+from .helpers import CPU, UNIT, assert_within, gamma, randn
+
+pytestmark = pytest.mark.skipif(not CPU, reason="these ranks are processes on the CPU, joined by gloo")
 
 HEADS = {  # shards of a vocabulary of 1000 rows, 970 of them real; tile borders are at multiples of 128
     1: [1000], 2: [512, 488], 3: [300, 43, 657], 4: [10, 20, 940, 30],

@@ -16,7 +16,7 @@ INTS = (torch.int32, torch.int64)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, scale):
-        out, m, l = backends.select("attention", q.device).forward(q, k, v, starts, starts, None, scale)
+        out, m, l = backends.select("attention", q.device).forward(q, k, v, starts, scale)
         ctx.save_for_backward(q, k, v, starts, out, m, l)
         ctx.scale = scale
         return out
@@ -45,11 +45,14 @@ def _check(q, k, v, scale) -> float:
 
 
 def _check_starts(name: str, starts, total: int) -> torch.Tensor:
+    """Values are looked at on the host only: elsewhere that would wait for the device."""
     check_tensor(name, starts, 1, INTS)
-    starts = starts.to(torch.int64).cpu().contiguous()
-    require(starts.numel() >= 1 and int(starts[0]) == 0, f"{name}: must begin with 0")
-    require(bool((starts[1:] >= starts[:-1]).all()), f"{name}: must not decrease")
-    require(int(starts[-1]) == total, f"{name}: ends at {int(starts[-1])}, q has {total} rows")
+    require(starts.numel() >= 1, f"{name}: must begin with 0")
+    if starts.device.type == "cpu":
+        starts = starts.to(torch.int64).contiguous()
+        require(int(starts[0]) == 0, f"{name}: must begin with 0")
+        require(bool((starts[1:] >= starts[:-1]).all()), f"{name}: must not decrease")
+        require(int(starts[-1]) == total, f"{name}: ends at {int(starts[-1])}, q has {total} rows")
     return starts
 
 
@@ -60,7 +63,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
     Args:
         q: [T, Hq, D], fp32 or bf16.
         k, v: [T, Hkv, D], q's type; Hkv divides Hq.
-        cu_seqlens: int [B + 1], the first row of each sequence, then T. A padded micro-batch of B sequences of
+        cu_seqlens: int [B + 1] on q's device, the first row of each sequence, then T. A padded micro-batch of B sequences of
             S rows is ``arange(B + 1) * S``: rows of padding after a sequence change nothing before them.
         scale: factor of the scores; default ``D ** -0.5``.
 
@@ -98,7 +101,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     check_tensor("v_cache", v_cache, 4)
     require(k_cache.shape == v_cache.shape,
             f"v_cache: shape {tuple(v_cache.shape)} differs from k_cache's {tuple(k_cache.shape)}")
-    num_blocks, block_size = k_cache.shape[:2]
+    block_size = k_cache.shape[1]
     require(block_size > 0, "k_cache: block_size is 0")
     scale = _check(q, k_cache[:, 0], v_cache[:, 0], scale)
     starts = _check_starts("query_start_loc", query_start_loc, q.shape[0])
@@ -107,23 +110,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     batch = starts.numel() - 1
     require(seq_lens.shape[0] == batch, f"seq_lens: {seq_lens.shape[0]} entries for {batch} sequences")
     require(block_table.shape[0] == batch, f"block_table: {block_table.shape[0]} rows for {batch} sequences")
-    lens, queries = seq_lens.to(torch.int64).cpu(), starts.diff()
-    require(bool((lens >= queries).all()), "seq_lens: shorter than the sequence's queries")
-    require(not batch or int(lens.max()) <= block_table.shape[1] * block_size,
-            f"seq_lens: {int(lens.max()) if batch else 0} positions exceed block_table's {block_table.shape[1]} blocks")
-    rows = _cache_rows(block_table.to(torch.int64).cpu(), lens, block_size)
-    require(not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < num_blocks * block_size),
-            f"block_table: a block is not in [0, {num_blocks})")
-    kv_starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
     k, v = (_rows_view(c) for c in (k_cache, v_cache))
-    return backends.select("attention", q.device).forward(_unit(q), k, v, starts, kv_starts, rows, scale)[0]
-
-
-def _cache_rows(table: torch.Tensor, lens: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Cache row of every position of every sequence, one after the other."""
-    position = torch.arange(int(lens.max()) if lens.numel() else 0)
-    rows = table[:, position // block_size] * block_size + position % block_size
-    return rows[position[None] < lens[:, None]]
+    return backends.select("attention", q.device).paged(_unit(q), k, v, block_table, starts, seq_lens, block_size, scale)
 
 
 def _rows_view(cache: torch.Tensor) -> torch.Tensor:

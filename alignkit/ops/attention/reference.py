@@ -3,8 +3,12 @@ from __future__ import annotations
 
 import torch
 
-from ...contract import KV_BLOCK
+from ...contract import KV_BLOCK as _BLOCKS
 from .._common import exp, fma, tree
+from .paging import cache_rows
+
+
+KV_BLOCK = _BLOCKS["cpu"]
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
@@ -31,7 +35,16 @@ def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float):
     return acc / l[:, None], m, l
 
 
-def forward(q, k, v, q_start, kv_start, kv_rows, scale):
+def forward(q, k, v, starts, scale):
+    return _forward(q, k, v, starts, starts, None, scale)
+
+
+def paged(q, k, v, block_table, q_start, seq_lens, block_size, scale):
+    kv_start, rows = cache_rows(block_table, seq_lens, q_start.diff(), block_size, k.shape[0] // block_size)
+    return _forward(q, k, v, q_start, kv_start, rows, scale)[0]
+
+
+def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
     group = q.shape[1] // k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype)
     m, l = (torch.empty(q.shape[:2], dtype=torch.float32) for _ in range(2))

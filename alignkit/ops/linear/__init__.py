@@ -12,23 +12,17 @@ from ...tp import SINGLE, TP
 from .._common import check_weight, require
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 [M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain of fused multiply-adds over ascending k,
-    or `leaves` such chains joined by the balanced tree. With `out` (fp32, unit stride in the last dim, one leaf)
-    the chains continue from what `out` holds."""
+def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Tensor | None = None,
+           out_dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain over ascending k, or `leaves` such chains
+    joined by the balanced tree; plus bias [N] in fp32; rounded to `out_dtype`. With `out` (fp32, unit stride in the
+    last dim, one leaf) the chains continue from what `out` holds."""
+    accumulate = out is not None
     if out is None:
-        out, accumulate = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device), False
-    else:
-        accumulate = True
+        out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     if out.numel():
-        backends.select("linear", a.device).matmul(a, b, leaves, out, accumulate)
+        backends.select("linear", a.device).matmul(a, b, leaves, bias, out, accumulate)
     return out
-
-
-def _finish(y: torch.Tensor, bias, shape, out_dtype) -> torch.Tensor:
-    if bias is not None:
-        y += bias.float()
-    return y.to(out_dtype).reshape(*shape, y.shape[1])
 
 
 class _Linear(torch.autograd.Function):
@@ -37,10 +31,12 @@ class _Linear(torch.autograd.Function):
         gather = sequence_parallel and not row_leaves
         full = torch.cat(tp.all_gather(x)) if gather else x
         x2 = full.reshape(-1, full.shape[-1])
-        y = matmul(x2, weight, leaves=row_leaves or 1)
-        if row_leaves:
-            y = tp.tree_sum(y)
-        y = _finish(y, bias, full.shape[:-1], out_dtype)
+        if row_leaves and tp.size > 1:
+            y = tp.tree_sum(matmul(x2, weight, leaves=row_leaves))
+            y = (y if bias is None else y + bias.float()).to(out_dtype)
+        else:
+            y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
+        y = y.reshape(*full.shape[:-1], weight.shape[0])
         ctx.save_for_backward(x2, weight)
         ctx.args = (full.shape, bias is not None, tp, sequence_parallel, bool(row_leaves), x.dtype)
         return tp.shard(y) if sequence_parallel and row_leaves else y
@@ -69,7 +65,7 @@ class _Linear(torch.autograd.Function):
 
 def row_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 [N]: sum of x [M, N] over rows, a chain in row order; continues from `out` if given."""
-    ones = torch.ones(1, x.shape[0], dtype=torch.float32, device=x.device)
+    ones = torch.ones(1, x.shape[0], dtype=x.dtype, device=x.device)
     return matmul(ones, x.t(), out=None if out is None else out[None])[0]
 
 

@@ -1,4 +1,10 @@
 """C++: outputs in blocks of registers, k ascending in each."""
-from ...native import gemm as matmul
+from __future__ import annotations
 
-__all__ = ["matmul"]
+from ...native import gemm
+from .._common import in_fp32
+
+
+def matmul(a, b, leaves, bias, out, accumulate) -> None:
+    with in_fp32(out, bias) as acc:
+        gemm(a, b, leaves, acc, accumulate)

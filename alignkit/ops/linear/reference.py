@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from .._common import fma
+from .._common import fma, in_fp32
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
@@ -12,9 +12,10 @@ def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
     return acc
 
 
-def matmul(a, b, leaves, out, accumulate) -> None:
-    parts = [_chain(x, w, out if accumulate else torch.zeros_like(out))
+def matmul(a, b, leaves, bias, out, accumulate) -> None:
+    parts = [_chain(x, w, out if accumulate else torch.zeros(out.shape, dtype=torch.float32))
              for x, w in zip(a.chunk(leaves, dim=1), b.chunk(leaves, dim=1))]
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
-    out.copy_(parts[0])
+    with in_fp32(out, bias) as acc:
+        acc.copy_(parts[0])

@@ -16,7 +16,15 @@ from .._common import check_bias, check_like, check_tensor, require
 from ..linear import matmul, row_sum
 from .vocab import Shards, merge
 
-CHUNK = 128  # rows of logits alive at a time; not in the contract
+CHUNK_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Of fp32 logits alive at a time, by device; not in the contract."""
+
+
+def _chunks(rows: int, columns: int, device: torch.device):
+    """Slices of rows whose logits stay below the limit: multiples of 16, so that a chain over rows that goes on from
+    chunk to chunk takes the same steps."""
+    step = max(1, CHUNK_BYTES[device.type] // (64 * max(columns, 1))) * 16
+    return [slice(r, min(r + step, rows)) for r in range(0, rows, step)]
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,13 @@ class _Given:
 
 def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
     """logp, lse, entropy (or None), fp32 [N], of this chunked source on every rank."""
-    n = target.shape[0]
-    logp, lse, ent = (torch.empty(n, dtype=torch.float32) for _ in range(3))
-    for r0 in range(0, n, CHUNK):
-        rows = slice(r0, min(r0 + CHUNK, n))
+    logp, lse, ent = (torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(3))
+    for rows in _chunks(len(target), max(shards.sizes), target.device):
         z, _ = source.logits(rows)
         z /= temperature[rows, None]
         own = shards.local(target[rows], tp.rank)
         z_target = z.gather(1, own.clamp(min=0)[:, None])[:, 0].masked_fill_(own < 0, 0.0) if z.shape[1] else (
-            torch.zeros(len(own), dtype=torch.float32))
+            torch.zeros(own.shape, dtype=torch.float32, device=own.device))
         m, s, u = merge(shards.whole_tiles(z, tp), tp, entropy)
         lse64 = backends.select("linear_logp", z.device).lse(m, s)
         logp[rows] = (tp.tree_sum(z_target).double() - lse64).float()
@@ -114,13 +120,12 @@ class _LinearLogp(torch.autograd.Function):
         transform, shards, tp = ctx.args
         columns = shards.columns(tp.rank)
         source = _Head(hidden, weight, bias, columns, transform)
-        dh = torch.zeros(hidden.shape, dtype=torch.float32)
-        dw = torch.zeros(weight.shape, dtype=torch.float32)
-        db = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32)
-        for r0 in range(0, hidden.shape[0], CHUNK):
-            rows = slice(r0, min(r0 + CHUNK, hidden.shape[0]))
+        dh, dw, db = (None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+                      for t in (hidden, weight, bias))
+        backend = backends.select("linear_logp", hidden.device)
+        for rows in _chunks(len(hidden), max(shards.sizes), hidden.device):
             dz, capped = _logits_grad(source, rows, target, temperature, lse, ent, g_logp, g_ent, shards, tp)
-            dz = transform.backward(dz, capped)
+            dz = backend.round_grad(transform.backward(dz, capped), weight.dtype)
             matmul(dz, weight[:columns].t(), out=dh[rows])
             matmul(dz.t(), hidden[rows].t(), out=dw[:columns])
             if db is not None:
@@ -144,8 +149,7 @@ class _LogitsLogp(torch.autograd.Function):
         shards, tp = ctx.args
         source = _Given(logits, shards.columns(tp.rank))
         grad = torch.zeros_like(logits)
-        for r0 in range(0, logits.shape[0], CHUNK):
-            rows = slice(r0, min(r0 + CHUNK, logits.shape[0]))
+        for rows in _chunks(len(logits), max(shards.sizes), logits.device):
             dz, _ = _logits_grad(source, rows, target, temperature, lse, ent, g_logp, g_ent, shards, tp)
             grad[rows, :dz.shape[1]] = dz.to(grad.dtype)
         return grad, *[None] * 5
@@ -328,10 +332,9 @@ def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
                           lambda size: None)
     flat = logits.detach().reshape(-1, logits.shape[-1])
     source = _Given(flat, shards.columns(0))
-    out = torch.full(flat.shape, float("-inf"), dtype=torch.float32)
+    out = torch.full(flat.shape, float("-inf"), dtype=torch.float32, device=flat.device)
     backend = backends.select("linear_logp", logits.device)
-    for r0 in range(0, flat.shape[0], CHUNK):
-        rows = slice(r0, min(r0 + CHUNK, flat.shape[0]))
+    for rows in _chunks(*flat.shape, flat.device):
         z = source.logits(rows)[0] / t[rows, None]
         m, s, _ = merge(shards.whole_tiles(z, SINGLE), SINGLE, False)
         out[rows, :z.shape[1]] = (z.double() - backend.lse(m, s)[:, None]).float()

@@ -7,7 +7,7 @@ from ... import native
 from ...contract import VOCAB_TILE
 from ...native import exp, logits_grad, lse, soft_cap
 
-__all__ = ["exp", "logits_grad", "lse", "soft_cap", "tile_stats"]
+__all__ = ["exp", "logits_grad", "lse", "round_grad", "soft_cap", "tile_stats"]
 
 
 def tile_stats(z: torch.Tensor, entropy: bool):
@@ -16,3 +16,8 @@ def tile_stats(z: torch.Tensor, entropy: bool):
     u = torch.empty(shape, dtype=torch.int32) if entropy else None
     native.tile_stats(z, VOCAB_TILE, m, q, u)
     return m, q, u
+
+
+def round_grad(dz: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of the logits stays fp32 in the products."""
+    return dz

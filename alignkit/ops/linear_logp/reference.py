@@ -8,7 +8,7 @@ import torch
 from ...contract import VOCAB_TILE
 from .._common import exp
 
-__all__ = ["exp", "logits_grad", "lse", "soft_cap", "tile_stats"]
+__all__ = ["exp", "logits_grad", "lse", "round_grad", "soft_cap", "tile_stats"]
 
 INF = float("inf")
 
@@ -50,3 +50,8 @@ def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
     here = column >= 0
     grad[here, column[here]] += g_logp[here]
     z.copy_(grad)
+
+
+def round_grad(dz: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of the logits stays fp32 in the products."""
+    return dz

@@ -91,7 +91,7 @@ def merge(z: torch.Tensor, tp: TP, entropy: bool) -> tuple[torch.Tensor, torch.T
     backend = backends.select("linear_logp", z.device)
     n = z.shape[0]
     tile_m, q, u = backend.tile_stats(z.contiguous(), entropy)
-    own = tile_m.amax(dim=1) if tile_m.shape[1] else torch.full((n,), -INF, dtype=torch.float32)
+    own = tile_m.amax(dim=1) if tile_m.shape[1] else torch.full((n,), -INF, dtype=torch.float32, device=z.device)
     m = torch.stack(tp.all_gather(own)).amax(dim=0)
     w = backend.exp(torch.where(tile_m == -INF, -INF, tile_m - m[:, None])).double()
     s = _join(w * q.double(), tp)

@@ -27,8 +27,8 @@ def _apply(x, positions, table, inverse):
 
 
 @functools.lru_cache(maxsize=8)
-def rope_table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
-    """Cosines and sines of every position: fp32 [max_position, head_dim], the cosines in the first half.
+def rope_table(head_dim: int, max_position: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Cosines and sines of every position: fp32 [max_position, head_dim] on `device`, the cosines in the first half.
 
     Angles are ``position * base ** (-2 j / head_dim)`` in double precision, rounded once at the end; a position's row
     does not depend on `max_position`. The table is cached: do not write to it.
@@ -39,7 +39,7 @@ def rope_table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
     require(head_dim > 0 and head_dim % 2 == 0, f"head_dim: {head_dim} is not a positive even number")
     require(max_position > 0, f"max_position: {max_position} is not positive")
     require(base > 0, f"base: {base} is not positive")
-    return backends.select("rope", "cpu").table(head_dim, max_position, float(base))
+    return backends.select("rope", "cpu").table(head_dim, max_position, float(base)).to(device)
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch
     check_tensor("table", table, 2, (torch.float32,))
     require(positions.shape[0] == x.shape[0], f"positions: {positions.shape[0]} entries for {x.shape[0]} tokens")
     require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from x's {x.shape[2]}")
-    if positions.numel():
+    if positions.numel() and positions.device.type == "cpu":  # elsewhere a look would wait for the device
         low, high = int(positions.min()), int(positions.max())
         require(0 <= low and high < table.shape[0],
                 f"positions: {low} to {high} leave the table of {table.shape[0]} positions")

@@ -7,7 +7,7 @@ from ... import native
 
 
 def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
-    out = torch.empty(max_position, head_dim, dtype=torch.float32)
+    out = torch.empty(max_position, head_dim, dtype=torch.float32, device="cpu")
     native.rope_table(max_position, head_dim, base, out)
     return out
 

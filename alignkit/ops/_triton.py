@@ -1,0 +1,35 @@
+"""What the Triton backends share. Kernels are launched with `enable_fp_fusion=False`: a multiply-add is fused where the
+source says `tl.fma` and nowhere else, so that no schedule can change a rounding."""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+EXACT = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def exp(x):
+    """2^(x log2 e) by the hardware's ex2."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def fixed(v):
+    """v in [0, 1] as a multiple of 2^-23, int32: adding 1 rounds it, to nearest, and leaves the multiple in the low
+    bits."""
+    return (v + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
+
+
+@triton.jit
+def tree_sum(x, LEVELS: tl.constexpr):
+    """Balanced tree over the last axis of x [R, 2^LEVELS], neighbours first. A pair has one sum, so no layout can
+    change a bit."""
+    for _ in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(x, (x.shape[0],))
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

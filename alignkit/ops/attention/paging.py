@@ -1,0 +1,20 @@
+"""Host-side paging for the backends that take a row per position (cpu, reference)."""
+from __future__ import annotations
+
+import torch
+
+from .._common import require
+
+
+def cache_rows(table: torch.Tensor, lens: torch.Tensor, queries: torch.Tensor, block_size: int, num_blocks: int):
+    """Where each sequence's positions begin, and the cache row of every position, one sequence after the other."""
+    table, lens = table.to(torch.int64), lens.to(torch.int64)
+    longest = int(lens.max()) if lens.numel() else 0
+    require(bool((lens >= queries).all()), "seq_lens: shorter than the sequence's queries")
+    require(longest <= table.shape[1] * block_size,
+            f"seq_lens: {longest} positions exceed block_table's {table.shape[1]} blocks")
+    position = torch.arange(longest)
+    rows = (table[:, position // block_size] * block_size + position % block_size)[position[None] < lens[:, None]]
+    require(not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < num_blocks * block_size),
+            f"block_table: a block is not in [0, {num_blocks})")
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)), rows

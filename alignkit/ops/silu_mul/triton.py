@@ -1,0 +1,46 @@
+"""Triton: elementwise."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .._triton import EXACT, exp
+
+
+@triton.jit
+def _forward(G, U, Y, n, sg, su, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(G + r * sg + j, mask=j < n, other=0.0).to(tl.float32)
+    u = tl.load(U + r * su + j, mask=j < n, other=0.0).to(tl.float32)
+    tl.store(Y + r * n + j, (tl.div_rn(g, 1.0 + exp(-g)) * u).to(Y.dtype.element_ty), mask=j < n)
+
+
+@triton.jit
+def _backward(G, U, DY, DG, DU, n, sg, su, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(G + r * sg + j, mask=j < n, other=0.0).to(tl.float32)
+    u = tl.load(U + r * su + j, mask=j < n, other=0.0).to(tl.float32)
+    d = tl.load(DY + r * n + j, mask=j < n, other=0.0).to(tl.float32)
+    s = tl.div_rn(g * 0.0 + 1.0, 1.0 + exp(-g))
+    tl.store(DU + r * n + j, (d * (g * s)).to(DU.dtype.element_ty), mask=j < n)
+    tl.store(DG + r * n + j, (d * u * (s * tl.fma(g, 1.0 - s, g * 0.0 + 1.0))).to(DG.dtype.element_ty), mask=j < n)
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if y.numel():
+        rows, n = gate.shape
+        _forward[(rows, triton.cdiv(n, 2048))](gate, up, y, n, gate.stride(0), up.stride(0), BLOCK=2048, num_warps=8, **EXACT)
+    return y
+
+
+def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
+    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    if dy.numel():
+        rows, n = gate.shape
+        _backward[(rows, triton.cdiv(n, 1024))](gate, up, dy, dgate, dup, n, gate.stride(0), up.stride(0), BLOCK=1024,
+                                                num_warps=8, **EXACT)
+    return dgate, dup
