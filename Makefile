@@ -9,12 +9,17 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 ENGINES = build/engines
 
-.PHONY: check test setup tables clean
+.PHONY: check test gpu-test setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
 test: setup $(ENGINES)/.fetched
 	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest $(TEST_ARGS)
+
+# On a machine with a Hopper GPU that already holds torch, triton and pytest: no network, no virtual environment.
+gpu-test:
+	python3 setup.py --quiet build_ext --inplace
+	PYTHONPATH=$(CURDIR) ALIGNKIT_TEST_DEVICE=cuda python3 -m pytest tests/ops $(TEST_ARGS)
 
 # Sources of the other engine versions whose seams the tests resolve; read, never installed.
 $(ENGINES)/.fetched: tests/fetch_engines.py | setup
