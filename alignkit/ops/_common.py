@@ -34,18 +34,14 @@ def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
     require(t.device == like.device, f"{name}: device {t.device} differs from {like_name}'s {like.device}")
 
 
-def check_weight(x: torch.Tensor, weight, bias) -> None:
-    """weight [N, K] and bias [N] or None fit x [..., K]."""
-    check_tensor("x", x)
+def check_weight(x: torch.Tensor, weight, bias, name: str = "x") -> None:
+    """weight [N, K] and bias [N] or None fit x [..., K]; `name` is what the caller calls x."""
+    check_tensor(name, x)
     check_tensor("weight", weight, 2)
-    check_like("weight", weight, "x", x)
+    check_like("weight", weight, name, x)
     require(weight.shape[1] == x.shape[-1],
-            f"weight: shape {tuple(weight.shape)} does not fit x of shape {tuple(x.shape)}")
+            f"weight: shape {tuple(weight.shape)} does not fit {name} of shape {tuple(x.shape)}")
     require(min(weight.shape) > 0, f"weight: empty, shape {tuple(weight.shape)}")
-    check_bias(bias, weight)
-
-
-def check_bias(bias, weight: torch.Tensor) -> None:
     if bias is not None:
         check_tensor("bias", bias)
         require(tuple(bias.shape) == (weight.shape[0],),

@@ -83,7 +83,7 @@ CASES = [
     ("hidden: dtype", lambda: lp(hidden=X.half(), weight=W.half())),
     ("bias: expected shape (8,), got (8, 1)", lambda: lp(bias=B[:, None])),
     ("weight: shape", lambda: lp(weight=W[:, :4])),
-    ("weight: this rank's vocabulary shard is empty", lambda: lp(weight=W[:0])),
+    ("weight: empty", lambda: lp(weight=W[:0])),
     ("vocab_start", lambda: lp(vocab_start=3)),
     ("vocab_size: 9 exceeds", lambda: lp(vocab_size=9)),
     ("vocab_size: 0", lambda: lp(vocab_size=0)),

@@ -4,16 +4,7 @@ from __future__ import annotations
 import torch
 
 from ... import native
-from .paging import cache_rows
-
-
-def forward(q, k, v, starts, scale):
-    return _forward(q, k, v, starts, starts, None, scale)
-
-
-def paged(q, k, v, block_table, q_start, seq_lens, block_size, scale):
-    kv_start, rows = cache_rows(block_table, seq_lens, q_start.diff(), block_size, k.shape[0] // block_size)
-    return _forward(q, k, v, q_start, kv_start, rows, scale)[0]
+from .paging import by_rows
 
 
 def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
@@ -21,6 +12,9 @@ def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
     m, l = (torch.empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     native.attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l)
     return out, m, l
+
+
+forward, paged = by_rows(_forward)
 
 
 def backward(q, k, v, starts, out, m, l, d_out, scale):

@@ -1,4 +1,4 @@
-"""Host-side paging for the backends that take a row per position (cpu, reference)."""
+"""Host-side paging for the backends whose kernel takes a row per position (cpu, reference)."""
 from __future__ import annotations
 
 import torch
@@ -6,7 +6,19 @@ import torch
 from .._common import require
 
 
-def cache_rows(table: torch.Tensor, lens: torch.Tensor, queries: torch.Tensor, block_size: int, num_blocks: int):
+def by_rows(kernel):
+    """The backend's `forward` and `paged` from ``kernel(q, k, v, q_start, kv_start, kv_rows, scale)``, where kv_rows
+    is the row of k and v that holds each position of each sequence, or None where keys lie with the queries."""
+    def forward(q, k, v, starts, scale):
+        return kernel(q, k, v, starts, starts, None, scale)
+
+    def paged(q, k, v, block_table, q_start, seq_lens, block_size, scale):
+        kv_start, rows = _cache_rows(block_table, seq_lens, q_start.diff(), block_size, k.shape[0] // block_size)
+        return kernel(q, k, v, q_start, kv_start, rows, scale)[0]
+    return forward, paged
+
+
+def _cache_rows(table: torch.Tensor, lens: torch.Tensor, queries: torch.Tensor, block_size: int, num_blocks: int):
     """Where each sequence's positions begin, and the cache row of every position, one sequence after the other."""
     table, lens = table.to(torch.int64), lens.to(torch.int64)
     longest = int(lens.max()) if lens.numel() else 0

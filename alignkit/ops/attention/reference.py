@@ -5,7 +5,7 @@ import torch
 
 from ...contract import KV_BLOCK as _BLOCKS
 from .._common import exp, fma, tree
-from .paging import cache_rows
+from .paging import by_rows
 
 
 KV_BLOCK = _BLOCKS["cpu"]
@@ -35,15 +35,6 @@ def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float):
     return acc / l[:, None], m, l
 
 
-def forward(q, k, v, starts, scale):
-    return _forward(q, k, v, starts, starts, None, scale)
-
-
-def paged(q, k, v, block_table, q_start, seq_lens, block_size, scale):
-    kv_start, rows = cache_rows(block_table, seq_lens, q_start.diff(), block_size, k.shape[0] // block_size)
-    return _forward(q, k, v, q_start, kv_start, rows, scale)[0]
-
-
 def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
     group = q.shape[1] // k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -59,6 +50,9 @@ def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
             o, m[t], l[t] = _query(q[t], ks[:n], vs[:n], scale)
             out[t] = o.to(q.dtype)
     return out, m, l
+
+
+forward, paged = by_rows(_forward)
 
 
 def backward(q, k, v, starts, out, m, l, d_out, scale):

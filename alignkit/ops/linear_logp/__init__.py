@@ -12,7 +12,7 @@ import torch
 
 from ... import backends
 from ...tp import SINGLE, TP
-from .._common import check_bias, check_like, check_tensor, require
+from .._common import check_tensor, check_weight, require
 from ..linear import matmul, row_sum
 from .vocab import Shards, merge
 
@@ -237,12 +237,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
     state = {}
 
     def checks():
-        check_tensor("hidden", hidden)
-        check_tensor("weight", weight, 2)
-        check_like("weight", weight, "hidden", hidden)
-        require(weight.shape[1] == hidden.shape[-1],
-                f"weight: shape {tuple(weight.shape)} does not fit hidden of shape {tuple(hidden.shape)}")
-        check_bias(bias, weight)
+        check_weight(hidden, weight, bias, "hidden")
         state["transform"] = _check_transform(soft_cap, logit_scale)
         state["temperature"] = _check_temperature(temperature, hidden.shape[:-1], hidden.device)
         require(bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
@@ -299,12 +294,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     Raises:
         InputError: shapes, types or devices do not fit.
     """
-    check_tensor("hidden", hidden)
-    check_tensor("weight", weight, 2)
-    check_like("weight", weight, "hidden", hidden)
-    require(weight.shape[1] == hidden.shape[-1],
-            f"weight: shape {tuple(weight.shape)} does not fit hidden of shape {tuple(hidden.shape)}")
-    check_bias(bias, weight)
+    check_weight(hidden, weight, bias, "hidden")
     transform = _check_transform(soft_cap, logit_scale)
     with torch.no_grad():
         head = _Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, weight.shape[0], transform)

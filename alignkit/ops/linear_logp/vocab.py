@@ -24,7 +24,7 @@ class Shards:
     @staticmethod
     def describe(start: int, size: int, vocab_size: int | None) -> tuple[int, int, int | None]:
         """One rank's part, checked alone."""
-        require(size > 0, "weight: this rank's vocabulary shard is empty")
+        require(size > 0, "logits: this rank's vocabulary shard is empty")
         require(start >= 0, f"vocab_start: {start} is negative")
         require(vocab_size is None or vocab_size > 0, f"vocab_size: {vocab_size} is not positive")
         return start, size, vocab_size
