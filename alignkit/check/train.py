@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from alignkit import contract
+from alignkit import backends, contract
 from alignkit.convert import read_architecture
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
@@ -46,7 +46,7 @@ def run_job(job: dict[str, Any]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         torch.multiprocessing.spawn(_guarded, (job, store.port), nprocs=tp)
-    except torch.multiprocessing.ProcessException:
+    except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None
         raise  # killed: there is no traceback
@@ -88,21 +88,27 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
     """One tensor-parallel rank; rank 0 writes the results."""
     tp = job["tp"]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp)
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=tp)
 
     import megatron.core
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
 
     from alignkit.megatron import cpu, patch_megatron
 
     with cpu.cpu_host(), torch.no_grad():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        if gpu:  # Megatron forks this generator even where nothing is random
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
         if job["patched"]:
             patch_megatron(read_architecture(job["model"]).vocab)
         from alignkit.megatron.build import gpt_model
 
         model = gpt_model(job["model"], DTYPES[job["dtype"]],
                           sequence_parallel=job.get("sequence_parallel", False))
+        family = backends.family(next(model.parameters()).device) if job["patched"] else None
         for run in job["runs"]:
             given = load(run["in"])
             logprobs = recompute(model, given, run["mode"], temperature=job.get("temperature", 1.0),
@@ -111,7 +117,7 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
                 meta = {"engine": f"megatron-core {megatron.core.__version__}", "mode": run["mode"],
                         **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")}}
                 save(run["out"], Logprobs(given.prompts, given.tokens, logprobs,
-                                          contract.contract_id() if job["patched"] else "stock", meta))
+                                          contract.contract_id(family) if job["patched"] else "stock", meta))
                 print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
     dist.destroy_process_group()
 
@@ -125,10 +131,11 @@ def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0,
     if not all(given.prompts):
         raise InputError(f"in: the prompt of sequence {given.prompts.index([])} is empty")
     result = [torch.empty(0)] * len(given.tokens)
+    device = next(model.parameters()).device
     drawn = [i for i, tokens in enumerate(given.tokens) if tokens]
 
     def logp(tokens, labels, mask=None, packed=None) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
         if patched:
             from alignkit.megatron import logprobs
             return logprobs(model, tokens, positions, mask, labels, temperature=temperature,
@@ -138,8 +145,8 @@ def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0,
     multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
     if drawn:
         pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
-        for i, value in zip(drawn, _MODES[mode](logp, pairs, multiple)):
-            result[i] = value
+        for i, value in zip(drawn, _MODES[mode](logp, pairs, multiple, device)):
+            result[i] = value.cpu()
     return result
 
 
@@ -147,12 +154,12 @@ Pairs = list[tuple[list[int], list[int]]]
 """Prompt and sampled tokens of each sequence; neither is empty."""
 
 
-def _padded(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
+def _padded(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
     """All sequences in one micro-batch ``[b, s]``, padded on the right; s is a multiple of `multiple`."""
     rows = [prompt + sampled for prompt, sampled in pairs]
     s = max(len(row) for row in rows) - 1
     s += -s % multiple
-    tokens = torch.zeros(len(rows), s, dtype=torch.int64)
+    tokens = torch.zeros(len(rows), s, dtype=torch.int64, device=device)
     labels = torch.full_like(tokens, IGNORE)
     spans = []
     for i, (row, (prompt, sampled)) in enumerate(zip(rows, pairs)):
@@ -161,17 +168,17 @@ def _padded(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
         labels[i, first:end] = torch.tensor(sampled)
         spans.append((first, end))
     # Megatron makes the default mask on a GPU, so one is given; True hides.
-    mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)
     out = logp(tokens, labels, mask)
     return [out[i, first:end].clone() for i, (first, end) in enumerate(spans)]
 
 
-def _one(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
+def _one(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
     """Each sequence in a micro-batch of its own."""
-    return [_padded(logp, [pair], multiple)[0] for pair in pairs]
+    return [_padded(logp, [pair], multiple, device)[0] for pair in pairs]
 
 
-def _packed(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
+def _packed(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
     """All sequences end to end in one row (THD), each padded to a multiple of `multiple`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -184,10 +191,10 @@ def _packed(logp: Callable, pairs: Pairs, multiple: int) -> list[torch.Tensor]:
         labels += [IGNORE] * (len(prompt) - 1) + sampled + [IGNORE] * padding
         starts.append(len(tokens))
     longest = max(b - a for a, b in zip(starts, starts[1:]))
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
                              max_seqlen_q=longest, max_seqlen_kv=longest)
-    out = logp(torch.tensor([tokens]), torch.tensor([labels]), packed=packed)[0]
+    out = logp(*(torch.tensor([ids], device=device) for ids in (tokens, labels)), packed=packed)[0]
     return [out[first:end].clone() for first, end in spans]
 
 

@@ -57,7 +57,8 @@ def gpt_model(model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16,
     """GPTModel with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
 
     `megatron.core.parallel_state` must be initialised; its tensor-parallel group says how the weights are
-    cut. On a machine without a GPU, build and run inside `alignkit.megatron.cpu.cpu_host()`.
+    cut. The model is on the current CUDA device; on a machine without a GPU, build and run inside
+    `alignkit.megatron.cpu.cpu_host()`.
     Raises UnsupportedError naming what is not a dense Qwen2, Qwen3 or Llama, before anything is built.
     """
     arch = read_architecture(model_dir)
@@ -77,7 +78,7 @@ def gpt_model(model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16,
             position_embedding_type="rope",
             rotary_base=arch.rope_base,
         )
-    model = model.to(dtype)  # norms are created in fp32
+    model = model.to(torch.cuda.current_device(), dtype)  # norms are created in fp32
     model.load_state_dict(weights, strict=False)
     missing = {name for name, _ in model.named_parameters()} ^ set(weights)
     if missing:

@@ -90,12 +90,14 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
     op = "rope_table"
     base: float
     head_dim: int
+    device: torch.device
 
     def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
         if offset:
             raise UnsupportedError("offset: rotary positions that do not start at 0 are not supported")
         # A power of two, so that few tables are made; a row does not depend on how many there are.
-        return ops.rope_table(self.head_dim, 1 << max(int(max_seq_len) - 1, 0).bit_length(), self.base)
+        return ops.rope_table(self.head_dim, 1 << max(int(max_seq_len) - 1, 0).bit_length(), self.base,
+                              self.device)
 
 
 def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, **_):

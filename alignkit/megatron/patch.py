@@ -53,12 +53,14 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
 
     Keys: patched, and if so megatron (version), vocab_size, contract, backend, seams (names that are
     replaced); with a model, aligned (path -> op) and stock (paths of modules that alignkit would replace but
-    has not yet).
+    has not yet). contract and backend are those of the model's device, without a model those of the CPU.
     """
     if _active is None:
         return {"patched": False}
+    device = "cpu" if model is None else next(model.parameters()).device
     report = {"patched": True, "megatron": _active.version, "vocab_size": _active.vocab_size,
-              "contract": contract.contract_id(), "backend": backends.name(), "seams": _active.names}
+              "contract": contract.contract_id(backends.family(device)), "backend": backends.name(device),
+              "seams": _active.names}
     if model is not None:
         report["aligned"] = {path: module.op for path, module in model.named_modules()
                              if type(module) in _active.stock_class}
@@ -193,7 +195,8 @@ class Patch:
                 if call.get("decoder_input") is None:
                     supported.check_tokens(tokens, self.vocab_size)
                 return {"vocab_size": self.vocab_size, "padded vocab_size": model.vocab_size,
-                        "params_dtype": str(model.config.params_dtype), "contract": contract.contract_id(),
+                        "params_dtype": str(model.config.params_dtype),
+                        "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
                         "sequence_parallel": model.config.sequence_parallel,
                         "input_ids": None if tokens is None else tuple(tokens.shape)}
 
@@ -268,6 +271,7 @@ class Patch:
             if type(module) is self._layer:
                 module.self_attn_bda = module.mlp_bda = modules.residual_add
         rotary.base, rotary.head_dim = float(model.rotary_base), model.config.kv_channels
+        rotary.device = next(model.parameters()).device
         model.output_layer.__class__ = modules.OutputLayer
         model.output_layer.true_vocab_size = self.vocab_size
         self._models.add(model)
@@ -278,5 +282,5 @@ class Patch:
             module.__class__ = self.stock_class[type(module)]
         if type(module) is self._layer:
             module.self_attn_bda = module.mlp_bda = self._stock_add
-        for name in ("true_vocab_size", "base", "head_dim"):
+        for name in ("true_vocab_size", "base", "head_dim", "device"):
             module.__dict__.pop(name, None)

@@ -11,7 +11,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from alignkit.errors import InputError, UnsupportedError
+from alignkit import backends
+from alignkit.errors import BackendError, InputError, UnsupportedError
 
 _REQUIRED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
              "add_bias_linear": False}
@@ -134,8 +135,10 @@ def check_running(path: str, module: torch.nn.Module) -> None:
     if isinstance(module, torch.nn.Dropout) and module.p > 0 and module.training:
         raise UnsupportedError(f"{path}: dropout of {module.p} in training is not supported")
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.device.type != "cpu":
-            raise UnsupportedError(f"{path}.{name}: there is no backend for {parameter.device.type!r} yet")
+        try:
+            backends.name(parameter.device)
+        except BackendError as e:
+            raise UnsupportedError(f"{path}.{name}: {e}") from None
 
 
 def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
