@@ -56,7 +56,7 @@ def test_an_unknown_version():
 
 def test_the_installed_version_has_every_name():
     core = pytest.importorskip("megatron.core")
-    assert seams.resolve(pathlib.Path(core.__file__).parent, core.__version__) == []
+    assert seams.resolve(pathlib.Path(core.__file__).parent, seams.release(core.__version__)) == []
 
 
 def test_a_commit_in_the_version_is_not_another_version():

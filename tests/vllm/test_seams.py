@@ -1,4 +1,5 @@
 """The names that alignkit relies on exist in every vLLM version it knows."""
+import ast
 import importlib.util
 import os
 import zipfile
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import alignkit
 from alignkit.errors import UnsupportedError
 from alignkit.vllm import seams
 
@@ -29,8 +31,31 @@ def wheel_root(version, unpack_into):
     pytest.fail(f"no vLLM {version} in ALIGNKIT_WHEELS={folder}")
 
 
+def top_level_imports():
+    """(module below vllm, name) for each name that alignkit.vllm's modules import from vLLM when imported."""
+    for path in (Path(alignkit.__file__).parent / "vllm").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("vllm."):
+                yield from ((node.module.removeprefix("vllm."), alias.name) for alias in node.names)
+
+
+def exports(root, module, name):
+    """Whether `from vllm.MODULE import NAME` finds a binding, a submodule, or either by a starred import."""
+    base = root.joinpath(*module.split("."))
+    if (base / name).is_dir() or (base / f"{name}.py").is_file():
+        return True
+    file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    if not file.is_file():
+        return False
+    tree = ast.parse(file.read_text())
+    if seams._find(tree, name) is not None:
+        return True
+    return any(exports(root, f"{module}.{node.module}", name) for node in tree.body
+               if isinstance(node, ast.ImportFrom) and node.level == 1 and node.names[0].name == "*")
+
+
 def test_installed_version_has_every_seam():
-    assert seams.unresolved(installed(), seams.RUNS) == []
+    assert seams.unresolved(installed(), "0.32") == []
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
@@ -39,33 +64,54 @@ def test_other_known_versions_have_every_seam(version, tmp_path):
     assert seams.unresolved(root, version.rpartition(".")[0]) == []
 
 
+@pytest.mark.parametrize("version", ["0.26.0", "installed"])
+def test_versions_that_run_have_every_import(version, tmp_path):
+    """Of each module that is imported whatever the version; what one version lacks is imported in functions."""
+    root = installed() if version == "installed" else wheel_root(version, tmp_path)
+    names = set(top_level_imports())
+    assert ("v1.attention.backends.registry", "register_backend") in names
+    assert sorted(n for n in names if not exports(root, *n)) == []
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "installed"])
+def test_versions_that_run_have_their_classes(version, tmp_path):
+    root = installed() if version == "installed" else wheel_root(version, tmp_path)
+    runs = seams.RUNS["0.32" if version == "installed" else version.rpartition(".")[0]]
+    for path in (runs.worker, runs.client_error):
+        module, _, name = path.partition(":")
+        if module == "builtins":
+            assert issubclass(seams.resolve(path), Exception)
+        else:
+            assert exports(root, module.removeprefix("vllm."), name)
+
+
 def test_a_lost_seam_is_named(tmp_path):
-    for seam in seams.SEAMS[seams.RUNS]:
+    for seam in seams.SEAMS["0.32"]:
         copy = tmp_path / seam.file
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text((installed() / seam.file).read_text())
-    assert seams.unresolved(tmp_path, seams.RUNS) == []
+    assert seams.unresolved(tmp_path, "0.32") == []
 
     sampler = tmp_path / "v1/sample/sampler.py"
     text = sampler.read_text()
     sampler.write_text(text.replace("def compute_logprobs(logits", "def compute_logprobs(scores"))
     (tmp_path / "v1/worker/gpu/sample/prompt_logprob.py").unlink()
-    lost = seams.unresolved(tmp_path, seams.RUNS)
+    lost = seams.unresolved(tmp_path, "0.32")
     assert len(lost) == 2
     assert any("Sampler.compute_logprobs: does not take logits" in line for line in lost)
     assert any("prompt_logprob.py: compute_token_logprobs: no such file" in line for line in lost)
-    with pytest.raises(UnsupportedError, match="does not take logits"):
-        seams.require_seams(tmp_path)
+    with pytest.raises(UnsupportedError, match="vLLM 0.32.0 .*does not take logits"):
+        seams.require_seams(tmp_path, "0.32.0")
 
 
 @pytest.mark.parametrize("version, reason", [
-    ("0.26.0", "no CUDA backend yet"), ("0.33.0", "no CUDA backend yet"),
-    ("0.31.1", "unknown version"), ("1.0.0rc1", "unknown version")])
+    ("0.33.0", "its seams are known"), ("0.31.1", "unknown version"), ("1.0.0rc1", "unknown version")])
 def test_other_versions_are_refused_by_name(version, reason):
-    with pytest.raises(UnsupportedError, match=f"vLLM {version}: .*{reason}"):
+    with pytest.raises(UnsupportedError, match=f"vLLM {version}: {reason}.* 0.26.x on cuda and 0.32.x on cpu"):
         seams.require_version(version)
 
 
-def test_patch_releases_of_the_version_run():
-    seams.require_version("0.32.0")
-    seams.require_version("0.32.1+cpu")
+@pytest.mark.parametrize("version, device", [
+    ("0.32.0", "cpu"), ("0.32.1+cpu", "cpu"), ("0.26.0", "cuda"), ("0.26.1+cu129", "cuda")])
+def test_patch_releases_of_a_version_run(version, device):
+    assert seams.require_version(version).device == device
