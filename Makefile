@@ -9,7 +9,7 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 ENGINES = build/engines
 
-.PHONY: check test gpu-test setup tables clean
+.PHONY: check test gpu-test gpu-check setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -20,6 +20,11 @@ test: setup $(ENGINES)/.fetched
 gpu-test:
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=$(CURDIR) ALIGNKIT_TEST_DEVICE=cuda python3 -m pytest tests/ops $(TEST_ARGS)
+
+# The drift check on that machine, where vLLM 0.26 and Megatron-core 0.19.2 can be imported too.
+gpu-check:
+	python3 setup.py --quiet build_ext --inplace
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH python3 -m alignkit.cli check $(CHECK_ARGS)
 
 # Sources of the other engine versions whose seams the tests resolve; read, never installed.
 $(ENGINES)/.fetched: tests/fetch_engines.py | setup

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from . import backends, native, ops
 from .check.machine import installed, versions
 from .contract import contract_id
+from .errors import BackendError
 from .tp import TP
 
 OPS = ("attention", "linear", "linear_logp", "rms_norm", "rope", "silu_mul")
@@ -30,6 +31,12 @@ def facts() -> Iterator[str]:
     yield f"{'CPU kernels':<15} " + (f"built, {native.isa()}" if native.available() else "not built")
     for op in OPS:
         yield f"{'backend':<15} {op}: {backends.select(op, 'cpu').__name__.rpartition('.')[2]}"
+    for i in range(torch.cuda.device_count()):
+        try:
+            gpu = f"{contract_id(backends.family(f'cuda:{i}'))}, {backends.name(f'cuda:{i}')}"
+        except BackendError as e:
+            gpu = str(e)
+        yield f"{'GPU':<15} {torch.cuda.get_device_name(i)}: {gpu}"
     for half, module in ENGINES.items():
         yield f"{half + ' patch':<15} {_patch(half, module)}"
     plugins = [e.value for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.name == "alignkit"]

@@ -9,16 +9,29 @@ from pathlib import Path
 
 import torch
 
+from .. import backends
+
+
+def family() -> str:
+    """The device family that engines run on here."""
+    return backends.family("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def slots() -> int:
+    """How many ranks run at once: the GPUs of a machine that has some, else its cores."""
+    return torch.cuda.device_count() or os.cpu_count() or 1
+
 
 def machine() -> dict:
-    """What the numbers were made on: processor, systems and versions."""
+    """What the numbers were made on: processor, GPUs, systems and versions."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
                  if line.startswith("model name")]
         cpu = names[0] if names else cpu
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform(), "versions": versions()}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "system": platform.platform(), "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:

@@ -29,11 +29,14 @@ from alignkit.vllm.patch import ENV
 MODES = ("batch", "one", "prefix", "prompt_logprobs")
 BLOCK_SIZE = 32
 """Of the KV cache; small, so that short prompts fill blocks and can hit the prefix cache."""
+GPU_SHARE = 0.3
+"""Of the memory of a GPU, vLLM starts only if this much is free. What it takes is weights and the cache below."""
 _ENV = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # nothing here is worth seconds of compilation
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # one sampler for every row of the table
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -89,6 +92,7 @@ def _engine(job: dict):
         enable_chunked_prefill=True,
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=_cache_bytes(job, longest),
+        gpu_memory_utilization=GPU_SHARE,
     )
 
 

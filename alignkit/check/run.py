@@ -19,7 +19,7 @@ from ..drift import DriftReport, Logprobs, compare, load
 from ..drift.compare import finite_or_none
 from ..errors import AlignkitError, InputError, UnsupportedError
 from . import plan
-from .machine import installed, machine
+from .machine import family, installed, machine, slots
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
 
@@ -132,7 +132,7 @@ def run(options: Options, progress: Progress) -> Result:
         except InputError as e:
             raise WorkerError(f"{row}: {e}") from None
     info = machine() | {
-        "contract": contract_id(), "model": asdict(architecture), "full": options.full, "tp": options.tp,
+        "contract": contract_id(family()), "model": asdict(architecture), "full": options.full, "tp": options.tp,
         "max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed,
         "seconds": seconds | {"all": round(time.monotonic() - started, 1)},
     }
@@ -191,9 +191,9 @@ def _prepare(out: Path) -> None:
 
 
 def _execute(jobs: list[Job], out: Path, timeout: float, progress: Progress) -> dict[str, float]:
-    """Runs all jobs, as many at once as there are cores, each when its inputs are there.
+    """Runs all jobs, as many at once as there are cores or GPUs, each when its inputs are there.
     Returns the seconds of each."""
-    cores = os.cpu_count() or 1
+    room = slots()
     waiting = list(jobs)
     running: dict[Job, tuple[subprocess.Popen, float]] = {}
     seconds: dict[str, float] = {}
@@ -202,7 +202,7 @@ def _execute(jobs: list[Job], out: Path, timeout: float, progress: Progress) -> 
         while waiting or running:
             for job in list(waiting):
                 used = sum(other.slots for other in running)
-                if running and used + job.slots > cores:
+                if running and used + job.slots > room:
                     continue
                 if all(path in made for path in job.needs):
                     waiting.remove(job)
@@ -270,7 +270,7 @@ def _tail(job: Job, out: Path) -> str:
 def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
     """A worker's file, which must be what was asked for: a comparison of anything else proves nothing."""
     logprobs = load(path)
-    contract = contract_id() if patched else "stock"
+    contract = contract_id(family()) if patched else "stock"
     if logprobs.contract != contract:
         raise WorkerError(f"{path}: contract {logprobs.contract!r}, expected {contract!r}")
     if logprobs.prompts != prompts:

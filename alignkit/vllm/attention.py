@@ -1,4 +1,4 @@
-"""vLLM's attention backend on the CPU, with `ops.paged_attention` inside."""
+"""vLLM's attention backend, with `ops.paged_attention` inside."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from alignkit import ops
 from alignkit.errors import UnsupportedError
+from alignkit.vllm import seams
 
 
 @dataclass
@@ -80,9 +80,10 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
 
     def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
                            slot_mapping: torch.Tensor) -> None:
-        """Writes key and value [T, Hkv, D] to their slots; padding, at the end, has slot -1."""
+        """Writes key and value [T, Hkv, D] to their slots. Padding has slot -1 and goes to block 0, vLLM's null
+        block, which no sequence has: to leave it out, the host would have to wait for the device."""
         k_cache, v_cache = _split(kv_cache)
-        slots = slot_mapping[slot_mapping >= 0]
+        slots = slot_mapping.clamp(min=0)
         block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
         k_cache[block, offset] = key[: len(slots)]
         v_cache[block, offset] = value[: len(slots)]
@@ -109,7 +110,7 @@ class AlignedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_ATTN"  # the entry of vLLM's registry that it takes over
+        return seams.installed().attention  # the entry of vLLM's registry that it takes over
 
     @staticmethod
     def get_impl_cls() -> type[AlignedAttentionImpl]:
@@ -120,8 +121,24 @@ class AlignedAttentionBackend(AttentionBackend):
         return AlignedAttentionMetadataBuilder
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple:
+        """Asked from vLLM 0.32 on."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
         return (KVCacheLayout.LBNHC,)
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
+                           cache_dtype_str: str = "auto") -> tuple[int, ...]:
+        """Asked by vLLM 0.26: the logical view that `_split` takes."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Asked by vLLM 0.26: the dimensions of that view in the order of memory."""
+        if include_num_layers_dimension:
+            raise NotImplementedError  # to vLLM it means: each layer has a cache of its own
+        return 0, 2, 1, 3
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

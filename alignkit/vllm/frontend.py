@@ -3,15 +3,15 @@ from __future__ import annotations
 
 import functools
 
-from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from alignkit.errors import UnsupportedError
+from alignkit.vllm import seams
 from alignkit.vllm.patch import WORKER
 from alignkit.vllm.refuse import refuse_config, request_reasons
 
 
-class RefusedRequest(UnsupportedError, VLLMClientError):
+class RefusedRequest(UnsupportedError, seams.resolve(seams.installed().client_error)):
     """Of vLLM's kind too: of other errors, its server tells a client nothing."""
 
 

@@ -36,6 +36,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from alignkit import ops
 from alignkit.errors import UnsupportedError
 from alignkit.tp import TP
+from alignkit.vllm import seams
 from alignkit.vllm.attention import AlignedAttentionBackend
 
 
@@ -137,7 +138,8 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
         super().__init__(*args, **{**kwargs, "init_cache": False})
         if self.rotary_dim != self.head_size or not self.is_neox_style:
             raise UnsupportedError("rotary embedding of a part of the head, or interleaved")
-        table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base)
+        device = torch.get_default_device()  # while it builds, the model's
+        table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base, device)
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
@@ -196,14 +198,15 @@ def aligned_layers() -> Iterator[None]:
     """Inside, vLLM builds models out of the classes above; outside, and in every model built there, nothing
     changes. Raises UnsupportedError if a layer is already replaced by someone else."""
     registry = custom_op.op_registry_oot
+    entry = AttentionBackendEnum[seams.installed().attention]
     taken = sorted(ALIGNED.keys() & registry.keys())
-    if taken or AttentionBackendEnum.CPU_ATTN.is_overridden():
-        raise UnsupportedError(f"{', '.join(taken) or 'CPU_ATTN'}: already replaced by another vLLM plugin")
+    if taken or entry.is_overridden():
+        raise UnsupportedError(f"{', '.join(taken) or entry.name}: already replaced by another vLLM plugin")
     # vLLM shares rotary embeddings between models and remembers backends: neither may cross the border.
     ropes = dict(rotary_embedding._ROPE_DICT)
     backend = AlignedAttentionBackend
     registry.update(ALIGNED)
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}")
+    register_backend(entry, f"{backend.__module__}.{backend.__qualname__}")
     rotary_embedding._ROPE_DICT.clear()
     selector._cached_get_attn_backend.cache_clear()
     try:
@@ -211,7 +214,7 @@ def aligned_layers() -> Iterator[None]:
     finally:
         for name in ALIGNED:
             registry.pop(name, None)
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+        entry.clear_override()
         rotary_embedding._ROPE_DICT.clear()
         rotary_embedding._ROPE_DICT.update(ropes)
         selector._cached_get_attn_backend.cache_clear()
@@ -220,4 +223,4 @@ def aligned_layers() -> Iterator[None]:
 def _require_plain(layer: torch.nn.Module, method: type) -> None:
     if type(layer.quant_method) is not method:
         name = type(layer.quant_method).__name__
-        raise UnsupportedError(f"quantization ({name} in {layer.prefix or type(layer).__name__})")
+        raise UnsupportedError(f"quantization ({name} in {type(layer).__name__})")

@@ -15,12 +15,11 @@ from typing import Any
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.refuse import refuse_config
-from alignkit.vllm.seams import require_seams, require_version
+from alignkit.vllm.seams import installed, require_seams, require_version
 
 ENV = "ALIGNKIT_VLLM"
 """Set to 1 while patched, so that processes started meanwhile patch themselves (`alignkit.vllm.plugin`)."""
 WORKER = "alignkit.vllm.worker.AlignedWorker"
-_STOCK_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker")
 
 _live: Patch | None = None
 
@@ -86,14 +85,15 @@ def patch_vllm() -> Patch:
         import vllm
 
         require_version(vllm.__version__)
-        require_seams(Path(vllm.__file__).parent)
+        require_seams(Path(vllm.__file__).parent, vllm.__version__)
         _live = Patch()
     return _live
 
 
 def status() -> dict:
     """What is patched in this process: `patched`, `contract`, and the replaced names in `points`."""
-    return {"patched": _live is not None, "contract": contract_id() if _live else "stock",
+    return {"patched": _live is not None,
+            "contract": contract_id(installed().family) if _live else "stock",
             "points": _live.points if _live else []}
 
 
@@ -108,13 +108,18 @@ def worker_status(llm) -> list[dict]:
 
 
 def _aligned_config(create_engine_config):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    version = installed()
+
     @functools.wraps(create_engine_config)
     def create(self, *args, **kwargs):
-        if self.worker_cls not in _STOCK_WORKERS:
+        if self.worker_cls not in ("auto", version.worker.replace(":", ".")):
             raise UnsupportedError(f"worker_cls {self.worker_cls}: alignkit brings its own")
         config = create_engine_config(self, *args, **kwargs)
         refuse_config(config)
         config.parallel_config.worker_cls = WORKER
+        config.attention_config.backend = AttentionBackendEnum[version.attention]
         return config
 
     return create

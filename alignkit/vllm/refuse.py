@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from alignkit.errors import UnsupportedError
-from alignkit.vllm.seams import STRUCTURE
+from alignkit.vllm.seams import STRUCTURE, installed
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -14,11 +14,17 @@ def refuse_config(config) -> None:
     """Raises UnsupportedError naming all that a `VllmConfig` asks for and alignkit cannot keep aligned."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     hf = model.hf_config
+    version, device, attention = installed(), config.device_config.device_type, config.attention_config
+    graphs = config.compilation_config.cudagraph_mode
     reasons = [name for name, present in {
-        f"device {config.device_config.device_type} (no CUDA backend yet)":
-            config.device_config.device_type != "cpu",
+        f"device {device} (no {device.upper()} backend yet for this version of vLLM)": device != version.device,
         "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner,
         "torch.compile (set enforce_eager=True)": config.compilation_config.mode.name != "NONE",
+        "CUDA graphs (set enforce_eager=True)": graphs is not None and graphs.name != "NONE",
+        "micro-batches that overlap": parallel.use_ubatching,
+        f"attention_backend {getattr(attention.backend, 'name', '')}":
+            attention.backend is not None and attention.backend.name != version.attention,
+        "attention backends by kind of layer": bool(attention.backend_per_kind),
         "LoRA": config.lora_config is not None,
         "speculative decoding": config.speculative_config is not None,
         f"quantization ({model.quantization})": model.quantization is not None,
@@ -29,11 +35,12 @@ def refuse_config(config) -> None:
         "data parallelism inside vLLM (start one engine per replica)": parallel.data_parallel_size > 1,
         "context parallelism": max(parallel.decode_context_parallel_size,
                                    parallel.prefill_context_parallel_size) > 1,
-        "batch-sharded sampling": bool(parallel.enable_batch_sharded_sampling),
+        # Not in 0.26; that they are there otherwise is among the seams.
+        "batch-sharded sampling": bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
+        "watermarking": getattr(config, "watermark_config", None) is not None,
         "KV cache transfer": config.kv_transfer_config is not None,
         "weight offloading": config.offload_config.uva.cpu_offload_gb > 0
             or config.offload_config.prefetch.offload_group_size > 0,
-        "watermarking": config.watermark_config is not None,
         "diffusion decoding": config.diffusion_config is not None,
         f"model_impl {model.model_impl}": model.model_impl not in ("auto", "vllm"),
         f"runner {model.runner_type}": model.runner_type != "generate",

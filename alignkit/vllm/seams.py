@@ -2,19 +2,42 @@
 
 `SEAMS` names, for each version read, what the adapter subclasses, replaces or calls. They are resolved in the
 syntax tree of a vLLM root directory, installed or an unpacked wheel, so a version can be checked without
-running it. Running is another claim: only `RUNS`, only on the CPU.
+running it. Running is another claim: only the versions in `RUNS`, each on its device.
 """
 from __future__ import annotations
 
 import ast
+import functools
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from alignkit.errors import UnsupportedError
 
-RUNS = "0.32"
-"""The minor version that the adapter runs on."""
+
+@dataclass(frozen=True)
+class Version:
+    """What is different about a version that the adapter runs on. Classes are ``module:name``.
+
+    device: of `VllmConfig.device_config`. family: of the contract there. worker: the stock worker class.
+    attention: the entry of `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused
+    request must also be, for vLLM's server to tell the client why.
+    """
+
+    device: str
+    family: str
+    worker: str
+    attention: str
+    client_error: str
+
+
+RUNS: dict[str, Version] = {
+    "0.26": Version("cuda", "sm90", "vllm.v1.worker.gpu_worker:Worker", "CUSTOM", "builtins:ValueError"),
+    "0.32": Version("cpu", "cpu", "vllm.v1.worker.cpu_worker:CPUWorker", "CPU_ATTN",
+                    "vllm.exceptions:VLLMClientError"),
+}
+"""The minor versions that the adapter runs on."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +92,31 @@ _COMMON = (
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.get_top_tokens"),
     Seam(_LAYERS + "attention/attention.py", "Attention"),
     # Attention, by the registry of backends.
-    Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.CPU_ATTN"),
+    Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.is_overridden"),
+    Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.clear_override"),
     Seam("v1/attention/backends/registry.py", "register_backend", ("backend", "class_path")),
     Seam("v1/attention/selector.py", "_cached_get_attn_backend"),
     Seam("v1/attention/backend.py", "AttentionBackend.get_builder_cls"),
     Seam("v1/attention/backend.py", "AttentionImpl.forward", ("kv_cache", "attn_metadata", "output")),
-    Seam("v1/attention/backends/cpu_attn.py", "CPUAttentionBackendImpl.do_kv_cache_update",
-         ("key", "value", "kv_cache", "slot_mapping")),
+    Seam("v1/attention/backend.py", "AttentionMetadataBuilder",
+         ("kv_cache_spec", "layer_names", "vllm_config", "device")),
+    Seam("v1/attention/backend.py", "AttentionMetadataBuilder.build",
+         ("common_prefix_len", "common_attn_metadata", "fast_build")),
+    *(Seam("v1/attention/backend.py", f"CommonAttentionMetadata.{field}") for field in (
+        "num_actual_tokens", "query_start_loc", "seq_lens", "block_table_tensor", "causal")),
+    Seam("v1/attention/backends/utils.py", "NULL_BLOCK_ID"),
+    Seam(_LAYERS + "attention/attention.py", "unified_kv_cache_update", ("key", "value", "layer_name")),
+    # The configuration: what is refused is read from it.
+    *(Seam("config/vllm.py", f"VllmConfig.{field}") for field in (
+        "use_v2_model_runner", "lora_config", "speculative_config", "kv_transfer_config", "offload_config",
+        "diffusion_config", "attention_config")),
+    *(Seam("config/parallel.py", f"ParallelConfig.{field}") for field in (
+        "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
+        "prefill_context_parallel_size", "use_ubatching")),
+    Seam("config/attention.py", "AttentionConfig.backend"),
+    Seam("config/attention.py", "AttentionConfig.backend_per_kind"),
+    Seam("config/compilation.py", "CompilationConfig.mode"),
+    Seam("config/compilation.py", "CompilationConfig.cudagraph_mode"),
     # Logprobs, V1 runner.
     Seam("v1/sample/sampler.py", "Sampler.compute_logprobs", ("logits",)),
     Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_cpu",
@@ -89,8 +130,31 @@ _COMMON = (
     Seam("model_executor/models/qwen3.py", "Qwen3ForCausalLM"),
 )
 
+_CPU = (
+    Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.CPU_ATTN"),
+    Seam("v1/attention/backends/cpu_attn.py", "CPUAttentionBackendImpl.do_kv_cache_update",
+         ("key", "value", "kv_cache", "slot_mapping")),
+)
+
+_CUDA = (
+    Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.CUSTOM"),
+    Seam("v1/attention/backends/triton_attn.py", "TritonAttentionImpl.do_kv_cache_update",
+         ("key", "value", "kv_cache", "slot_mapping")),
+    Seam("v1/worker/gpu_worker.py", "Worker.init_device"),
+    Seam("v1/worker/gpu_model_runner.py", "Sampler"),
+    Seam("v1/worker/gpu_model_runner.py", "GPUModelRunner.get_model"),
+    Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_native", ("logits", "generators", "k", "p")),
+)
+
+# 0.26 asks an attention backend for the shape of its cache and for the order of its dimensions in memory.
+_UNTIL_0_26 = (
+    Seam("v1/attention/backend.py", "AttentionBackend.get_kv_cache_shape",
+         ("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str")),
+    Seam("v1/attention/backend.py", "AttentionBackend.get_kv_cache_stride_order", ("include_num_layers_dimension",)),
+)
+
 # From 0.32: prompt logprobs import the V2 function by name, the vocabulary can stay sharded up to the
-# sampler, a cache layout is a named enum where 0.26 asks the backend for a shape, and errors have classes.
+# sampler, a cache layout is a named enum, requests can be watermarked, and errors have classes.
 _SINCE_0_32 = (
     Seam("exceptions.py", "VLLMClientError"),
     Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_token_logprobs"),
@@ -98,12 +162,14 @@ _SINCE_0_32 = (
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.get_top_k_tokens"),
     Seam("v1/kv_cache_layout.py", "KVCacheLayout.LBNHC"),
     Seam("v1/attention/backend.py", "AttentionBackend.supported_kv_cache_layouts"),
+    Seam("config/parallel.py", "ParallelConfig.enable_batch_sharded_sampling"),
+    Seam("config/vllm.py", "VllmConfig.watermark_config"),
 )
 
 SEAMS: dict[str, tuple[Seam, ...]] = {
-    "0.26": _COMMON + (Seam("v1/attention/backend.py", "AttentionBackend.get_kv_cache_shape"),),
-    "0.32": _COMMON + _SINCE_0_32,
-    "0.33": _COMMON + _SINCE_0_32,
+    "0.26": _COMMON + _CUDA + _UNTIL_0_26,
+    "0.32": _COMMON + _CPU + _SINCE_0_32,
+    "0.33": _COMMON + _CPU + _SINCE_0_32,
 }
 
 STRUCTURE = frozenset({
@@ -129,22 +195,38 @@ def unresolved(root: Path, version: str) -> list[str]:
     return problems
 
 
-def require_version(version: str) -> None:
-    """Raises UnsupportedError unless the adapter runs on the vLLM of this full `version`."""
-    minor = ".".join(version.split(".")[:2])
-    if minor == RUNS:
-        return
-    if minor in SEAMS:
-        raise UnsupportedError(
-            f"vLLM {version}: its seams are known, but alignkit runs on {RUNS}.x only (no CUDA backend yet)")
-    raise UnsupportedError(f"vLLM {version}: unknown version; alignkit runs on {RUNS}.x")
+def require_version(version: str) -> Version:
+    """The entry of `RUNS` for vLLM's full `version`. Raises UnsupportedError if the adapter does not run on it."""
+    minor = _minor(version)
+    if minor in RUNS:
+        return RUNS[minor]
+    known = "its seams are known, but" if minor in SEAMS else "unknown version;"
+    runs = " and ".join(f"{m}.x on {v.device}" for m, v in RUNS.items())
+    raise UnsupportedError(f"vLLM {version}: {known} alignkit runs on {runs}")
 
 
-def require_seams(root: Path) -> None:
-    """Raises UnsupportedError naming what the vLLM package directory `root` lacks of `RUNS`."""
-    lacking = unresolved(root, RUNS)
+@functools.cache
+def installed() -> Version:
+    """`require_version` of the vLLM that is installed."""
+    import vllm
+
+    return require_version(vllm.__version__)
+
+
+def resolve(path: str) -> type:
+    """The class that ``module:name`` names."""
+    return pkgutil.resolve_name(path)
+
+
+def require_seams(root: Path, version: str) -> None:
+    """Raises UnsupportedError naming what the vLLM package directory `root`, of full `version`, lacks."""
+    lacking = unresolved(root, _minor(version))
     if lacking:
-        raise UnsupportedError(f"this build of vLLM {RUNS} is not as known: {'; '.join(lacking)}")
+        raise UnsupportedError(f"this build of vLLM {version} is not as known: {'; '.join(lacking)}")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def _problem(tree: ast.Module, seam: Seam) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import vllm
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from alignkit import backends
 from alignkit.contract import contract_id
@@ -15,14 +14,14 @@ from alignkit.vllm.attention import AlignedAttentionImpl
 from alignkit.vllm.layers import ALIGNED, aligned_layers
 from alignkit.vllm.refuse import refuse_config, refuse_model
 from alignkit.vllm.sampler import AlignedSampler
-from alignkit.vllm.seams import require_version
+from alignkit.vllm.seams import installed, resolve
 
 
-class AlignedWorker(CPUWorker):
+class AlignedWorker(resolve(installed().worker)):
     def init_device(self) -> None:
-        require_version(vllm.__version__)
         refuse_config(self.vllm_config)
         super().init_device()
+        backends.name(self.device)  # raises where the device has none
         runner = self.model_runner
         if type(runner.sampler).__name__ != "Sampler":
             raise UnsupportedError(f"sampler {type(runner.sampler).__name__}")
@@ -47,8 +46,8 @@ class AlignedWorker(CPUWorker):
         if stock:
             raise UnsupportedError(f"attention by {', '.join(sorted(stock))}")
         return {
-            "contract": contract_id(),
-            "backend": backends.name("cpu"),
+            "contract": contract_id(backends.family(self.device)),
+            "backend": backends.name(self.device),
             "vllm": vllm.__version__,
             "modules": {**counts, AlignedAttentionImpl.__name__: len(attention),
                         type(self.model_runner.sampler).__name__: 1},
