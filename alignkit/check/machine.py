@@ -1,10 +1,12 @@
 """What numbers were made on."""
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import torch
@@ -22,8 +24,17 @@ def slots() -> int:
     return torch.cuda.device_count() or os.cpu_count() or 1
 
 
+def _commit() -> str | None:
+    """The commit of the checkout that alignkit runs from, None for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
 def machine() -> dict:
-    """What the numbers were made on: processor, GPUs, systems and versions."""
+    """What the numbers were made on, and when: date, commit, processor, GPUs, systems and versions."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -31,7 +42,7 @@ def machine() -> dict:
                  if line.startswith("model name")]
         cpu = names[0] if names else cpu
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "system": platform.platform(), "versions": versions()}
+    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "system": platform.platform(), "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:
