@@ -29,7 +29,8 @@ def _commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
-    done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+    done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"],
+                          capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
@@ -42,7 +43,8 @@ def machine() -> dict:
                  if line.startswith("model name")]
         cpu = names[0] if names else cpu
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "system": platform.platform(), "versions": versions()}
+    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "cpu": cpu, "cores": os.cpu_count(),
+            "gpus": gpus, "system": platform.platform(), "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:

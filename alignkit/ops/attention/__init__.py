@@ -63,7 +63,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
     Args:
         q: [T, Hq, D], fp32 or bf16.
         k, v: [T, Hkv, D], q's type; Hkv divides Hq.
-        cu_seqlens: int [B + 1] on q's device, the first row of each sequence, then T. A padded micro-batch of B sequences of
+        cu_seqlens: int [B + 1] on q's device, the first row of each sequence, then T. A padded micro-batch of B
             S rows is ``arange(B + 1) * S``: rows of padding after a sequence change nothing before them.
         scale: factor of the scores; default ``D ** -0.5``.
 
@@ -71,7 +71,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
         [T, Hq, D], q's type. Differentiable in q, k and v.
 
     Raises:
-        InputError: shapes, types or devices do not fit; cu_seqlens decreases or does not end at T.
+        InputError: shapes, types or devices do not fit; on the CPU also if cu_seqlens decreases or does not end at T.
     """
     scale = _check(q, k, v, scale)
     require(k.shape[0] == q.shape[0], f"k: {k.shape[0]} rows differ from q's {q.shape[0]}")
@@ -95,7 +95,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         [T, Hq, D], q's type. Not differentiable.
 
     Raises:
-        InputError: shapes, types or devices do not fit; a length or block is out of range.
+        InputError: shapes, types or devices do not fit; on the CPU also if a length or block is out of range.
     """
     check_tensor("k_cache", k_cache, 4)
     check_tensor("v_cache", v_cache, 4)

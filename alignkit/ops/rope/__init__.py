@@ -54,7 +54,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch
         [T, H, D], x's type. Differentiable in x.
 
     Raises:
-        InputError: shapes or types do not fit, or a position is outside the table.
+        InputError: shapes or types do not fit; on the CPU also if a position is outside the table.
     """
     check_tensor("x", x, 3)
     check_tensor("positions", positions, 1, (torch.int64,))
