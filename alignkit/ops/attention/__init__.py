@@ -63,8 +63,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
     Args:
         q: [T, Hq, D], fp32 or bf16.
         k, v: [T, Hkv, D], q's type; Hkv divides Hq.
-        cu_seqlens: int [B + 1] on q's device, the first row of each sequence, then T. A padded micro-batch of B
-            S rows is ``arange(B + 1) * S``: rows of padding after a sequence change nothing before them.
+        cu_seqlens: int [B + 1] on q's device, the first row of each sequence, then T. A padded micro-batch of
+            B sequences of S rows is ``arange(B + 1) * S``: rows of padding after a sequence change nothing before.
         scale: factor of the scores; default ``D ** -0.5``.
 
     Returns:
