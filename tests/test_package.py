@@ -1,11 +1,16 @@
 """The package: importing it imports no engine, and each half works where the other engine is not installed."""
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import alignkit
+
 BLOCK = """
 import sys
+from pathlib import Path
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == {blocked!r}:
@@ -45,3 +50,12 @@ def test_a_missing_engine_is_named():
 def test_the_kernels_of_this_checkout_are_built():
     from alignkit import native
     assert native.available()
+
+
+def test_no_code_is_shared_between_instruction_sets():
+    """A function that the linker merges runs on every processor, but was compiled for one."""
+    library = next(Path(alignkit.__file__).parent.glob("_cpu*.so"))
+    symbols = subprocess.run(["nm", "--demangle", library], capture_output=True, text=True, check=True).stdout
+    shared = [line for line in symbols.splitlines() if re.match(r"[0-9a-f]+ [WVu] ", line)
+              and not re.search(r"alignkit::(generic|avx2|avx512)::", line)]
+    assert not shared, shared

@@ -1,6 +1,5 @@
 // The C ABI that alignkit/native.py calls. No torch headers: one build serves every torch version.
 #include "prelude.h"
-#include <cstdlib>
 
 using namespace alignkit;
 

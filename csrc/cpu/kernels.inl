@@ -52,6 +52,35 @@ struct DefaultRounding {
 #endif
 };
 
+// Not std::vector: the linker keeps one copy of its code for all variants, compiled for any one of them.
+template <class T> class Array {
+    T* data_ = nullptr;
+    i64 size_ = 0, room_ = 0;
+    Array(const Array&) = delete;
+    void operator=(const Array&) = delete;
+
+public:
+    Array() {}
+    explicit Array(i64 n, T value = T()) { assign(n, value); }
+    ~Array() { std::free(data_); }
+    void resize(i64 n) {  // contents are lost
+        if (n > room_) {
+            std::free(data_);
+            data_ = static_cast<T*>(std::malloc(n * sizeof(T)));
+            if (!data_) std::abort();
+            room_ = n;
+        }
+        size_ = n;
+    }
+    void assign(i64 n, T value) {
+        resize(n);
+        for (i64 i = 0; i < n; ++i) data_[i] = value;
+    }
+    T& operator[](i64 i) { return data_[i]; }
+    T* data() { return data_; }
+    i64 size() const { return size_; }
+};
+
 // Work items over threads; f(item) for item in [0, n).
 template <class F> static void parallel(i64 n, int threads, F f) {
 #pragma omp parallel num_threads(int(std::min<i64>(threads, std::max<i64>(n, 1)))) if (threads > 1 && n > 1)
@@ -167,7 +196,7 @@ static void block(i64 k, i64 leaves, const float* a, const float* b, float c[MR]
 
 // Rows [0, m) of a against columns of one panel of b.
 static void panel(i64 m, i64 n, i64 k, i64 leaves, const float* a, const Matrix& b, i64 j0, float* c, i64 ldc,
-                  int accumulate, std::vector<float>& buffer) {
+                  int accumulate, Array<float>& buffer) {
     buffer.resize(k * NR);
     pack(b, j0, n, k, NR, buffer.data());
     int cols = int(std::min<i64>(NR, n - j0));
@@ -183,10 +212,11 @@ static void panel(i64 m, i64 n, i64 k, i64 leaves, const float* a, const Matrix&
 
 // c[m, n] = a[m, k] . b[n, k]^T, fp32.
 static void gemm(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, int threads) {
-    std::vector<float> packed((m + MR - 1) / MR * MR * k);
+    Array<float> packed;
+    packed.resize((m + MR - 1) / MR * MR * k);
     parallel((m + MR - 1) / MR, threads, [&](i64 i) { pack(a, i * MR, m, k, MR, packed.data() + i * MR * k); });
     parallel((n + NR - 1) / NR, threads, [&](i64 j) {
-        thread_local std::vector<float> buffer;
+        thread_local Array<float> buffer;
         panel(m, n, k, leaves, packed.data(), b, j * NR, c, ldc, accumulate, buffer);
     });
 }
@@ -386,16 +416,17 @@ template <class T>
 static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) {
     const T *q = (const T*)p.q, *k = (const T*)p.k, *v = (const T*)p.v;
     i64 group = p.heads_q / p.heads_kv, D = p.dim, DP = (D + NR - 1) / NR * NR;
-    std::vector<Item> items;
-    for (i64 s = 0; s < p.seqs; ++s)
-        for (i64 a = 0, n = p.q_start[s + 1] - p.q_start[s]; a < n; a += QB) items.push_back({s, a, std::min(a + QB, n)});
-    std::reverse(items.begin(), items.end());  // late queries see more keys: start with them
-    parallel(i64(items.size()) * p.heads_kv, p.threads, [&](i64 w) {
+    i64 tiles = 0;
+    for (i64 s = 0; s < p.seqs; ++s) tiles += (p.q_start[s + 1] - p.q_start[s] + QB - 1) / QB;
+    Array<Item> items(tiles);
+    for (i64 s = 0, at = tiles; s < p.seqs; ++s)  // late queries see more keys: start with them
+        for (i64 a = 0, n = p.q_start[s + 1] - p.q_start[s]; a < n; a += QB) items[--at] = {s, a, std::min(a + QB, n)};
+    parallel(tiles * p.heads_kv, p.threads, [&](i64 w) {
         Item it = items[w / p.heads_kv];
         i64 hk = w % p.heads_kv, s = it.seq;
         i64 q_len = p.q_start[s + 1] - p.q_start[s], context = p.kv_start[s + 1] - p.kv_start[s] - q_len;
         i64 rows = (it.q1 - it.q0) * group, padded = (rows + MR - 1) / MR * MR;
-        std::vector<float> qp(padded * D), kt(D * KB), vb(DP * KB), sc(padded * KB), pt(padded * KB), acc(padded * DP),
+        Array<float> qp(padded * D), kt(D * KB), vb(DP * KB), sc, pt(padded * KB), acc(padded * DP),
             m(padded, -std::numeric_limits<float>::infinity()), l(padded, 0.f);
         auto position = [&](i64 r) { return context + it.q0 + r / group; };
         for (i64 r = 0; r < padded; ++r)
@@ -411,7 +442,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 for (i64 d = 0; d < D; ++d) kt[d * KB + j] = j < have ? load(kr + d) : 0.f;
                 for (i64 d = 0; d < DP; ++d) vb[(d / NR * KB + j) * NR + d % NR] = j < have && d < D ? load(vr + d) : 0.f;
             }
-            std::fill(sc.begin(), sc.end(), 0.f);
+            sc.assign(padded * KB, 0.f);
             for (i64 r0 = 0; r0 < padded; r0 += MR) micro(D, &qp[r0 * D], kt.data(), &sc[r0 * KB], KB);
             for (i64 r = 0; r < padded; ++r) {
                 float* sr = &sc[r * KB];
@@ -450,8 +481,8 @@ static void attention(const Attention& p, void* out, float* m, float* l) {
 }
 
 // c[m, n] (+)= a . b^T on one thread.
-static void product(i64 m, i64 n, i64 k, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, std::vector<float>& pa,
-                    std::vector<float>& pb) {
+static void product(i64 m, i64 n, i64 k, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, Array<float>& pa,
+                    Array<float>& pb) {
     pa.resize((m + MR - 1) / MR * MR * k);
     for (i64 i = 0; i < m; i += MR) pack(a, i, m, k, MR, pa.data() + i * k);
     for (i64 j = 0; j < n; j += NR) panel(m, n, k, 1, pa.data(), b, j, c, ldc, accumulate, pb);
@@ -465,7 +496,7 @@ static void attention_grad_t(const Attention& p, const T* out, const float* m, c
     int dt = p.dtype;
     parallel(p.seqs * HK, p.threads, [&](i64 w) {
         i64 s = w / HK, hk = w % HK, first = p.q_start[s], n = p.q_start[s + 1] - first;
-        std::vector<float> sc, dp, pa, pb;
+        Array<float> sc, dp, pa, pb;
         const T *k = (const T*)p.k + first * p.k_row + hk * p.k_head, *v = (const T*)p.v + first * p.v_row + hk * p.v_head;
         for (i64 h = hk * group; h < (hk + 1) * group; ++h)
             for (i64 i0 = 0; i0 < n; i0 += CH) {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
