@@ -10,7 +10,6 @@ import alignkit
 
 BLOCK = """
 import sys
-from pathlib import Path
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == {blocked!r}:
