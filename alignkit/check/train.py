@@ -61,6 +61,9 @@ def _guarded(rank: int, job: dict[str, Any], port: int) -> None:
     except BaseException:
         store.compare_set(_FAILURE, "", f"rank {rank} of {job['tp']}:\n{traceback.format_exc()}")
         raise
+    # All is written. Taking gloo's groups apart now and then ends a rank by std::terminate, as its peers leave.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _check(job: dict[str, Any]) -> None:
@@ -119,7 +122,9 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
                 save(run["out"], Logprobs(given.prompts, given.tokens, logprobs,
                                           contract.contract_id(family) if job["patched"] else "stock", meta))
                 print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
-    dist.destroy_process_group()
+    dist.barrier()  # no rank leaves before the others are done
+    if tp == 1:
+        dist.destroy_process_group()
 
 
 def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0,
