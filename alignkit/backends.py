@@ -18,7 +18,7 @@ import torch
 from . import native
 from .errors import BackendError
 
-CHOICES = ("auto", "cpu", "reference", "triton")
+CHOICES = ("auto", "cpu", "reference")
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
 _warned = False
 
@@ -28,10 +28,12 @@ def name(device: torch.device | str = "cpu") -> str:
     Raises BackendError for a device without one."""
     global _warned
     device = torch.device(device)
-    if device.type == "cuda":
-        return _cuda(device)
     if _choice not in CHOICES:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r}: choose one of {', '.join(CHOICES)}")
+    if device.type == "cuda":
+        if _choice != "auto":
+            raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CUDA tensors")
+        return _cuda(device)
     if device.type != "cpu":
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
     if _choice != "auto":
@@ -52,8 +54,6 @@ def _cuda(device: torch.device) -> str:
                            f"{'.'.join(map(str, capability))}; alignkit's contract for CUDA is that of 9.0 (Hopper)")
     if importlib.util.find_spec("triton") is None:
         raise BackendError("device: CUDA tensors need triton, which is not installed")
-    if _choice not in ("auto", "triton"):
-        raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CUDA tensors")
     return "triton"
 
 
