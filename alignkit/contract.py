@@ -4,7 +4,8 @@ Two logprobs may be compared bit for bit only if they carry the same contract id
 """
 from __future__ import annotations
 
-VERSION = 1
+VERSION = {"cpu": 1, "sm90": 2}
+"""By device family: a change of bits on one leaves the logprobs saved on the other comparable."""
 VOCAB_TILE = 128
 """Width, in global vocabulary ids, of one leaf of the log-softmax."""
 K_LEAVES = 8
@@ -15,6 +16,10 @@ KV_BLOCK = {"cpu": 32, "sm90": 64}
 """Keys and values are visited in blocks of this many positions, from position 0; by device family."""
 SUM_LANES = 16
 """Lanes of the sum of squares in rms_norm."""
+HEAD_ROWS = {"cpu": None, "sm90": 8192}
+"""Gradient of the head's weight: rows of one chain; the chains of later rows are added in order. None: one chain."""
+HEAD_COLUMNS = {"cpu": None, "sm90": 4096}
+"""Gradient of the head's input: vocabulary ids of one chain, at global multiples; added in order. None: one chain."""
 
 
 def k_leaves(k: int) -> int:
@@ -28,4 +33,4 @@ def k_leaves(k: int) -> int:
 
 def contract_id(family: str = "cpu") -> str:
     """Identity of the contract on a device family, e.g. ``alignkit-1/cpu/v128/k8/kv32``."""
-    return f"alignkit-{VERSION}/{family}/v{VOCAB_TILE}/k{K_LEAVES}/kv{KV_BLOCK[family]}"
+    return f"alignkit-{VERSION[family]}/{family}/v{VOCAB_TILE}/k{K_LEAVES}/kv{KV_BLOCK[family]}"

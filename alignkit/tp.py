@@ -1,17 +1,29 @@
 """A thin view of a tensor-parallel process group: fixed-order sums and verdicts that all ranks reach together."""
 from __future__ import annotations
 
-from typing import Any, Callable
+import os
+import weakref
+from typing import Any, Callable, Hashable
 
 import torch
 import torch.distributed as dist
 
 from .errors import AlignkitError, InputError
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict] = weakref.WeakKeyDictionary()
+"""By NCCL group: what this rank's metadata was answered with when it was first exchanged."""
+
+
+def strict() -> bool:
+    """Whether ``ALIGNKIT_STRICT=1``: values on a GPU are looked at before they are used, and ranks compare their
+    metadata in every call, although both wait for the device."""
+    return os.environ.get("ALIGNKIT_STRICT", "0") == "1"
+
 
 class TP:
     """The ranks that share one layer. `TP(None)` is a single rank; otherwise `group` is a torch process group
-    whose rank order is the shard order.
+    whose rank order is the shard order. Its tensors' collectives may be captured in a CUDA graph.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -27,27 +39,35 @@ class TP:
         if self.size == 1:
             return [t]
         t = t.contiguous()
-        out = [torch.empty_like(t) for _ in range(self.size)]
-        dist.all_gather(out, t, group=self.group)
-        return out
+        out = t.new_empty((self.size, *t.shape))
+        _gather(out.view(-1), t.view(-1), group=self.group)
+        return list(out.unbind(0))
 
     def tree_sum(self, t: torch.Tensor) -> torch.Tensor:
         """Sum over ranks by the balanced tree of rank order (neighbours first), in t's type. An odd rank out
         joins at the next level."""
-        parts = self.all_gather(t)
-        while len(parts) > 1:
-            parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
-        return parts[0]
+        return _tree(self.all_gather(t))
+
+    def tree_sum_scatter(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's slice along dim 0 of `tree_sum(t)`; only the slices travel. The ranks must divide dim 0."""
+        if self.size == 1:
+            return t
+        t = t.contiguous()
+        parts = torch.empty_like(t)
+        dist.all_to_all_single(parts, t, group=self.group)
+        return _tree(list(parts.chunk(self.size, dim=0)))
 
     def shard(self, t: torch.Tensor) -> torch.Tensor:
         """This rank's equal slice along dim 0."""
         return t if self.size == 1 else t.chunk(self.size, dim=0)[self.rank]
 
-    def check(self, op: str, checks: Callable[[], Any]) -> list[Any]:
+    def check(self, op: str, checks: Callable[[], Hashable]) -> list[Any]:
         """Run `checks` on this rank and raise on every rank if it failed on any.
 
-        `checks` raises an AlignkitError or returns this rank's metadata; the metadata of all ranks is returned. A
-        rank that fails alone would leave the others waiting in the op's collectives, so the verdict is one itself.
+        `checks` raises an AlignkitError or returns this rank's metadata, made of tuples; the metadata of all ranks is
+        returned. A rank that fails alone would leave the others waiting in the op's collectives, so the verdict is one
+        itself. Over NCCL that waits for the device, so there each metadata is exchanged once and then remembered,
+        unless `strict`: ranks that disagree are told so when either is new, and wait for each other otherwise.
         """
         if self.size == 1:
             return [checks()]
@@ -55,6 +75,11 @@ class TP:
             error, verdict = None, (None, checks())
         except AlignkitError as e:
             error, verdict = e, (type(e), str(e))
+        remembered: dict | None = None
+        if "nccl" in dist.get_backend(self.group) and not strict():
+            remembered = _agreed.setdefault(self.group, {})
+            if error is None and (op, verdict[1]) in remembered:
+                return remembered[op, verdict[1]]
         verdicts: list[Any] = [None] * self.size
         dist.all_gather_object(verdicts, verdict, group=self.group)
         if error is not None:
@@ -62,15 +87,24 @@ class TP:
         for rank, (kind, value) in enumerate(verdicts):
             if kind is not None:
                 raise kind(f"{value} (in {op}, on rank {rank} of the tensor-parallel group)")
-        return [value for _, value in verdicts]
+        values = [value for _, value in verdicts]
+        if remembered is not None:
+            remembered[op, verdict[1]] = values
+        return values
 
-    def check_same(self, op: str, checks: Callable[[], dict[str, Any]]) -> None:
+    def check_same(self, op: str, checks: Callable[[], dict[str, Hashable]]) -> None:
         """`check`, and require the returned dict to be the same on every rank; the error names what differs."""
-        seen = self.check(op, checks)
-        for key in seen[0]:
-            values = [s.get(key) for s in seen]
+        seen = self.check(op, lambda: tuple(checks().items()))
+        for key, _ in seen[0]:
+            values = [dict(s).get(key) for s in seen]
             if any(v != values[0] for v in values):
                 raise InputError(f"{key}: differs between the ranks of the tensor-parallel group in {op}: {values}")
+
+
+def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
+    while len(parts) > 1:
+        parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
 SINGLE = TP(None)
