@@ -16,7 +16,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Ten
            out_dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None) -> torch.Tensor:
     """[M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain over ascending k, or `leaves` such chains
     joined by the balanced tree; plus bias [N] in fp32; rounded to `out_dtype`. With `out` (fp32, unit stride in the
-    last dim, one leaf) the chains continue from what `out` holds."""
+    last dim, one leaf) the chains continue from what `out` holds on a CPU, and are added to it on a GPU."""
     accumulate = out is not None
     if out is None:
         out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
@@ -32,32 +32,35 @@ class _Linear(torch.autograd.Function):
         full = torch.cat(tp.all_gather(x)) if gather else x
         x2 = full.reshape(-1, full.shape[-1])
         if row_leaves and tp.size > 1:
-            y = tp.tree_sum(matmul(x2, weight, leaves=row_leaves))
+            join = tp.tree_sum_scatter if sequence_parallel else tp.tree_sum
+            y = join(matmul(x2, weight, leaves=row_leaves))
             y = (y if bias is None else y + bias.float()).to(out_dtype)
         else:
             y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
-        y = y.reshape(*full.shape[:-1], weight.shape[0])
         ctx.save_for_backward(x2, weight)
-        ctx.args = (full.shape, bias is not None, tp, sequence_parallel, bool(row_leaves), x.dtype)
-        return tp.shard(y) if sequence_parallel and row_leaves else y
+        ctx.args = (x.shape, bias is not None, tp, sequence_parallel, bool(row_leaves))
+        shape = [*full.shape[:-1], weight.shape[0]]
+        if sequence_parallel and row_leaves:
+            shape[0] //= tp.size
+        return y.reshape(shape)
 
     @staticmethod
     def backward(ctx, dy):
         x2, weight = ctx.saved_tensors
-        shape, has_bias, tp, sequence_parallel, row, dtype = ctx.args
+        shape, has_bias, tp, sequence_parallel, row = ctx.args
         if sequence_parallel and row:
             dy = torch.cat(tp.all_gather(dy))
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = matmul(dy, weight.t())
-            if not row:
-                dx = tp.tree_sum(dx)
-            dx = dx.to(dtype).reshape(shape)
-            if sequence_parallel and not row:
-                dx = tp.shard(dx)
+            if row or tp.size == 1:
+                dx = matmul(dy, weight.t(), out_dtype=x2.dtype)
+            else:
+                join = tp.tree_sum_scatter if sequence_parallel else tp.tree_sum
+                dx = join(matmul(dy, weight.t())).to(x2.dtype)
+            dx = dx.reshape(shape)
         if ctx.needs_input_grad[1]:
-            dw = matmul(dy.t(), x2.t()).to(weight.dtype)
+            dw = matmul(dy.t(), x2.t(), out_dtype=weight.dtype)
         if has_bias and ctx.needs_input_grad[2]:
             db = row_sum(dy).to(weight.dtype)
         return dx, dw, db, None, None, None, None

@@ -1,7 +1,11 @@
-"""Triton: tiles of outputs, k ascending in steps of 16 through the tensor core; the schedule follows M, the bits do not.
+"""Triton: tiles of outputs, k ascending in steps of 16 through the tensor core; M chooses the schedule, not the bits.
 
 The tensor core's result depends on the order of k alone, whatever the tile, so every schedule below is a chain. fp32
-inputs take fused multiply-adds in the same order.
+inputs take fused multiply-adds in the same order. Chains of bf16 without a bias go to cuBLASLt where its bits are
+these.
+
+The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which is another order. It cannot where the dot's sum goes
+round a loop, so the number of steps is never a constant to it.
 """
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import EXACT
+from .._triton import EXACT, tree_sum
+from . import cublaslt
 
 
 @triton.jit
@@ -23,10 +28,14 @@ def _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K: tl.constexpr):
     return at, bt
 
 
-@triton.jit
-def _matmul(A, B, C, BIAS, M, N, K, sam, sak, sbn, sbk, scm, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "STEPS"])
+def _matmul(A, B, C, BIAS, M, N, K, STEPS, sam, sak, sbn, sbk, scm, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr,
             ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
             GROUP: tl.constexpr):
+    part = tl.program_id(1).to(tl.int64)  # of k and its leaves: K, STEPS and LEAVES are those of one part
+    A += part * K * sak
+    B += part * K * sbk
+    C += part * M * scm
     pid = tl.program_id(0)
     rows, cols = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = pid // (GROUP * cols) * GROUP  # tiles in bands of GROUP rows, so that weights stay in L2
@@ -39,18 +48,18 @@ def _matmul(A, B, C, BIAS, M, N, K, sam, sak, sbn, sbk, scm, LEAVES: tl.constexp
     ok = m_ok[:, None] & n_ok[None, :]
     zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if LEAVES == 1:
-        acc = tl.load(c, mask=ok, other=0.0) if ACCUMULATE else zero
-        for k in range(0, K, BLOCK_K):
-            at, bt = _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K)
+        acc = zero
+        for s in range(STEPS):
+            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
             acc = tl.dot(at, bt, acc, input_precision="ieee")
-    else:  # one loop over all of k, so that loads run ahead of the leaves; sums of 1, 2 and 4 leaves wait for their pair
-        step = K // LEAVES
+    else:  # one loop over all of k: loads run ahead of the leaves; sums of 1, 2 and 4 leaves wait for their pair
+        leaf = STEPS // LEAVES
         acc, one, two, four = zero, zero, zero, zero
-        for k in range(0, K, BLOCK_K):
-            at, bt = _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K)
+        for s in range(STEPS):
+            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
             acc = tl.dot(at, bt, acc, input_precision="ieee")
-            if (k + BLOCK_K) % step == 0:
-                done = (k + BLOCK_K) // step
+            if (s + 1) % leaf == 0:
+                done = (s + 1) // leaf
                 if done % 2 == 1:
                     one = acc
                     acc = zero
@@ -68,34 +77,84 @@ def _matmul(A, B, C, BIAS, M, N, K, sam, sak, sbn, sbk, scm, LEAVES: tl.constexp
                         acc = zero
     if HAS_BIAS:
         acc += tl.load(BIAS + j, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+    if ACCUMULATE:
+        acc += tl.load(c, mask=ok, other=0.0)
     tl.store(c, acc.to(C.dtype.element_ty), mask=ok)
 
 
-def _schedule(m: int, n: int, dtype: torch.dtype, leaves: int) -> dict:
-    """Tile, warps and stages by the number of rows."""
-    if dtype == torch.float32:
-        return {"BLOCK_M": 16 if m <= 16 else 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
-    if m <= 16 or (leaves > 1 and m <= 64):
-        return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-    if m <= 64:
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-    if leaves == 1 and (m <= 256 or n <= 1024):
-        return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-    if leaves > 1:
-        return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+@triton.jit(do_not_specialize=["M"])
+def _join(PARTS, C, BIAS, M, N, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """C [M, N] = the balanced tree over PARTS fp32 [2^LEVELS, M, N], plus bias, rounded."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = M.to(tl.int64) * N
+    ok = at < size
+    which = tl.arange(0, 1 << LEVELS)
+    parts = tl.load(PARTS + at[:, None] + which[None, :] * size, mask=ok[:, None], other=0.0)
+    acc = tree_sum(parts, LEVELS)
+    i, j = at // N, at % N
+    if HAS_BIAS:
+        acc += tl.load(BIAS + j, mask=ok, other=0.0).to(tl.float32)
+    tl.store(C + i * scm + j, acc.to(C.dtype.element_ty), mask=ok)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
-           accumulate: bool, **schedule) -> None:
-    """`schedule` overrides the choice; tests use it to show that it changes no bit."""
+def _tile(m: int, n: int, k: int, parts: int = 1, *, warps: int = 4, stages: int = 4) -> dict:
+    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "parts": parts, "num_warps": warps, "num_stages": stages}
+
+
+def _chain_schedule(m: int) -> dict:
+    if m <= 16:
+        return _tile(16, 32, 128)
+    if m <= 128:
+        return _tile(64, 32, 128)
+    return _tile(64, 64, 64, stages=5) if m <= 256 else _tile(128, 256, 64, warps=8, stages=3)
+
+
+def _tree_schedule(m: int, n: int, leaf: int) -> dict:
+    """Few rows make few tiles; then a tile's leaves are dealt out, which costs the time of joining them."""
+    if m <= 64 and leaf <= 256:
+        return _tile(16, 32, 128)
+    if m > 256:
+        return _tile(64, 128, 64, warps=8)
+    bm, bn = (16, 64) if m <= 32 else (64, 32)
+    count = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    if count >= 256:
+        return _tile(128, 128, 64, 8, warps=8, stages=3)
+    return _tile(bm, bn, 128, 1 if count > 64 and leaf < 1024 else 1 << (256 // count).bit_length() - 1)
+
+
+def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
+          accumulate: bool, **schedule) -> None:
+    """The kernels above. `schedule` overrides the choice: the tile, and into how many parts the leaves are dealt out to
+    blocks of their own. No choice changes a bit."""
     m, k = a.shape
     n = b.shape[0]
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
-    chosen = _schedule(m, n, a.dtype, leaves) | schedule
+    if a.dtype == torch.float32:
+        chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
+    else:
+        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
+    chosen |= schedule
+    parts = min(chosen.pop("parts"), leaves)
     if leaves > 1:  # a step of the loop stays inside a leaf, which is a multiple of 16
         chosen["BLOCK_K"] = math.gcd(chosen["BLOCK_K"], k // leaves)
-    grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
-    _matmul[grid](a, b, out, bias, m, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1), out.stride(0),
-                  LEAVES=leaves, HAS_BIAS=bias is not None, ACCUMULATE=accumulate, GROUP=8, **chosen, **EXACT)
+    whole = parts == 1
+    c = out if whole else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
+    grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts)
+    _matmul[grid](a, b, c, bias if whole else None, m, n, k // parts, triton.cdiv(k // parts, chosen["BLOCK_K"]),
+                  *a.stride(), *b.stride(), c.stride(-2), LEAVES=leaves // parts,
+                  HAS_BIAS=whole and bias is not None, ACCUMULATE=accumulate, GROUP=8, **chosen, **EXACT)
+    if not whole:
+        _join[(triton.cdiv(m * n, 512),)](c, out, bias, m, n, out.stride(0), LEVELS=parts.bit_length() - 1,
+                                          HAS_BIAS=bias is not None, BLOCK=512, **EXACT)
+
+
+def _chain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """What cuBLASLt's algorithms are held against; one tile, so that few kernels are compiled for it."""
+    tiles(a, b, 1, None, out, accumulate, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
+           accumulate: bool) -> None:
+    if leaves > 1 or bias is not None or not cublaslt.matmul(a, b, out, accumulate, _chain):
+        tiles(a, b, leaves, bias, out, accumulate)

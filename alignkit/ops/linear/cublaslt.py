@@ -1,0 +1,304 @@
+"""cuBLASLt: the chain at the speed of the vendor's library, by those of its algorithms that give the chain's bits.
+
+An algorithm that takes all of k in one block of threads feeds the tensor core in ascending k, as the Triton kernel
+does. That is no promise of cuBLASLt's, so three things are asked for. No workspace: with it go the algorithms whose
+blocks hand partial sums to each other. No split of k and no reduction scheme in the algorithm's configuration. And
+proof: before its first use an algorithm computes a trial whose bytes must be the chain's; one that fails is refused,
+and the next of cuBLASLt's suggestions takes its place. Where none is left, `matmul` declines.
+
+Having no workspace also means that calls share nothing: any stream will do, and a CUDA graph may be captured.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...errors import BackendError
+
+_log = logging.getLogger(__name__)
+
+# Values of cuBLAS's enums, the same in its versions 12 and 13.
+_BF16, _FP32, _COMPUTE_FP32 = 14, 0, 68
+_TRANSA, _TRANSB = 3, 4
+_MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENT = 1, 3, (5, 6, 7, 8)
+_CONFIG = {"id": 0, "tile": 1, "stages": 6, "cluster": 8, "swizzle": 4, "custom": 5, "split_k": 2, "reduction": 3}
+_NOT_SUPPORTED = 15
+_SUGGESTIONS = 16
+"""How many algorithms cuBLASLt is asked for."""
+_ALIGNMENT = 16
+"""Bytes; pointers and rows that start elsewhere are left to the Triton kernel."""
+
+_Opaque = ctypes.c_uint64 * 8
+"""cublasLtMatmulAlgo_t and cublasLtMatrixLayoutOpaque_t."""
+
+
+class _Suggestion(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+    _fields_ = [("algorithm", _Opaque), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
+                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+
+
+class Problem(NamedTuple):
+    """Everything that decides which algorithm may be used: out [m, n] = a [m, k] . b [n, k]^T, plus out if
+    `accumulate`. `a_by_k`: k is a's contiguous dimension, and `lda` elements lie between its rows; else its columns."""
+    device: int
+    m: int
+    n: int
+    k: int
+    a_by_k: bool
+    lda: int
+    b_by_k: bool
+    ldb: int
+    ldc: int
+    out_dtype: torch.dtype
+    accumulate: bool
+
+
+def _aligned(elements: int) -> int:
+    """Up to a multiple of 8: 16 bytes of bf16."""
+    return elements + -elements % (_ALIGNMENT // 2)
+
+
+def _layout(t: torch.Tensor) -> tuple[bool, int] | None:
+    """Of t [R, K]: whether k is contiguous, and the elements between its rows (else columns). None: neither fits."""
+    (rows, k), (row_stride, k_stride) = t.shape, t.stride()
+    if k_stride == 1:
+        by_k, length, ld = True, k, row_stride if rows > 1 else k
+    elif row_stride == 1:
+        by_k, length, ld = False, rows, k_stride if k > 1 else rows
+    else:
+        return None
+    return (by_k, ld) if ld >= length and ld == _aligned(ld) else None
+
+
+def problem(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> Problem | None:
+    """What the operands ask of cuBLASLt, or None if that is not for it: types other than bf16 in and fp32 or bf16 out,
+    sizes, strides or addresses that it could only take slowly, k = 0."""
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or not a.shape[1]:
+        return None
+    a_layout, b_layout, c_layout = _layout(a), _layout(b), _layout(out)
+    if a_layout is None or b_layout is None or c_layout is None or not c_layout[0]:
+        return None
+    if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % _ALIGNMENT:
+        return None
+    return Problem(a.get_device(), out.shape[0], out.shape[1], a.shape[1], *a_layout, *b_layout, c_layout[1], out.dtype,
+                   accumulate)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """libcublasLt, which torch has loaded by this name already."""
+    name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        warnings.warn(f"{name} cannot be loaded ({error}); Triton computes all products: same bits, slower")
+        return None
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for function, arguments in {
+        "Create": [pointer],
+        "MatmulDescCreate": [pointer, integer, integer],
+        "MatmulDescSetAttribute": [pointer, integer, pointer, size],
+        "MatrixLayoutInit_internal": [pointer, size, integer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
+        "MatmulPreferenceCreate": [pointer],
+        "MatmulPreferenceSetAttribute": [pointer, integer, pointer, size],
+        "MatmulAlgoGetHeuristic": [pointer] * 7 + [integer, pointer, pointer],
+        "MatmulAlgoConfigGetAttribute": [pointer, integer, pointer, size, pointer],
+        "Matmul": [pointer] * 14 + [size, pointer],
+    }.items():
+        getattr(library, f"cublasLt{function}").argtypes = arguments
+    return library
+
+
+def _call(function: str, *args) -> None:
+    status = getattr(_library(), f"cublasLt{function}")(*args)
+    if status:
+        raise BackendError(f"cublasLt{function} failed with status {status}")
+
+
+@functools.cache
+def _handle(device: int) -> int:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call("Create", ctypes.byref(handle))
+    return handle.value
+
+
+@functools.cache
+def _operation(transpose_a: bool, transpose_b: bool) -> int:
+    """A descriptor: fp32 sums, alpha and beta on the host."""
+    operation = ctypes.c_void_p()
+    _call("MatmulDescCreate", ctypes.byref(operation), _COMPUTE_FP32, _FP32)
+    for attribute, transpose in ((_TRANSA, transpose_a), (_TRANSB, transpose_b)):
+        _call("MatmulDescSetAttribute", operation, attribute, ctypes.byref(ctypes.c_int32(transpose)), 4)
+    return operation.value
+
+
+@functools.cache
+def _preference() -> int:
+    preference = ctypes.c_void_p()
+    _call("MatmulPreferenceCreate", ctypes.byref(preference))
+    _call("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(ctypes.c_uint64(0)), 8)
+    for attribute, value in ((_REDUCTION_MASK, 0), *((operand, _ALIGNMENT) for operand in _MIN_ALIGNMENT)):
+        _call("MatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(ctypes.c_uint32(value)), 4)
+    return preference.value
+
+
+class _Product:
+    """A problem in cuBLASLt's terms. Its matrices are column-major, so ours are transposed there: out^T = b . a^T."""
+
+    def __init__(self, p: Problem):
+        def layout(dtype, rows, columns, ld):
+            made = _Opaque()
+            _call("MatrixLayoutInit_internal", made, ctypes.sizeof(made), dtype, rows, columns, ld)
+            return made
+        self.problem, self.handle = p, _handle(p.device)
+        self.operation = _operation(p.b_by_k, not p.a_by_k)
+        self.b = layout(_BF16, *((p.k, p.n) if p.b_by_k else (p.n, p.k)), p.ldb)
+        self.a = layout(_BF16, *((p.k, p.m) if p.a_by_k else (p.m, p.k)), p.lda)
+        self.c = layout(_FP32 if p.out_dtype == torch.float32 else _BF16, p.n, p.m, p.ldc)
+        self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(float(p.accumulate))
+
+    def suggestions(self) -> list[bytes]:
+        """The algorithms that cuBLASLt proposes without a workspace, best first."""
+        found, count = (_Suggestion * _SUGGESTIONS)(), ctypes.c_int()
+        status = _library().cublasLtMatmulAlgoGetHeuristic(
+            self.handle, self.operation, self.b, self.a, self.c, self.c, _preference(), _SUGGESTIONS, found,
+            ctypes.byref(count))
+        if status == _NOT_SUPPORTED:
+            return []
+        if status:
+            raise BackendError(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
+        return [bytes(s.algorithm) for s in found[:count.value] if s.state == 0 and s.workspace == 0]
+
+    def launcher(self, algorithm: bytes) -> Callable[[int, int, int, int], int]:
+        """A function of the addresses of a, b and out, and of the stream, that launches and returns the status."""
+        run, kept = _library().cublasLtMatmul, (self, _Opaque.from_buffer_copy(algorithm))
+        operation, handle = self.operation, self.handle
+        one, beta = ctypes.addressof(self.one), ctypes.addressof(self.beta)
+        la, lb, lc, chosen = (ctypes.addressof(x) for x in (self.a, self.b, self.c, kept[1]))
+
+        def launch(a: int, b: int, out: int, stream: int, kept=kept) -> int:
+            return run(handle, operation, one, b, lb, a, la, beta, out, lc, out, lc, chosen, None, 0, stream)
+        return launch
+
+
+def configuration(algorithm: bytes) -> dict[str, int]:
+    """What an algorithm says of itself."""
+    opaque, value, written = _Opaque.from_buffer_copy(algorithm), ctypes.c_int32(), ctypes.c_size_t()
+    result = {}
+    for name, attribute in _CONFIG.items():
+        value.value = 0  # some attributes are 16 bits wide
+        size = 2 if name == "cluster" else 4
+        _call("MatmulAlgoConfigGetAttribute", opaque, attribute, ctypes.byref(value), size, ctypes.byref(written))
+        result[name] = value.value
+    return result
+
+
+def _trial_of(p: Problem) -> Problem:
+    """A small problem of p's kind: the algorithm's order of k does not depend on how many outputs there are, and has
+    shown itself after 1024."""
+    m, n = (min(1 << (size - 1).bit_length(), most) for size, most in ((p.m, 512), (p.n, 2048)))
+    k = min(p.k, 1024 + p.k % 64)
+    return p._replace(m=m, n=n, k=k, lda=_aligned(k if p.a_by_k else m), ldb=_aligned(k if p.b_by_k else n),
+                      ldc=_aligned(n))
+
+
+def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random a, b and out. For every other row of b the products come in pairs of opposite sign at random places: their
+    sum is 0, so what is computed is the rounding of each partial sum, and any other order shows, in bf16 too."""
+    device = torch.device("cuda", p.device)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+    a, b = random(p.m, p.k), random(p.n, p.k)
+    order = torch.randperm(p.k, device=device, generator=generator)
+    half = p.k // 2
+    first, second = order[:half], order[half:2 * half]
+    a[:, second] = a[:, first]
+    b[::2, second] = -b[::2, first]
+    a[:, order[2 * half:]] *= 2.0**-20
+    out = random(p.m, p.ldc, dtype=p.out_dtype)[:, :p.n]
+
+    def laid_out(t, by_k, ld):
+        rows, columns = t.shape if by_k else t.shape[::-1]
+        made = torch.empty(rows, ld, dtype=t.dtype, device=device)[:, :columns]
+        return (made if by_k else made.t()).copy_(t)
+    return laid_out(a, p.a_by_k, p.lda), laid_out(b, p.b_by_k, p.ldb), out
+
+
+def _passes(algorithm: bytes, trial: Problem, chain: Callable) -> bool:
+    """Whether the algorithm's bytes are the chain's. Waits for the device."""
+    with torch.cuda.device(trial.device):
+        a, b, out = _trial_operands(trial)
+        want = out.clone()
+        chain(a, b, want, trial.accumulate)
+        status = _Product(trial).launcher(algorithm)(a.data_ptr(), b.data_ptr(), out.data_ptr(), _stream(trial.device))
+        if status not in (0, _NOT_SUPPORTED):
+            raise BackendError(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
+        as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
+        return status == 0 and torch.equal(out.view(as_bits), want.view(as_bits))
+
+
+def _stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+_verdicts: dict[tuple[bytes, Problem], bool] = {}
+"""By algorithm and trial."""
+_launchers: dict[Problem, Callable[[int, int, int, int], int] | None] = {}
+"""By problem; None where every suggestion was refused."""
+_MOST_LAUNCHERS = 16384
+"""Then they are looked up anew: a server meets ever new numbers of rows."""
+
+
+def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator[bytes]:
+    trial = _trial_of(p)
+    for algorithm in suggestions:
+        says = configuration(algorithm)
+        if says["split_k"] not in (0, 1) or says["reduction"]:
+            continue
+        if (algorithm, trial) not in _verdicts:
+            _verdicts[algorithm, trial] = _passes(algorithm, trial, chain)
+            if not _verdicts[algorithm, trial]:
+                _log.info("cuBLASLt algorithm %s is refused for %s: its bits are not the chain's", says, trial)
+        if _verdicts[algorithm, trial]:
+            yield algorithm
+
+
+def _decide(p: Problem, chain: Callable) -> Callable[[int, int, int, int], int] | None:
+    product = _Product(p)
+    algorithm = next(_admitted(p, product.suggestions(), chain), None)
+    return None if algorithm is None else product.launcher(algorithm)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool, chain: Callable) -> bool:
+    """out [M, N] = a [M, K] . b [N, K]^T, plus `out` if `accumulate`, by an algorithm that passed its trial.
+
+    False, and nothing done, where there is none, or where the problem is new while a CUDA graph is being captured (a
+    trial waits for the device). `chain(a, b, out, accumulate)` is the computation whose bits count.
+    """
+    p = problem(a, b, out, accumulate)
+    if p is None or _library() is None:
+        return False
+    try:
+        launch = _launchers[p]
+    except KeyError:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        if len(_launchers) >= _MOST_LAUNCHERS:
+            _launchers.clear()
+        launch = _launchers[p] = _decide(p, chain)
+    if launch is None:
+        return False
+    status = launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), _stream(p.device))
+    if status:
+        raise BackendError(f"cublasLtMatmul failed with status {status} for {p}")
+    return True

@@ -1,0 +1,274 @@
+"""cuBLASLt may compute a chain only by algorithms that have shown the chain's bits."""
+import logging
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from alignkit.ops import linear
+from alignkit.ops.linear import cublaslt, matmul
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU, randn, seeds
+
+gpu = pytest.mark.skipif(CPU, reason="needs a GPU")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing decided yet."""
+    monkeypatch.setattr(cublaslt, "_launchers", {})
+    monkeypatch.setattr(cublaslt, "_verdicts", {})
+
+
+def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):
+    """a [m, k] and b [n, k]; `pad` elements lie between rows (or columns)."""
+    a, b = (randn(rows, k + pad, dtype=dtype)[:, :k] if by_k else randn(k, rows + pad, dtype=dtype)[:, :rows].t()
+            for rows, by_k in ((m, a_by_k), (n, b_by_k)))
+    return a, b
+
+
+def by_triton(a, b, out_dtype=BF16, base=None):
+    from alignkit.ops.linear.triton import _chain
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype) if base is None else base.clone()
+    _chain(a, b, out, base is not None)
+    return out
+
+
+def by_cublaslt(a, b, out_dtype=BF16, base=None):
+    """None if cuBLASLt declines."""
+    from alignkit.ops.linear.triton import _chain
+    out = torch.full((a.shape[0], b.shape[0]), float("nan"), dtype=out_dtype) if base is None else base.clone()
+    return out if cublaslt.matmul(a, b, out, base is not None, _chain) else None
+
+
+@pytest.mark.parametrize("a_by_k,b_by_k", [(True, True), (True, False), (False, False), (False, True)])
+def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
+    a, b = operands(40, 24, 64, a_by_k, b_by_k, pad=8)
+    p = cublaslt.problem(a, b, torch.empty(40, 24, dtype=BF16), False)
+    assert p[1:] == (40, 24, 64, a_by_k, 72 if a_by_k else 48, b_by_k, 72 if b_by_k else 32, 24, BF16, False)
+    trial = cublaslt._trial_of(p._replace(m=5000, n=151936, k=2**20 + 9))
+    assert (trial.m, trial.n, trial.k) == (512, 2048, 1024 + 9)
+    assert trial.lda == (1040 if a_by_k else 512) and trial.ldb == (1040 if b_by_k else 2048)
+    assert cublaslt._trial_of(p)[1:4] == (64, 32, 64)
+
+
+def test_a_single_row_may_have_any_stride():
+    a, b = operands(1, 24, 64)
+    p = cublaslt.problem(a.as_strided((1, 64), (3, 1)), b, torch.empty(1, 24), True)
+    assert (p.lda, p.ldc) == (64, 24) and p.accumulate
+
+
+@pytest.mark.parametrize("case", ["fp32", "mixed", "no k", "odd rows", "odd out", "address", "expanded", "overlapping",
+                                  "both strided", "out by column"])
+def test_problems_that_are_left_to_triton(case):
+    a, b = operands(40, 24, 64)
+    out = torch.empty(40, 24)
+    if case == "fp32":
+        a, b = a.float(), b.float()
+    elif case == "mixed":
+        a = a.float()
+    elif case == "no k":
+        a, b = a[:, :0], b[:, :0]
+    elif case == "odd rows":
+        a = operands(40, 24, 64, pad=4)[0]
+    elif case == "odd out":
+        out = torch.empty(40, 28)[:, :24]
+    elif case == "address":
+        a = operands(40, 24, 64, pad=8)[0].as_strided((40, 64), (72, 1), 4)
+    elif case == "expanded":
+        a = a[:1].expand(40, 64)
+    elif case == "overlapping":
+        a = a.as_strided((40, 64), (8, 1))
+    elif case == "both strided":
+        a = randn(40, 64, 2, dtype=BF16)[..., 0]
+    elif case == "out by column":
+        out = torch.empty(24, 40).t()
+    assert cublaslt.problem(a, b, out, False) is None
+
+
+def test_decisions(fresh, monkeypatch):
+    """A new problem waits while a graph is captured; afterwards it is decided once, and a refusal is remembered too."""
+    a, b = operands(40, 24, 64)
+    out = torch.zeros(40, 24)
+    capturing, asked, launched = [True], [], []
+    monkeypatch.setattr(cublaslt, "_library", lambda: object())
+    monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    answers = [None, lambda *addresses: launched.append(addresses)]
+    monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: asked.append(p) or answers[p.accumulate])
+    for accumulate in (False, True):
+        assert not cublaslt.matmul(a, b, out, accumulate, None)
+    assert not asked
+    capturing[0] = False
+    for _ in range(2):
+        assert not cublaslt.matmul(a, b, out, False, None)
+        assert cublaslt.matmul(a, b, out, True, None)
+    capturing[0] = True
+    assert cublaslt.matmul(a, b, out, True, None)
+    assert [p.accumulate for p in asked] == [False, True]
+    assert launched == [(a.data_ptr(), b.data_ptr(), out.data_ptr(), 7)] * 3
+
+
+def test_admission(fresh, monkeypatch, caplog):
+    """Splits of k are not tried; a failure is named, remembered, and the next suggestion taken."""
+    caplog.set_level(logging.INFO, cublaslt.__name__)
+    a, b = operands(40, 24, 64)
+    p = cublaslt.problem(a, b, torch.empty(40, 24), False)
+    says = {b"split": {"split_k": 4, "reduction": 0}, b"reduces": {"split_k": 1, "reduction": 2},
+            b"wrong": {"id": 11, "split_k": 1, "reduction": 0}, b"right": {"id": 12, "split_k": 1, "reduction": 0}}
+    tried = []
+    monkeypatch.setattr(cublaslt, "configuration", says.__getitem__)
+    monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, *_: tried.append(algorithm) or algorithm == b"right")
+    for _ in range(2):
+        assert list(cublaslt._admitted(p, list(says), None)) == [b"right"]
+    assert tried == [b"wrong", b"right"]
+    refusals = [r.getMessage() for r in caplog.records]
+    assert len(refusals) == 1 and "'id': 11" in refusals[0] and "refused" in refusals[0]
+
+
+@gpu
+@settings(max_examples=10)  # of which each may compile several kernels
+@given(m=st.integers(1, 700), n=st.sampled_from([8, 37, 208]), k=st.sampled_from([1, 72, 77, 264]),
+       a_by_k=st.booleans(), b_by_k=st.booleans(), pad=st.integers(0, 3), out_dtype=st.sampled_from([FP32, BF16]),
+       seed=seeds)
+def test_providers_agree(m, n, k, a_by_k, b_by_k, pad, out_dtype, seed):
+    torch.manual_seed(seed)
+    if not a_by_k and pad % 2 == 0:  # such as cuBLASLt takes
+        m *= 8
+    a, b = operands(m, n, k, a_by_k, b_by_k, pad=4 * pad)
+    want = by_triton(a, b, out_dtype)
+    got = by_cublaslt(a, b, out_dtype)
+    if got is not None:
+        assert_bitwise_equal(got, want, "cuBLASLt")
+    assert_bitwise_equal(matmul(a, b, out_dtype=out_dtype), want, "the choice")
+    base = randn(m, n)
+    want = by_triton(a, b, base=base)
+    assert_bitwise_equal(want, base + by_triton(a, b, FP32), "out + chain")
+    got = by_cublaslt(a, b, base=base)
+    if got is not None:
+        assert_bitwise_equal(got, want, "cuBLASLt, accumulating")
+    assert_bitwise_equal(matmul(a, b, out=base), want, "the choice, accumulating")
+
+
+@gpu
+@pytest.mark.parametrize("k", [1, 16, 64])
+def test_sums_are_not_folded_into_the_product(k):
+    """`x + (0 + p)` is not `x + p` for a product p that takes several roundings. A chain of a single step invites a
+    compiler to it."""
+    from alignkit.ops.linear.triton import tiles
+    a, b = operands(48, 40, k)
+    chain, base, bias = by_triton(a, b, FP32), randn(48, 40), randn(40, dtype=BF16)
+    assert_bitwise_equal(by_triton(a, b, base=base), base + chain, "out")
+    got = torch.empty(48, 40)
+    tiles(a, b, 1, bias, got, False)
+    assert_bitwise_equal(got, chain + bias.float(), "bias")
+    if k > 1:
+        a, b = operands(48, 40, 8 * k)
+        want = [by_triton(x, y, FP32) for x, y in zip(a.chunk(8, dim=1), b.chunk(8, dim=1))]
+        while len(want) > 1:
+            want = [left + right for left, right in zip(want[::2], want[1::2])]
+        for parts in (1, 4, 8):
+            tiles(a, b, 8, bias, got, False, parts=parts)
+            assert_bitwise_equal(got, want[0] + bias.float(), f"leaves of {k}, {parts} parts")
+
+
+@gpu
+@pytest.mark.parametrize("m,n,k,a_by_k,b_by_k", [
+    (1, 4096, 1024, True, True), (16, 4096, 1024, True, True), (256, 4096, 1024, True, True), (4096, 6144, 1024, True, True), (4096, 1024, 6144, True, False),
+    (6144, 1024, 4096, False, False), (1024, 3072, 8192, False, False), (512, 151936, 1024, True, True)])
+@pytest.mark.parametrize("out_dtype", [FP32, BF16])
+def test_cublaslt_takes_the_usual_products(m, n, k, a_by_k, b_by_k, out_dtype):
+    a, b = operands(m, n, k, a_by_k, b_by_k)
+    got = by_cublaslt(a, b, out_dtype)
+    assert got is not None, "no algorithm was admitted"
+    assert_bitwise_equal(got, by_triton(a, b, out_dtype))
+
+
+def split_in_two(launcher):
+    """The product by two chains over half of k each, as an algorithm that splits k has it."""
+    def planted(self, algorithm):
+        half = self.problem.k // 2
+        first, second = (launcher(q, q.suggestions()[0]) for q in (
+            cublaslt._Product(self.problem._replace(k=half)),
+            cublaslt._Product(self.problem._replace(k=self.problem.k - half, accumulate=True))))
+        return lambda a, b, out, stream: first(a, b, out, stream) or second(a + 2 * half, b + 2 * half, out, stream)
+    return planted
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 300])
+@pytest.mark.parametrize("out_dtype", [FP32, BF16])
+def test_an_algorithm_with_other_bits_is_refused_and_named(fresh, monkeypatch, caplog, m, out_dtype):
+    caplog.set_level(logging.INFO, cublaslt.__name__)
+    a, b = operands(m, 1024, 1024)
+    with monkeypatch.context() as patch:
+        patch.setattr(cublaslt._Product, "launcher", split_in_two(cublaslt._Product.launcher))
+        assert by_cublaslt(a, b, out_dtype) is None
+        assert_bitwise_equal(matmul(a, b, out_dtype=out_dtype), by_triton(a, b, out_dtype))
+    assert cublaslt._verdicts and not any(cublaslt._verdicts.values())
+    assert len(caplog.records) == len(cublaslt._verdicts)
+    assert all("'split_k'" in r.getMessage() and "refused" in r.getMessage() for r in caplog.records)
+
+
+@gpu
+@pytest.mark.parametrize("m", [8, 256])
+@pytest.mark.parametrize("known", [True, False])
+def test_capture(fresh, m, known):
+    """Graphs replay the same bits, whether the problem was decided before the capture or not."""
+    from alignkit.ops.linear.triton import tiles
+    a, b = operands(m, 1024, 1024)
+    want, out = by_triton(a, b), torch.zeros(m, 1024, dtype=BF16)
+    if known:
+        matmul(a, b, out_dtype=BF16)
+    else:
+        tiles(a, b, 1, None, out, False)  # compiles what the capture will launch
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(matmul(a, b, out_dtype=BF16))
+    assert bool(cublaslt._launchers) == known
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert_bitwise_equal(out, want)
+
+
+@gpu
+def test_the_current_stream_is_used():
+    a, b = operands(4096, 4096, 1024)
+    want = by_triton(a, b)
+    matmul(a, b, out_dtype=BF16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(a)
+        torch.cuda._sleep(50_000_000)
+        late.copy_(a)
+        got = matmul(late, b, out_dtype=BF16)
+    stream.synchronize()
+    assert_bitwise_equal(got, want)
+
+
+@gpu
+def test_more_than_2_31_outputs():
+    m, n = 2**14 + 8, 2**17 + 64
+    a, b = operands(m, n, 64)
+    got = matmul(a, b, out_dtype=BF16)
+    for rows in (slice(0, 100), slice(m - 100, m)):
+        assert_bitwise_equal(got[rows], by_triton(a[rows], b), f"cuBLASLt or the choice, rows {rows}")
+    del got
+    got = by_triton(a, b)
+    for rows in (slice(0, 100), slice(m - 100, m)):
+        assert_bitwise_equal(got[rows], by_triton(a[rows], b), f"Triton, rows {rows}")
+
+
+@gpu
+def test_gradients_of_a_layer_are_chains():
+    x, w = (t.requires_grad_() for t in (randn(3, 100, 64, dtype=BF16), randn(256, 64, dtype=BF16)))
+    dy = randn(3, 100, 256, dtype=BF16)
+    dx, dw = torch.autograd.grad(linear(x, w), (x, w), dy)
+    x, w, dy = x.detach().reshape(300, 64), w.detach(), dy.reshape(300, 256)
+    assert_bitwise_equal(dx.reshape(300, 64), by_triton(dy, w.t()), "dx")
+    assert_bitwise_equal(dw, by_triton(dy.t(), x.t()), "dw")
