@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from ... import backends
-from .._common import check_like, check_tensor, require
+from .._common import check_like, check_tensor, looks, require
+from .paging import check_pages
 
 INTS = (torch.int32, torch.int64)
 
@@ -16,8 +17,8 @@ INTS = (torch.int32, torch.int64)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, scale):
-        out, m, l = backends.select("attention", q.device).forward(q, k, v, starts, scale)
-        ctx.save_for_backward(q, k, v, starts, out, m, l)
+        out, *statistics = backends.select("attention", q.device).forward(q, k, v, starts, scale)
+        ctx.save_for_backward(q, k, v, starts, out, *statistics)
         ctx.scale = scale
         return out
 
@@ -44,15 +45,22 @@ def _check(q, k, v, scale) -> float:
     return scale
 
 
-def _check_starts(name: str, starts, total: int) -> torch.Tensor:
-    """Values are looked at on the host only: elsewhere that would wait for the device."""
-    check_tensor(name, starts, 1, INTS)
+def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
+    """`t` as the backends take it: its last dimension is dense, and on the CPU it is int64."""
+    check_tensor(name, t, ndim, INTS)
+    require(t.device == q.device, f"{name}: device {t.device} differs from q's {q.device}")
+    return _unit(t.to(torch.int64) if t.device.type == "cpu" else t)
+
+
+def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Tensor:
+    """`padded`: rows of q may follow the last sequence."""
+    starts = _check_ints(name, starts, 1, q)
     require(starts.numel() >= 1, f"{name}: must begin with 0")
-    if starts.device.type == "cpu":
-        starts = starts.to(torch.int64).contiguous()
+    if looks(starts.device):
+        last, rows = int(starts[-1]), q.shape[0]
         require(int(starts[0]) == 0, f"{name}: must begin with 0")
         require(bool((starts[1:] >= starts[:-1]).all()), f"{name}: must not decrease")
-        require(int(starts[-1]) == total, f"{name}: ends at {int(starts[-1])}, q has {total} rows")
+        require(last == rows or padded and last < rows, f"{name}: ends at {last}, q has {rows} rows")
     return starts
 
 
@@ -71,31 +79,41 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
         [T, Hq, D], q's type. Differentiable in q, k and v.
 
     Raises:
-        InputError: shapes, types or devices do not fit; on the CPU also if cu_seqlens decreases or does not end at T.
+        InputError: shapes, types or devices do not fit; or cu_seqlens does not begin with 0, decreases or does not end
+            at T. A GPU is not waited for to find the latter, unless ``ALIGNKIT_STRICT=1``: if cu_seqlens does not begin
+            with 0 and end at T, all results and gradients are NaN; where it decreases, rows hold anything.
     """
     scale = _check(q, k, v, scale)
     require(k.shape[0] == q.shape[0], f"k: {k.shape[0]} rows differ from q's {q.shape[0]}")
-    starts = _check_starts("cu_seqlens", cu_seqlens, q.shape[0])
+    starts = _check_starts("cu_seqlens", cu_seqlens, q, padded=False)
     return _Attention.apply(_unit(q), _unit(k), _unit(v), starts, scale)
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-                    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+                    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, scale: float | None = None,
+                    out: torch.Tensor | None = None) -> torch.Tensor:
     """Causal attention of new queries over a paged cache, for rollout: prefill, chunked prefill and decode alike.
 
     Args:
         q: [T, Hq, D], fp32 or bf16; the queries of a sequence are its last positions.
         k_cache, v_cache: [num_blocks, block_size, Hkv, D], q's type; the keys of the queries are in them.
         block_table: int [B, max_blocks], the cache blocks of each sequence in order.
-        query_start_loc: int [B + 1], the first query of each sequence, then T.
+        query_start_loc: int [B + 1], the first query of each sequence, then their number. Rows of q from there on are
+            padding, and a sequence may have no query.
         seq_lens: int [B], positions of each sequence, its queries included.
         scale: factor of the scores; default ``D ** -0.5``.
+        out: where to write the result; contiguous.
 
     Returns:
-        [T, Hq, D], q's type. Not differentiable.
+        [T, Hq, D], q's type; zeros for padding. Not differentiable. It may be captured in a CUDA graph: later lengths,
+        starts and blocks may be others, the shapes not.
 
     Raises:
-        InputError: shapes, types or devices do not fit; on the CPU also if a length or block is out of range.
+        InputError: shapes, types or devices do not fit; or a start, length or block is out of range. A GPU is not
+            waited for to find the latter, unless ``ALIGNKIT_STRICT=1``. NaN are then all results if query_start_loc
+            does not begin with 0 or ends beyond T, and those of a sequence that is longer than its blocks or shorter
+            than its queries. Where query_start_loc decreases, rows hold anything; a block outside the cache is taken
+            for its first or last.
     """
     check_tensor("k_cache", k_cache, 4)
     check_tensor("v_cache", v_cache, 4)
@@ -104,14 +122,21 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     block_size = k_cache.shape[1]
     require(block_size > 0, "k_cache: block_size is 0")
     scale = _check(q, k_cache[:, 0], v_cache[:, 0], scale)
-    starts = _check_starts("query_start_loc", query_start_loc, q.shape[0])
-    check_tensor("seq_lens", seq_lens, 1, INTS)
-    check_tensor("block_table", block_table, 2, INTS)
+    starts = _check_starts("query_start_loc", query_start_loc, q, padded=True)
+    seq_lens, block_table = _check_ints("seq_lens", seq_lens, 1, q), _check_ints("block_table", block_table, 2, q)
     batch = starts.numel() - 1
     require(seq_lens.shape[0] == batch, f"seq_lens: {seq_lens.shape[0]} entries for {batch} sequences")
     require(block_table.shape[0] == batch, f"block_table: {block_table.shape[0]} rows for {batch} sequences")
+    if looks(seq_lens.device):
+        check_pages(block_table, seq_lens, starts.diff(), block_size, k_cache.shape[0])
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        check_like("out", out, "q", q)
+        require(out.shape == q.shape and out.is_contiguous(), "out: not contiguous or not of q's shape")
     k, v = (_rows_view(c) for c in (k_cache, v_cache))
-    return backends.select("attention", q.device).paged(_unit(q), k, v, block_table, starts, seq_lens, block_size, scale)
+    backends.select("attention", q.device).paged(_unit(q), k, v, block_table, starts, seq_lens, block_size, scale, out)
+    return out
 
 
 def _rows_view(cache: torch.Tensor) -> torch.Tensor:

@@ -12,21 +12,28 @@ def by_rows(kernel):
     def forward(q, k, v, starts, scale):
         return kernel(q, k, v, starts, starts, None, scale)
 
-    def paged(q, k, v, block_table, q_start, seq_lens, block_size, scale):
-        kv_start, rows = _cache_rows(block_table, seq_lens, q_start.diff(), block_size, k.shape[0] // block_size)
-        return kernel(q, k, v, q_start, kv_start, rows, scale)[0]
+    def paged(q, k, v, block_table, q_start, seq_lens, block_size, scale, out):
+        kv_start, rows = _cache_rows(block_table, seq_lens, block_size)
+        n = int(q_start[-1])
+        out[:n] = kernel(q[:n], k, v, q_start, kv_start, rows, scale)[0]
+        out[n:] = 0
     return forward, paged
 
 
-def _cache_rows(table: torch.Tensor, lens: torch.Tensor, queries: torch.Tensor, block_size: int, num_blocks: int):
-    """Where each sequence's positions begin, and the cache row of every position, one sequence after the other."""
-    table, lens = table.to(torch.int64), lens.to(torch.int64)
+def check_pages(table: torch.Tensor, lens: torch.Tensor, queries: torch.Tensor, block_size: int,
+                num_blocks: int) -> None:
+    """Raise InputError where a sequence's length does not fit its queries or blocks, or a block is not in the cache."""
     longest = int(lens.max()) if lens.numel() else 0
     require(bool((lens >= queries).all()), "seq_lens: shorter than the sequence's queries")
     require(longest <= table.shape[1] * block_size,
             f"seq_lens: {longest} positions exceed block_table's {table.shape[1]} blocks")
-    position = torch.arange(longest)
-    rows = (table[:, position // block_size] * block_size + position % block_size)[position[None] < lens[:, None]]
-    require(not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < num_blocks * block_size),
+    used = torch.arange(table.shape[1], device=table.device) * block_size < lens[:, None]
+    require(not bool((used & ((table < 0) | (table >= num_blocks))).any()),
             f"block_table: a block is not in [0, {num_blocks})")
+
+
+def _cache_rows(table: torch.Tensor, lens: torch.Tensor, block_size: int):
+    """Where each sequence's positions begin, and the cache row of every position, one sequence after the other."""
+    position = torch.arange(int(lens.max()) if lens.numel() else 0)
+    rows = (table[:, position // block_size] * block_size + position % block_size)[position[None] < lens[:, None]]
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)), rows

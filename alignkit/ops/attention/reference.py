@@ -7,7 +7,6 @@ from ...contract import KV_BLOCK as _BLOCKS
 from .._common import exp, fma, tree
 from .paging import by_rows
 
-
 KV_BLOCK = _BLOCKS["cpu"]
 
 

@@ -1,6 +1,8 @@
 """Triton: rows of a tile are query positions times the heads of a group; keys in blocks from position 0.
 
-One forward kernel serves training (packed) and rollout (paged): prefill, chunks and decode differ in the tile only.
+`_tiles` serves training (packed) and the longer sequences of a rollout (paged), `_short` the sequences with few
+queries, such as one when decoding. Both run `_attend`, so they differ in the tile only, which changes no bit. Grids
+depend on shapes alone and lengths are read on the device, so all of it may be captured in a CUDA graph.
 """
 from __future__ import annotations
 
@@ -9,19 +11,22 @@ import triton
 import triton.language as tl
 
 from ... import contract
-from .._triton import EXACT, exp, fixed, next_power_of_2
+from .._triton import EXACT, LOG2E, next_power_of_2
 
 KV_BLOCK = contract.KV_BLOCK["sm90"]
+_PAD = tl.constexpr(128)
+_VALUES = ["tokens", "seqs", "tiles", "pads", "pages", "width", "most"]
+"""Arguments that change from call to call: no kernel is compiled for one of their values."""
 
 
 @triton.jit
-def _find(STARTS, seqs, pid, BLOCK: tl.constexpr):
-    """The sequence that tile `pid` belongs to: sequence s owns tiles from STARTS[s] // BLOCK + s on."""
+def _find(STARTS, seqs, tile, BLOCK: tl.constexpr):
+    """The sequence that `tile` belongs to: sequence s owns tiles from STARTS[s] // BLOCK + s on."""
     low = 0
     high = seqs
     while low + 1 < high:
         mid = (low + high) // 2
-        if tl.load(STARTS + mid) // BLOCK + mid <= pid:
+        if tl.load(STARTS + mid) // BLOCK + mid <= tile:
             low = mid
         else:
             high = mid
@@ -29,179 +34,360 @@ def _find(STARTS, seqs, pid, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forward(Q, K, V, O, M, L, Q_START, KV_LEN, TABLE, scale, seqs, sqt, sqh, skt, skh, svt, svh, table_row,
-             PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, KVB: tl.constexpr, KEEP: tl.constexpr):
-    pid, hk = tl.program_id(0), tl.program_id(1)
-    s = _find(Q_START, seqs, pid, BLOCK_Q)
-    q0 = tl.load(Q_START + s)
-    q_len = tl.load(Q_START + s + 1) - q0
-    first = (pid - (q0 // BLOCK_Q + s)) * BLOCK_Q
-    if first >= q_len:
-        return
-    kv_len = q_len
-    if PAGE > 0:
-        kv_len = tl.load(KV_LEN + s)
-    context = kv_len - q_len
-    r = tl.arange(0, BLOCK_M)
+def _span(STARTS, s, seqs, tokens):
+    """The first row of sequence s and its number of rows: rows of [0, tokens), whatever STARTS holds."""
+    q0 = tl.minimum(tl.maximum(tl.load(STARTS + s), 0), tokens).to(tl.int32)
+    q1 = tl.minimum(tl.maximum(tl.load(STARTS + tl.minimum(s + 1, seqs)), q0), tokens).to(tl.int32)
+    return q0, q1 - q0
+
+
+@triton.jit
+def _statistics(q0, s, head, pads):
+    """Where the statistics of a sequence's queries begin in an fp32 [HEADS, pads * _PAD] that `_per_query` made: at a
+    multiple of _PAD, so that a block of them may be read to its end. What no query has keeps its first value."""
+    return (tl.cast(head, tl.int64) * pads + (q0 // _PAD + s)) * _PAD
+
+
+@triton.jit
+def _fill(O, value, begin, end, step, hk, WIDTH: tl.constexpr, ROW: tl.constexpr):
+    """`value` to part `hk`, of WIDTH elements, of rows begin, begin + step, ... before `end` of O [tokens, ROW]."""
+    for t in range(begin, end, step):
+        for x in tl.static_range(0, WIDTH, 128):
+            i = x + tl.arange(0, 128)
+            o = O + tl.cast(t, tl.int64) * ROW + hk * WIDTH + i
+            tl.store(o, tl.full((128,), value, O.dtype.element_ty), mask=i < WIDTH)
+
+
+@triton.jit
+def _rows(P, row, page, stride, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr):
+    """Rows of P, [len(row), DP], zero beyond D; rows of pages of PAGE rows if PAGE > 0."""
     d = tl.arange(0, DP)
+    at = row.to(tl.int64) * stride
+    if PAGE > 0:
+        at += page.to(tl.int64) * (stride * PAGE)
+    at = P + (at[:, None] + d[None, :])
+    if D == DP:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _queries(P, token, head, ok, st, sh, D: tl.constexpr, DP: tl.constexpr):
+    """Rows (token, head) of P, [len(token), DP], zero where not ok and beyond D."""
+    d = tl.arange(0, DP)
+    at = P + (token[:, None] * st + head[:, None].to(tl.int64) * sh + d[None, :])
+    return tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(Q, K, V, O, SHIFT, TABLE, factor, q0, q_len, context, first, s, hk, pads, pages, sqt: tl.constexpr, sqh,
+            skt: tl.constexpr, svt: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+            D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, KVB: tl.constexpr,
+            KEEP: tl.constexpr):
+    """The tile of BLOCK_Q positions from `first` on. K and V point at head `hk`, TABLE at the sequence's pages."""
+    r = tl.arange(0, BLOCK_M)
     pos = first + r // GROUP
     head = hk * GROUP + r % GROUP
     ok = (pos < q_len) & (r < BLOCK_Q * GROUP)
     token = (q0 + pos).to(tl.int64)
-    q = tl.load(Q + token[:, None] * sqt + head[:, None] * sqh + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    q = _queries(Q, token, head, ok, sqt, sqh, D, DP)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    end = tl.minimum(kv_len, context + first + BLOCK_Q)
+    end = context + tl.minimum(q_len, first + BLOCK_Q)
+    at = tl.minimum(tl.arange(0, KVB), end - 1)  # beyond the end any row will do, its probability is 0
+    page = at
+    if PAGE > 0:
+        page = tl.load(TABLE + at // PAGE).to(tl.int32)
     for b in range(0, end, KVB):
-        p = b + tl.arange(0, KVB)
-        there = p < end
-        if PAGE > 0:
-            page = tl.load(TABLE + s.to(tl.int64) * table_row + p // PAGE, mask=there, other=0).to(tl.int64)
-            row = page * PAGE + p % PAGE
-        else:
-            row = (q0 + p).to(tl.int64)
-        k = tl.load(K + row[None, :] * skt + hk * skh + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(V + row[:, None] * svt + hk * svh + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        score = tl.dot(q, k, input_precision="ieee") * scale
-        score = tl.where((p[None, :] <= (context + pos)[:, None]) & there[None, :], score, -float("inf"))
+        j = b + tl.arange(0, KVB)
+        row = at % PAGE if PAGE > 0 else q0 + at
+        here = tl.minimum(tl.maximum(page, 0), pages - 1)
+        k = _rows(K, row, here, skt, D, DP, PAGE)
+        v = _rows(V, row, here, svt, D, DP, PAGE)
+        at = tl.minimum(j + KVB, end - 1)
+        if PAGE > 0:  # a block ahead, so that no load of keys waits for it
+            page = tl.load(TABLE + at // PAGE).to(tl.int32)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if b + KVB > context + first + 1:  # some query does not see all of the block
+            score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
         top = tl.maximum(m, tl.max(score, axis=1))
-        alpha = exp(m - top)
-        e = exp(score - top[:, None])
-        total = tl.sum(fixed(e), axis=1).to(tl.float32) * 1.1920928955078125e-07
-        l = tl.fma(l, alpha, total)
-        acc = tl.dot(e.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        shift = -top * factor
+        p = tl.exp2(tl.fma(score, factor, shift[:, None]))
+        alpha = tl.exp2((m - top) * factor)  # exactly 1 where no key of the block is seen
+        # 1 + p is p rounded to a multiple of 2^-23, in the low bits; the sum of the ones leaves modulo 2^32.
+        total = tl.sum((p + 1.0).to(tl.uint32, bitcast=True), axis=1) - (KVB * 0x3F800000) % 2**32
+        l = tl.fma(l, alpha, total.to(tl.float32) * (2.0**-23))
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = top
+    d = tl.arange(0, DP)
+    out = tl.div_rn(acc, l[:, None] + acc * 0.0)
     o = O + (token[:, None] * HEADS + head[:, None]) * D + d[None, :]
-    out = tl.div_rn(acc, tl.where(ok, l, 1.0)[:, None] + acc * 0.0)
     tl.store(o, out.to(O.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
     if KEEP:
-        tl.store(M + token * HEADS + head, m, mask=ok)
-        tl.store(L + token * HEADS + head, l, mask=ok)
+        tl.store(SHIFT + _statistics(q0, s, head, pads) + pos, tl.fma(-m, factor, -tl.log2(l)), mask=ok)
 
 
-def forward(q, k, v, starts, scale):
-    return _launch(q, k, v, starts, None, None, 0, scale, True)
+@triton.jit(do_not_specialize=_VALUES)
+def _tiles(Q, K, V, O, SHIFT, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles, pads, pages, width, table_row, most,
+           sqt: tl.constexpr, sqh, skt: tl.constexpr, skh, svt: tl.constexpr, svh, PAGE: tl.constexpr,
+           GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
+           BLOCK_Q: tl.constexpr, KVB: tl.constexpr, KEEP: tl.constexpr):
+    """The sequences of more than `most` queries, tile by tile; the last tiles, which have most keys, begin first."""
+    hk = tl.program_id(0) % (HEADS // GROUP)
+    tile = tiles - 1 - tl.program_id(0) // (HEADS // GROUP)
+    begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
+    if (begin != 0) | (end > tokens) | ((PAGE == 0) & (end != tokens)):
+        if PAGE == 0:  # a cache's rows are left to `_short`
+            _fill(O, float("nan"), tile, tokens, tiles, hk, GROUP * D, HEADS * D)
+    elif seqs > 0:
+        s = _find(STARTS, seqs, tile, BLOCK_Q)
+        q0, q_len = _span(STARTS, s, seqs, tokens)
+        first = (tile - (q0 // BLOCK_Q + s)) * BLOCK_Q
+        context = 0
+        fits = True
+        if PAGE > 0:
+            kv_len = tl.load(KV_LEN + s)
+            fits = (q_len > most) & (kv_len >= q_len) & (kv_len <= width * PAGE)
+            context = kv_len.to(tl.int32) - q_len
+        if fits & (first >= 0) & (first < q_len):
+            _attend(Q, K + hk.to(tl.int64) * skh, V + hk.to(tl.int64) * svh, O, SHIFT,
+                    TABLE + tl.cast(s, tl.int64) * table_row, factor, q0, q_len, context, first, s, hk, pads, pages,
+                    sqt, sqh, skt, svt, PAGE, GROUP, HEADS, D, DP, BLOCK_M, BLOCK_Q, KVB, KEEP)
 
 
-def paged(q, k, v, block_table, q_start, seq_lens, block_size, scale):
-    return _launch(q, k, v, q_start, seq_lens, block_table, block_size, scale, False)[0]
+@triton.jit(do_not_specialize=_VALUES)
+def _short(Q, K, V, O, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles, pages, width, table_row, most,
+           sqt: tl.constexpr, sqh, skt: tl.constexpr, skh, svt: tl.constexpr, svh, PAGE: tl.constexpr,
+           GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
+           BLOCK_Q: tl.constexpr, KVB: tl.constexpr):
+    """The sequences of at most `most` queries, each by one program a head group. It also fills the rows that hold no
+    query with zeros, and those of a sequence that does not fit with NaN."""
+    hk = tl.program_id(0) % (HEADS // GROUP)
+    s = tl.program_id(0) // (HEADS // GROUP)
+    begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
+    q0, q_len = _span(STARTS, s, seqs, tokens)
+    kv_len = tl.load(KV_LEN + s, mask=s < seqs, other=0)
+    if (begin != 0) | (end > tokens):
+        _fill(O, float("nan"), s, tokens, tiles, hk, GROUP * D, HEADS * D)
+    else:
+        _fill(O, 0.0, end.to(tl.int32) + s, tokens, tiles, hk, GROUP * D, HEADS * D)
+        if (kv_len < q_len) | (kv_len > width * PAGE):
+            _fill(O, float("nan"), q0, q0 + q_len, 1, hk, GROUP * D, HEADS * D)
+        elif q_len <= most:
+            for first in range(0, q_len, BLOCK_Q):
+                _attend(Q, K + hk.to(tl.int64) * skh, V + hk.to(tl.int64) * svh, O, O,
+                        TABLE + tl.cast(s, tl.int64) * table_row, factor, q0, q_len, kv_len.to(tl.int32) - q_len,
+                        first, s, hk, 0, pages, sqt, sqh, skt, svt, PAGE, GROUP, HEADS, D, DP, BLOCK_M, BLOCK_Q, KVB,
+                        False)
 
 
-def _launch(q, k, v, q_start, kv_len, table, page, scale, keep, block_m=None):
-    """table: int [B, max_blocks] with pages of `page` rows, or None where keys lie with the queries.
-    block_m overrides the tile; tests use it to show that it changes no bit."""
-    tokens, heads, dim = q.shape
-    seqs, group = q_start.shape[0] - 1, heads // k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    m, l = ((torch.empty(tokens, heads, dtype=torch.float32, device=q.device) for _ in range(2)) if keep else (None, None))
-    if tokens:
-        tile = 16 if q.dtype == torch.float32 or tokens <= 4 * seqs else 64
-        block_m = max(block_m or tile, next_power_of_2(group))
-        block_q = block_m // group
-        grid = (tokens // block_q + seqs, k.shape[1])
-        _forward[grid](q, k, v, out, m, l, q_start, kv_len, table, scale, seqs, q.stride(0), q.stride(1), k.stride(0),
-                       k.stride(1), v.stride(0), v.stride(1), 0 if table is None else table.stride(0),
-                       PAGE=page if table is not None else 0, GROUP=group, HEADS=heads, D=dim, DP=next_power_of_2(dim),
-                       BLOCK_M=block_m, BLOCK_Q=block_q, KVB=KV_BLOCK, KEEP=keep, num_warps=4, num_stages=2, **EXACT)
-    return out, m, l
-
-
-@triton.jit
-def _delta(DO, O, DELTA, rows, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    d = tl.arange(0, DP)
-    ok = (r < rows)[:, None] & (d < D)[None, :]
-    g = tl.load(DO + r[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
-    o = tl.load(O + r[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
-    tl.store(DELTA + r, tl.sum(g * o, axis=1), mask=r < rows)
-
-
-@triton.jit
-def _grad_q(Q, K, V, DO, M, L, DELTA, DQ, START, scale, seqs, sqt, sqh, skt, skh, svt, svh, GROUP: tl.constexpr,
-            HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr):
-    pid, h = tl.program_id(0), tl.program_id(1)
-    hk = h // GROUP
-    s = _find(START, seqs, pid, B)
-    q0 = tl.load(START + s)
-    n = tl.load(START + s + 1) - q0
-    first = (pid - (q0 // B + s)) * B
-    if first >= n:
+@triton.jit(do_not_specialize=_VALUES)
+def _delta(DO, O, DELTA, STARTS, tokens, seqs, pads, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+           R: tl.constexpr):
+    """The sum of dO times O over a head, by query: fp32, in one order for every query."""
+    if tl.load(STARTS + seqs) != tokens:
         return
-    i = first + tl.arange(0, B)
-    d = tl.arange(0, DP)
-    ok, dk = i < n, d < D
-    t = (q0 + i).to(tl.int64)
-    q = tl.load(Q + t[:, None] * sqt + h * sqh + d[None, :], mask=ok[:, None] & dk[None, :], other=0.0)
-    g = tl.load(DO + (t[:, None] * HEADS + h) * D + d[None, :], mask=ok[:, None] & dk[None, :], other=0.0)
-    m = tl.load(M + t * HEADS + h, mask=ok, other=0.0)
-    l = tl.load(L + t * HEADS + h, mask=ok, other=1.0)
-    delta = tl.load(DELTA + t * HEADS + h, mask=ok, other=0.0)
-    dq = tl.zeros((B, DP), tl.float32)
-    for b in range(0, tl.minimum(first + B, n), B):
-        j = b + tl.arange(0, B)
-        row = (q0 + j).to(tl.int64)
-        there = j < n
-        k = tl.load(K + row[:, None] * skt + hk * skh + d[None, :], mask=there[:, None] & dk[None, :], other=0.0)
-        v = tl.load(V + row[None, :] * svt + hk * svh + d[:, None], mask=there[None, :] & dk[:, None], other=0.0)
-        e = exp(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - m[:, None])
-        p = tl.where((j[None, :] <= i[:, None]) & ok[:, None], tl.div_rn(e, l[:, None] + e * 0.0), 0.0)
-        ds = p * (tl.dot(g, v, input_precision="ieee") - delta[:, None]) * scale
+    h = tl.program_id(0) % HEADS
+    tile = tl.program_id(0) // HEADS
+    s = _find(STARTS, seqs, tile, R)
+    q0, q_len = _span(STARTS, s, seqs, tokens)
+    pos = (tile - (q0 // R + s)) * R + tl.arange(0, R)
+    ok = (pos >= 0) & (pos < q_len)
+    token = (q0 + pos).to(tl.int64)
+    head = tl.zeros((R,), tl.int32) + h
+    g = _queries(DO, token, head, ok, HEADS * D, D, D, DP).to(tl.float32)
+    o = _queries(O, token, head, ok, HEADS * D, D, D, DP).to(tl.float32)
+    tl.store(DELTA + _statistics(q0, s, h, pads) + pos, tl.sum(g * o, axis=1), mask=ok)
+
+
+@triton.jit(do_not_specialize=_VALUES)
+def _grad_q(Q, K, V, DO, SHIFT, DELTA, DQ, STARTS, factor, scale, tokens, seqs, tiles, pads, sqt: tl.constexpr, sqh,
+            skt: tl.constexpr, skh, svt: tl.constexpr, svh, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+            DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles of queries as in `_tiles`, over their keys ascending."""
+    hk = tl.program_id(0) % (HEADS // GROUP)
+    tile = tiles - 1 - tl.program_id(0) // (HEADS // GROUP)
+    if (tl.load(STARTS) != 0) | (tl.load(STARTS + seqs) != tokens):
+        _fill(DQ, float("nan"), tile, tokens, tiles, hk, GROUP * D, HEADS * D)
+        return
+    s = _find(STARTS, seqs, tile, BLOCK_Q)
+    q0, q_len = _span(STARTS, s, seqs, tokens)
+    first = (tile - (q0 // BLOCK_Q + s)) * BLOCK_Q
+    if (first < 0) | (first >= q_len):
+        return
+    r = tl.arange(0, BLOCK_M)
+    pos = first + r // GROUP
+    head = hk * GROUP + r % GROUP
+    ok = (pos < q_len) & (r < BLOCK_Q * GROUP)
+    token = (q0 + pos).to(tl.int64)
+    q = _queries(Q, token, head, ok, sqt, sqh, D, DP)
+    g = _queries(DO, token, head, ok, HEADS * D, D, D, DP)
+    at = _statistics(q0, s, head, pads) + pos
+    shift = tl.load(SHIFT + at, mask=ok, other=0.0)
+    delta = tl.load(DELTA + at, mask=ok, other=0.0)
+    K += hk.to(tl.int64) * skh
+    V += hk.to(tl.int64) * svh
+    dq = tl.zeros((BLOCK_M, DP), tl.float32)
+    end = tl.minimum(q_len, first + BLOCK_Q)
+    for b in range(0, end, BLOCK_N):
+        j = b + tl.arange(0, BLOCK_N)
+        row = q0 + tl.minimum(j, end - 1)
+        k = _rows(K, row, 0, skt, D, DP, 0)
+        v = _rows(V, row, 0, svt, D, DP, 0)
+        p = tl.exp2(tl.fma(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, shift[:, None]))
+        if b + BLOCK_N > first + 1:
+            p = tl.where(j[None, :] <= pos[:, None], p, 0.0)
+        ds = p * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    tl.store(DQ + (t[:, None] * HEADS + h) * D + d[None, :], dq.to(DQ.dtype.element_ty), mask=ok[:, None] & dk[None, :])
-
-
-@triton.jit
-def _grad_kv(Q, K, V, DO, M, L, DELTA, DK, DV, START, scale, seqs, sqt, sqh, skt, skh, svt, svh, GROUP: tl.constexpr,
-             HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr):
-    pid, hk = tl.program_id(0), tl.program_id(1)
-    s = _find(START, seqs, pid, B)
-    q0 = tl.load(START + s)
-    n = tl.load(START + s + 1) - q0
-    first = (pid - (q0 // B + s)) * B
-    if first >= n:
-        return
-    j = first + tl.arange(0, B)
     d = tl.arange(0, DP)
-    there, dd = j < n, d < D
-    row = (q0 + j).to(tl.int64)
-    k = tl.load(K + row[:, None] * skt + hk * skh + d[None, :], mask=there[:, None] & dd[None, :], other=0.0)
-    v = tl.load(V + row[:, None] * svt + hk * svh + d[None, :], mask=there[:, None] & dd[None, :], other=0.0)
-    dk = tl.zeros((B, DP), tl.float32)
-    dv = tl.zeros((B, DP), tl.float32)
-    for h in range(hk * GROUP, (hk + 1) * GROUP):
-        for b in range(first, n, B):
-            i = b + tl.arange(0, B)
-            t = (q0 + i).to(tl.int64)
-            ok = i < n
-            q = tl.load(Q + t[:, None] * sqt + h * sqh + d[None, :], mask=ok[:, None] & dd[None, :], other=0.0)
-            g = tl.load(DO + (t[:, None] * HEADS + h) * D + d[None, :], mask=ok[:, None] & dd[None, :], other=0.0)
-            m = tl.load(M + t * HEADS + h, mask=ok, other=0.0)
-            l = tl.load(L + t * HEADS + h, mask=ok, other=1.0)
-            delta = tl.load(DELTA + t * HEADS + h, mask=ok, other=0.0)
-            e = exp(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - m[None, :])
-            p = tl.where((j[:, None] <= i[None, :]) & ok[None, :] & there[:, None], tl.div_rn(e, l[None, :] + e * 0.0), 0.0)
-            dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
-            ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :]) * scale
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    out = (row[:, None] * (HEADS // GROUP) + hk) * D + d[None, :]
-    tl.store(DK + out, dk.to(DK.dtype.element_ty), mask=there[:, None] & dd[None, :])
-    tl.store(DV + out, dv.to(DV.dtype.element_ty), mask=there[:, None] & dd[None, :])
+    out = DQ + (token[:, None] * HEADS + head[:, None]) * D + d[None, :]
+    tl.store(out, (dq * scale).to(DQ.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
 
 
-def backward(q, k, v, starts, out, m, l, d_out, scale):
+@triton.jit(do_not_specialize=_VALUES)
+def _grad_kv(Q, K, V, DO, SHIFT, DELTA, DK, DV, STARTS, factor, scale, tokens, seqs, tiles, pads, sqt: tl.constexpr,
+             sqh, skt: tl.constexpr, skh, svt: tl.constexpr, svh, GROUP: tl.constexpr, HEADS: tl.constexpr,
+             D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Tiles of keys, over the queries that see them ascending, one head of the group after the other."""
+    tl.static_assert(BLOCK_N % BLOCK_I == 0, "a block of queries would end beyond the sequence's statistics")
+    KV: tl.constexpr = HEADS // GROUP
+    hk = tl.program_id(0) % KV
+    tile = tl.program_id(0) // KV
+    if (tl.load(STARTS) != 0) | (tl.load(STARTS + seqs) != tokens):
+        _fill(DK, float("nan"), tile, tokens, tiles, hk, D, KV * D)
+        _fill(DV, float("nan"), tile, tokens, tiles, hk, D, KV * D)
+        return
+    s = _find(STARTS, seqs, tile, BLOCK_N)
+    q0, n = _span(STARTS, s, seqs, tokens)
+    first = (tile - (q0 // BLOCK_N + s)) * BLOCK_N
+    if (first < 0) | (first >= n):
+        return
+    j = first + tl.arange(0, BLOCK_N)
+    row = q0 + tl.minimum(j, n - 1)
+    k = _rows(K + hk.to(tl.int64) * skh, row, 0, skt, D, DP, 0)
+    v = _rows(V + hk.to(tl.int64) * svh, row, 0, svt, D, DP, 0)
+    dk = tl.zeros((BLOCK_N, DP), tl.float32)
+    dv = tl.zeros((BLOCK_N, DP), tl.float32)
+    blocks = tl.cdiv(n - first, BLOCK_I)
+    for b in range(GROUP * blocks):
+        h = hk * GROUP + b // blocks
+        i0 = first + b % blocks * BLOCK_I
+        i = i0 + tl.arange(0, BLOCK_I)
+        t = q0 + tl.minimum(i, n - 1)
+        q = _rows(Q + h.to(tl.int64) * sqh, t, 0, sqt, D, DP, 0)
+        g = _rows(DO + h * D, t, 0, HEADS * D, D, DP, 0)
+        at = _statistics(q0, s, h, pads) + i  # beyond the end: -inf and 0, which add nothing
+        shift = tl.load(SHIFT + at)
+        delta = tl.load(DELTA + at)
+        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q), input_precision="ieee"), factor, shift[None, :]))
+        if i0 < first + BLOCK_N:
+            p = tl.where(j[:, None] <= i[None, :], p, 0.0)
+        dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
+        ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    d = tl.arange(0, DP)
+    out = ((q0 + j).to(tl.int64)[:, None] * KV + hk) * D + d[None, :]
+    ok = (j < n)[:, None] & (d < D)[None, :]
+    tl.store(DK + out, (dk * scale).to(DK.dtype.element_ty), mask=ok)
+    tl.store(DV + out, dv.to(DV.dtype.element_ty), mask=ok)
+
+
+SCHEDULES = {
+    "tiles": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3},
+    "short": {"BLOCK_M": 16, "num_warps": 4, "num_stages": 3},
+    "grad_q": {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
+    "grad_kv": {"BLOCK_N": 128, "BLOCK_I": 64, "num_warps": 8, "num_stages": 3},
+}
+"""Launch options of bf16 with heads of up to 128. None of them changes a bit."""
+
+
+def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
+    options = dict(SCHEDULES[kernel])
+    if q.dtype == torch.float32:  # no tensor core
+        options = {name: 16 for name in options if name.startswith("BLOCK")} | {"num_warps": 4, "num_stages": 1}
+    elif q.shape[2] > 128:
+        options = {name: min(value, 64) for name, value in options.items()} | {"num_stages": 1}
+    options |= override
+    if "BLOCK_M" in options:
+        options["BLOCK_M"] = max(options["BLOCK_M"], next_power_of_2(group))
+        options["BLOCK_Q"] = options["BLOCK_M"] // group
+    return options | EXACT
+
+
+def _factor(scale: float) -> float:
+    """Of the scores, for powers of 2. The launch rounds it to fp32."""
+    return scale * LOG2E.value
+
+
+def _shape(q, k) -> dict:
+    return {"GROUP": q.shape[1] // k.shape[1], "HEADS": q.shape[1], "D": q.shape[2],
+            "DP": max(16, next_power_of_2(q.shape[2]))}
+
+
+def _strides(q, k, v) -> tuple[int, ...]:
+    return (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+
+
+def _pads(tokens: int, seqs: int) -> int:
+    """How many times _PAD statistics a head has; see `_statistics`."""
+    return tokens // _PAD.value + seqs + 1
+
+
+def forward(q, k, v, starts, scale, **schedule):
+    """`schedule` overrides launch options; tests use it to show that they change no bit."""
+    tokens, heads, kv = *q.shape[:2], k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    seqs = starts.shape[0] - 1
+    pads = _pads(tokens, seqs)
+    shift = torch.full((heads, pads * _PAD.value), float("-inf"), dtype=torch.float32, device=q.device)
+    if tokens:
+        options = _schedule("tiles", q, heads // kv, schedule)
+        tiles = tokens // options["BLOCK_Q"] + seqs + 1
+        _tiles[(tiles * kv,)](q, k, v, out, shift, starts, starts, starts, _factor(scale), tokens, seqs, tiles, pads,
+                              0, 0, 0, 0, *_strides(q, k, v), PAGE=0, KVB=KV_BLOCK, KEEP=True, **_shape(q, k),
+                              **options)
+    return out, shift
+
+
+def paged(q, k, v, block_table, starts, seq_lens, block_size, scale, out, short=None, **schedule):
+    """`short` and `schedule` override the launch options of `_short` and `_tiles`."""
+    tokens, heads, kv = *q.shape[:2], k.shape[1]
+    if not tokens:
+        return
+    seqs, width = block_table.shape
+    shared = {"PAGE": block_size, "KVB": KV_BLOCK} | _shape(q, k)
+    few = _schedule("short", q, heads // kv, short or {})
+    many = _schedule("tiles", q, heads // kv, schedule)
+    alone = tokens <= seqs  # most likely one query each; `_short` takes any number, one tile after the other
+    most = tokens if alone else few["BLOCK_Q"]
+    lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs
+    rest = k.shape[0] // block_size, width, block_table.stride(0), most, *_strides(q, k, v)
+    programs = max(seqs, 1)
+    _short[(programs * kv,)](q, k, v, out, *lengths, programs, *rest, **shared, **few)
+    if not alone:
+        tiles = tokens // many["BLOCK_Q"] + seqs
+        _tiles[(tiles * kv,)](q, k, v, out, out, *lengths, tiles, 0, *rest, KEEP=False, **shared, **many)
+
+
+def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule):
+    """`schedule` and `grad_kv` override the launch options of `_grad_q` and `_grad_kv`."""
     tokens, heads, dim = q.shape
-    seqs, group = starts.shape[0] - 1, heads // k.shape[1]
+    seqs, kv = starts.shape[0] - 1, k.shape[1]
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if tokens:
-        delta = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-        dp = next_power_of_2(dim)
-        _delta[(triton.cdiv(tokens * heads, 16),)](d_out, out, delta, tokens * heads, D=dim, DP=dp, R=16, num_warps=4, **EXACT)
-        block = 16 if q.dtype == torch.float32 else 64
-        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-        shared = {"GROUP": group, "HEADS": heads, "D": dim, "DP": dp, "B": block, "num_warps": 4, "num_stages": 2} | EXACT
-        tiles = tokens // block + seqs
-        _grad_q[(tiles, heads)](q, k, v, d_out, m, l, delta, dq, starts, scale, seqs, *strides, **shared)
-        _grad_kv[(tiles, k.shape[1])](q, k, v, d_out, m, l, delta, dk, dv, starts, scale, seqs, *strides, **shared)
+        shape, pads = _shape(q, k), _pads(tokens, seqs)
+        delta = torch.zeros(heads, pads * _PAD.value, dtype=torch.float32, device=q.device)
+        _delta[((tokens // 64 + seqs + 1) * heads,)](d_out, out, delta, starts, tokens, seqs, pads, HEADS=heads, D=dim,
+                                                     DP=shape["DP"], R=64, num_warps=4, **EXACT)
+        by_query = _schedule("grad_q", q, heads // kv, schedule)
+        by_key = _schedule("grad_kv", q, heads // kv, grad_kv or {})
+
+        def values(tiles):
+            return starts, _factor(scale), scale, tokens, seqs, tiles, pads, *_strides(q, k, v)
+        tiles = tokens // by_query["BLOCK_Q"] + seqs + 1
+        _grad_q[(tiles * kv,)](q, k, v, d_out, shift, delta, dq, *values(tiles), **shape, **by_query)
+        tiles = tokens // by_key["BLOCK_N"] + seqs + 1
+        _grad_kv[(tiles * kv,)](q, k, v, d_out, shift, delta, dk, dv, *values(tiles), **shape, **by_key)
     return dq, dk, dv
