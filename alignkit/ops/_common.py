@@ -7,6 +7,7 @@ import torch
 
 from ..contract import SUM_LANES
 from ..errors import InputError
+from ..tp import strict
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -15,6 +16,12 @@ def require(condition: bool, message: str) -> None:
     """Raise InputError(message) unless `condition`."""
     if not condition:
         raise InputError(message)
+
+
+def looks(device: torch.device) -> bool:
+    """Whether values on `device` are looked at on the host before they are used: on a GPU that waits for it, so only if
+    `tp.strict()`."""
+    return device.type == "cpu" or strict()
 
 
 def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:

@@ -1,14 +1,17 @@
 """Bad input gives one clear error that begins with the argument's name, before anything is computed."""
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from alignkit import backends, ops
 from alignkit.errors import BackendError, InputError
+from alignkit.ops.linear_logp import token_logp
 
 from .helpers import CPU
 
-pytestmark = pytest.mark.skipif(not CPU, reason="values are looked at on the host only, so far")
-
+gpu = pytest.mark.skipif(CPU, reason="this is what a GPU does with values that nobody looks at first")
 X, W, B = torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
 T = torch.tensor([0, 1, 2, -100])
 Q, KV = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
@@ -71,7 +74,7 @@ CASES = [
     ("block_table: a block is not in [0, 3)", lambda: paged(table=torch.tensor([[-1, 1], [0, 0]]))),
     ("block_table: 1 rows", lambda: paged(table=TABLE[:1])),
     ("v_cache: shape", lambda: paged(v=CACHE[:2])),
-    ("query_start_loc: ends at", lambda: paged(starts=torch.tensor([0, 2, 5]))),
+    ("query_start_loc: ends at 7", lambda: paged(starts=torch.tensor([0, 2, 7]))),
     ("target: id 8 at (3,)", lambda: lp(target=torch.tensor([0, 1, 2, 8]))),
     ("target: id -1 at (0,)", lambda: lp(target=torch.tensor([-1, 1, 2, 3]))),
     ("target: id 7 at (1,)", lambda: lp(target=torch.tensor([0, 7, 2, 3]), vocab_size=7)),
@@ -93,13 +96,20 @@ CASES = [
     ("temperature: [-1.0]", lambda: lp(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0]))),
     ("soft_cap", lambda: lp(soft_cap=0.0)),
     ("logit_scale", lambda: lp(logit_scale=float("inf"))),
+    ("token_ids: [8] is not in [0, 8)", lambda: token_logp(W.t(), torch.arange(16)[:, None] // 2 + 1)),
+    ("token_ids: shape", lambda: token_logp(W, torch.zeros(7, 1, dtype=torch.int64))),
+    ("token_ids: dtype", lambda: token_logp(W, torch.zeros(8, 1))),
+    ("token_ids: expected 2 dimensions", lambda: token_logp(W, torch.zeros(8, dtype=torch.int64))),
+    ("temperature: [-1.0]", lambda: lp(temperature=torch.tensor(-1.0))),
+    ("target: expected a tensor", lambda: lp(target=3)),
     ("target: id 9", lambda: ops.logp_from_logits(X, torch.tensor([0, 9, 0, 0]), vocab_size=9)),
     ("logits: dtype", lambda: ops.log_softmax(X.half())),
 ]
 
 
 @pytest.mark.parametrize("message,call", CASES, ids=[f"{i}-{m.split(':')[0]}" for i, (m, _) in enumerate(CASES)])
-def test_named(message, call):
+def test_named(message, call, monkeypatch):
+    monkeypatch.setenv("ALIGNKIT_STRICT", "1")  # on a GPU, values are looked at
     with pytest.raises(InputError) as e:
         call()
     assert str(e.value).startswith(message), str(e.value)
@@ -109,6 +119,8 @@ def test_named(message, call):
 def test_empty_batches_are_fine(dtype):
     x, w = torch.empty(0, 16, dtype=dtype), W.to(dtype)
     none = torch.empty(0, dtype=torch.int64)
+    assert token_logp(x, torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
+    assert ops.logp_from_logits(x, none).shape == (0,)
     for y, width in ((ops.linear(x, w), 8), (ops.rms_norm(x, w[0], 1e-6), 16), (ops.silu_mul(x, x), 16),
                      (ops.head_logits(x, w), 8), (ops.log_softmax(x), 16)):
         assert y.shape == (0, width)
@@ -141,3 +153,36 @@ def test_a_device_without_backend_is_refused():
         ops.rms_norm(X.to("meta"), torch.ones(16, device="meta"), 1e-6)
     with pytest.raises(BackendError, match="choice"), backends.use("cuda"):
         pass
+
+
+STOPPED = """
+import torch
+from alignkit import ops
+torch.set_default_device("cuda")
+logp = ops.linear_logp(torch.ones(4, 16), torch.ones(8, 16), torch.tensor([0, 1, -100, {target}]),
+                       temperature=torch.tensor([1.0, 1.0, 1.0, {temperature}]))
+torch.cuda.synchronize()
+"""
+
+
+@gpu
+@pytest.mark.parametrize("target,temperature,message", [
+    (7, 1.0, None), (8, 1.0, "target: an id is neither in [0, vocab_size) nor ignore_index"),
+    (-1, 1.0, "target: an id is neither"), (7, 0.0, "temperature: a value is not positive and finite"),
+    (7, float("inf"), "temperature: a value")])
+def test_the_device_stops_at_wrong_values(target, temperature, message):
+    code = STOPPED.format(target=target, temperature=f'float("{temperature}")')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+                          check=False)
+    assert (done.returncode == 0) == (message is None), done.stderr
+    assert message is None or message in done.stderr, done.stderr
+
+
+@gpu
+def test_what_has_no_value_is_nan():
+    """Positions outside the table, ids outside the vocabulary, and hidden states that are NaN, each in its row."""
+    positions = torch.tensor([0, -1, 5, 16, 15, 2])
+    assert ops.rope(Q, positions, ROPE).isnan().flatten(1).all(1).tolist() == [False, True, False, True, False, False]
+    ids = torch.tensor([[0, 8], [-1, 7]])
+    assert token_logp(X[:2, :8], ids).isnan().tolist() == [[False, True], [True, False]]
+    assert lp(hidden=NAN).isnan().tolist() == [True, False, False, False]

@@ -2,206 +2,321 @@
 
 docs/contract.md, "Log-softmax over the vocabulary". The vocabulary is cut into tiles at fixed global ids; a tile's
 statistics are integers, so neither the order of a sum nor the rank that computes it can change a bit. Ranks exchange
-statistics, never logits. The [N, V] logits are never stored: rows are taken in chunks.
+statistics, never logits. The [N, V] logits are never stored: they are taken a block of rows and columns at a time.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
 from ... import backends
+from ...contract import HEAD_COLUMNS, HEAD_ROWS, VOCAB_TILE
 from ...tp import SINGLE, TP
-from .._common import check_tensor, check_weight, require
+from .._common import check_tensor, check_weight, looks, require
 from ..linear import matmul, row_sum
-from .vocab import Shards, merge
+from .vocab import Shards
 
-CHUNK_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Of fp32 logits alive at a time, by device; not in the contract."""
+CHUNK_BYTES = {"cpu": 1 << 23, "sm90": 1 << 27}
+"""Of fp32 logits alive at a time, by device family; not in the contract."""
+PART_ROWS = {"cpu": None, "sm90": 4096}
+"""Rows of logits computed at a time, so that they are still in the cache when they are read; not in the contract."""
 
 
-def _chunks(rows: int, columns: int, device: torch.device):
-    """Slices of rows whose logits stay below the limit: multiples of 16, so that a chain over rows that goes on from
-    chunk to chunk takes the same steps."""
-    step = max(1, CHUNK_BYTES[device.type] // (64 * max(columns, 1))) * 16
-    return [slice(r, min(r + step, rows)) for r in range(0, rows, step)]
+def _cuts(start: int, stop: int, step: int | None, border: int = 0) -> list[slice]:
+    """[start, stop) cut wherever the distance to `border` is a multiple of `step`; whole if that is None."""
+    inner = () if step is None else range(start + step - (start - border) % step, stop, step)
+    return [slice(a, b) for a, b in zip((start, *inner), (*inner, stop)) if a < b]
+
+
+def _cpu_rows(columns: int) -> int:
+    """Rows of logits on the CPU that stay below the limit: a multiple of 16."""
+    return max(1, CHUNK_BYTES["cpu"] // (64 * columns)) * 16
+
+
+def _part(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if values is None else values[rows]
 
 
 @dataclass(frozen=True)
 class _Transform:
-    """z = soft_cap(x) * logit_scale / temperature, x the product plus bias; all fp32."""
-    soft_cap: float | None
-    logit_scale: float
+    """From a product to a logit: plus bias (fp32 [V_local]), capped, scaled; None leaves a step out."""
+    bias: torch.Tensor | None = None
+    soft_cap: float | None = None
+    logit_scale: float | None = None
 
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        if self.soft_cap is not None:
-            backends.select("linear_logp", z.device).soft_cap(z, self.soft_cap)
-        if self.logit_scale != 1.0:
-            z *= self.logit_scale
-        return z
-
-    def backward(self, dz: torch.Tensor, capped: torch.Tensor | None) -> torch.Tensor:
-        if self.logit_scale != 1.0:
-            dz *= self.logit_scale
-        if capped is not None:
-            dz *= 1.0 - (capped / self.soft_cap) ** 2
-        return dz
+    def of(self, columns: slice) -> _Transform:
+        return replace(self, bias=_part(self.bias, columns))
 
 
 class _Head:
-    """Where logits come from: hidden . weight^T + bias, this rank's columns below the true vocabulary size."""
+    """Where logits come from: hidden . weight^T, then `how`."""
 
-    def __init__(self, hidden, weight, bias, columns: int, transform: _Transform):
-        self.hidden, self.weight, self.transform = hidden, weight[:columns], transform
-        self.bias = None if bias is None else bias[:columns].float()
+    def __init__(self, hidden, weight, how: _Transform):
+        self.hidden, self.weight, self.how = hidden, weight, how
+        self.family = backends.family(hidden.device)
 
-    def logits(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """fp32 logits of a chunk before temperature, and what the soft cap's gradient needs."""
-        z = matmul(self.hidden[rows], self.weight)
-        if self.bias is not None:
-            z += self.bias
-        if self.transform.soft_cap is None:
-            return self.transform.forward(z), None
-        capped = _Transform(self.transform.soft_cap, 1.0).forward(z).clone()
-        return _Transform(None, self.transform.logit_scale).forward(z), capped
+    def blocks(self, rows: int, columns: int) -> tuple[int, int | None]:
+        """How many rows and columns of logits to take at a time where the order is free; the same on every rank if
+        `columns` is."""
+        step = HEAD_COLUMNS[self.family]
+        if step is None:
+            return _cpu_rows(columns), None
+        rows = max(min(rows, PART_ROWS[self.family]), 1)
+        return rows, max(CHUNK_BYTES[self.family] // (4 * rows * step), 1) * step
+
+    def products(self, rows: slice, columns: slice) -> torch.Tensor:
+        return matmul(self.hidden[rows], self.weight[columns])
+
+    def logits(self, rows: slice, columns: slice) -> torch.Tensor:
+        """fp32, before temperature."""
+        z = self.products(rows, columns)
+        backends.select("linear_logp", z.device).transform(z, self.how.of(columns))
+        return z
+
+
+def _head(hidden, weight, bias, soft_cap, logit_scale) -> _Head:
+    return _Head(hidden, weight, _Transform(None if bias is None else bias.detach().float().contiguous(), soft_cap, logit_scale))
 
 
 class _Given:
-    """Where logits come from: a tensor [N, V_local] of them."""
+    """Where logits come from: a tensor [N, V_local] of them, of which row order[i] is the i-th (all, if None)."""
+    how = _Transform()
 
-    def __init__(self, logits, columns: int):
-        self.given = logits[:, :columns]
+    def __init__(self, logits, order: torch.Tensor | None = None):
+        self.given = logits if logits.stride(1) == 1 else logits.contiguous()
+        self.order, self.family = order, backends.family(logits.device)
 
-    def logits(self, rows: slice):
-        return self.given[rows].float().contiguous(), None
+    def blocks(self, rows: int, columns: int) -> tuple[int, None]:
+        return _cpu_rows(columns) if self.family == "cpu" else HEAD_ROWS[self.family], None
+
+    def products(self, rows: slice, columns: slice) -> torch.Tensor:
+        return self.given[rows if self.order is None else self.order[rows]][:, columns]
+
+    def logits(self, rows: slice, columns: slice) -> torch.Tensor:
+        return self.products(rows, columns).float()
+
+
+def _pieces(source, rows: slice, width: int | None, shards: Shards, tp: TP):
+    """The tiles that begin on this rank, some at a time: the first column, products, and what makes them logits."""
+    columns, tail = shards.columns(tp.rank), shards.tail(tp.rank)
+    for part in _cuts(shards.lead(tp.rank), tail, width, border=-shards.starts[tp.rank]):
+        yield part.start, source.products(rows, part), source.how.of(part)
+    cut = shards.cut_tile(lambda part: source.logits(rows, part), tp)
+    if tail < columns:
+        yield tail, cut, _Transform()
+
+
+def _row_sums(source, device, n: int, target, temperature, shards: Shards, tp: TP, entropy: bool):
+    """For each block of the n rows: the block, and its maxima and sums over all ranks (see the backends' `join`)."""
+    backend = backends.select("linear_logp", device)
+    start, lead = shards.starts[tp.rank], shards.lead(tp.rank)
+    tiles = -(-(shards.columns(tp.rank) - lead) // VOCAB_TILE)
+    height, width = source.blocks(n, max(shards.sizes))
+    for rows in _cuts(0, n, height):
+        size = rows.stop - rows.start
+        m, q, u = (torch.empty(size, tiles if kept else 0, dtype=dtype, device=device)
+                   for dtype, kept in ((torch.float32, True), (torch.int32, True), (torch.int32, entropy)))
+        z_target = None if target is None else torch.zeros(size, dtype=torch.float32, device=device)
+        for first, z, how in _pieces(source, rows, width, shards, tp):
+            at = (first - lead) // VOCAB_TILE
+            of = slice(at, at - (-z.shape[1] // VOCAB_TILE))
+            backend.statistics(z, how, _part(temperature, rows), _part(target, rows), start + first, m[:, of], q[:, of],
+                               u[:, of] if entropy else None, z_target)
+        if tp.size == 1:
+            yield rows, *backend.join(m, q, u if entropy else None, z_target, None)
+        else:
+            own = m.amax(dim=1) if tiles else m.new_full((size,), -math.inf)
+            top = torch.stack(tp.all_gather(own)).amax(dim=0)
+            _, sums = backend.join(m, q, u if entropy else None, z_target, top)
+            yield rows, top, torch.stack(tp.all_gather(sums)).sum(dim=0)
 
 
 def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
-    """logp, lse, entropy (or None), fp32 [N], of this chunked source on every rank."""
-    logp, lse, ent = (torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(3))
-    for rows in _chunks(len(target), max(shards.sizes), target.device):
-        z, _ = source.logits(rows)
-        z /= temperature[rows, None]
-        own = shards.local(target[rows], tp.rank)
-        z_target = z.gather(1, own.clamp(min=0)[:, None])[:, 0].masked_fill_(own < 0, 0.0) if z.shape[1] else (
-            torch.zeros(own.shape, dtype=torch.float32, device=own.device))
-        m, s, u = merge(shards.whole_tiles(z, tp), tp, entropy)
-        lse64 = backends.select("linear_logp", z.device).lse(m, s)
-        logp[rows] = (tp.tree_sum(z_target).double() - lse64).float()
-        lse[rows] = lse64.float()
-        if entropy:
-            ent[rows] = (lse64 - m.double() + u.double() / s.double()).float()
-    return logp, lse, ent if entropy else None
+    """logp, lse, entropy (or None), fp32 [N], of this source on every rank."""
+    backend = backends.select("linear_logp", target.device)
+    whole = [torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(3 if entropy else 2)]
+    for rows, m, sums in _row_sums(source, target.device, len(target), target, temperature, shards, tp, entropy):
+        for kept, part in zip(whole, backend.finish(m, sums, target[rows], entropy)):
+            kept[rows] = part
+    return *whole[:2], whole[2] if entropy else None
 
 
-def _logits_grad(source, rows, target, temperature, lse, ent, g_logp, g_ent, shards: Shards, tp: TP):
-    """d(loss)/d(logits of a chunk) before temperature, and the soft cap's part."""
-    z, capped = source.logits(rows)
-    z /= temperature[rows, None]
-    backends.select("linear_logp", z.device).logits_grad(
-        z, lse[rows], None if ent is None else ent[rows], g_logp[rows].contiguous(),
-        None if ent is None else g_ent[rows].contiguous(), shards.local(target[rows], tp.rank))
-    z /= temperature[rows, None]
-    return z, capped
+def _remaining(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The rows that count, in order. Counting them would wait for a GPU: there the ignored rows follow at the end."""
+    ignored = target == ignore_index
+    if target.device.type == "cpu":
+        return (~ignored).nonzero()[:, 0]
+    return torch.argsort(ignored, stable=True)
+
+
+def _taken(values: torch.Tensor | None, order: torch.Tensor | None) -> torch.Tensor | None:
+    return values if values is None or order is None else values.index_select(0, order)
+
+
+def _put_back(values: torch.Tensor | None, order: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """Values of the rows `order` to their places among n; zeros elsewhere."""
+    if values is None or order is None:
+        return values
+    return values.new_zeros(n, *values.shape[1:]).index_copy_(0, order, values)
+
+
+def _gradient(source: _Head, rows: slice, columns: slice, first: int, per_row: tuple) -> torch.Tensor:
+    """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
+    backend, like = backends.select("linear_logp", source.weight.device), source.weight
+    dz = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=backend.gradient_type(like.dtype),
+                     device=like.device)
+    for part in _cuts(rows.start, rows.stop, PART_ROWS[source.family], border=rows.start):
+        out = dz[part.start - rows.start:part.stop - rows.start]
+        backend.gradient(source.products(part, columns), source.how.of(columns), first, out,
+                         *(_part(v, part) for v in per_row))
+    return dz
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool) -> None:
+    """out <- a . b^T, added to what it holds if `accumulate`."""
+    backends.select("linear", a.device).matmul(a, b, 1, None, out, accumulate)
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, temperature, transform, shards, tp, entropy):
-        source = _Head(hidden, weight, bias, shards.columns(tp.rank), transform)
+    def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
+                entropy):
+        order = _remaining(target, ignore_index)
+        target, temperature = _taken(target.masked_fill(target == ignore_index, -1), order), _taken(temperature, order)
+        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale)
         logp, lse, ent = _statistics(source, target, temperature, shards, tp, entropy)
-        ctx.save_for_backward(hidden, weight, bias, target, temperature, lse, ent)
-        ctx.args = (transform, shards, tp)
-        return logp, ent
+        ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent)
+        ctx.args = (soft_cap, logit_scale, shards, tp)
+        return _put_back(logp, order, len(hidden)), _put_back(ent, order, len(hidden))
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
-        hidden, weight, bias, target, temperature, lse, ent = ctx.saved_tensors
-        transform, shards, tp = ctx.args
-        columns = shards.columns(tp.rank)
-        source = _Head(hidden, weight, bias, columns, transform)
-        dh, dw, db = (None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
-                      for t in (hidden, weight, bias))
-        backend = backends.select("linear_logp", hidden.device)
-        for rows in _chunks(len(hidden), max(shards.sizes), hidden.device):
-            dz, capped = _logits_grad(source, rows, target, temperature, lse, ent, g_logp, g_ent, shards, tp)
-            dz = backend.round_grad(transform.backward(dz, capped), weight.dtype)
-            matmul(dz, weight[:columns].t(), out=dh[rows])
-            matmul(dz.t(), hidden[rows].t(), out=dw[:columns])
-            if db is not None:
-                row_sum(dz, out=db[:columns])
-        dh = tp.tree_sum(dh).to(hidden.dtype)
-        return dh, dw.to(weight.dtype), None if db is None else db.to(bias.dtype), *[None] * 6
+        hidden, weight, bias, order, target, temperature, lse, ent = ctx.saved_tensors
+        soft_cap, logit_scale, shards, tp = ctx.args
+        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale)
+        per_row = (temperature, target, lse, ent, _taken(g_logp, order), None if ent is None else _taken(g_ent, order))
+        blocks = _cuts(0, len(order), HEAD_ROWS[source.family] or _cpu_rows(max(shards.sizes)))
+        used, start = shards.columns(tp.rank) if blocks else 0, shards.starts[tp.rank]
+        slabs = _cuts(0, used, HEAD_COLUMNS[source.family], border=-start)
+        dh = torch.empty(source.hidden.shape, dtype=torch.float32, device=hidden.device) if need_h else None
+        dw, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
+                  for t, need in ((weight, need_w), (bias, need_b)))
+        if need_h and not slabs:
+            dh.zero_()
+        for grad in (dw, db):
+            if grad is not None:
+                grad[used:].zero_()
+        for columns in slabs:
+            w, db_sum = weight[columns], None
+            if need_w:  # rounded at once if it is one chain
+                dw_sum = dw[columns] if len(blocks) == 1 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
+            for rows in blocks:
+                dz = _gradient(source, rows, columns, start + columns.start, per_row)
+                if need_h:
+                    _add_product(dh[rows], dz, w.t(), columns.start > 0)
+                if need_w:
+                    _add_product(dw_sum, dz.t(), source.hidden[rows].t(), rows.start > 0)
+                if need_b:
+                    db_sum = row_sum(dz, out=db_sum)
+            if need_w and len(blocks) > 1:
+                dw[columns] = dw_sum
+            if need_b:
+                db[columns] = db_sum
+        if need_h:
+            dh = _put_back(tp.tree_sum(dh).to(hidden.dtype), order, len(hidden))
+        return dh, dw, db, *[None] * 8
+
+
+def _ordered(hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The rows in `order`. An ignored one may hold anything, so nothing is taken of it."""
+    return hidden.index_select(0, order).masked_fill_((target < 0)[:, None], 0.0)
 
 
 class _LogitsLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, target, temperature, shards, tp, entropy):
-        source = _Given(logits, shards.columns(tp.rank))
-        logp, lse, ent = _statistics(source, target, temperature, shards, tp, entropy)
-        ctx.save_for_backward(logits, target, temperature, lse, ent)
+    def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy):
+        # On a GPU every row is taken where it is: nothing is summed over rows here.
+        order = _remaining(target, ignore_index) if target.device.type == "cpu" else None
+        target, temperature = _taken(target.masked_fill(target == ignore_index, -1), order), _taken(temperature, order)
+        logp, lse, ent = _statistics(_Given(logits, order), target, temperature, shards, tp, entropy)
+        ctx.save_for_backward(logits, order, target, temperature, lse, ent)
         ctx.args = (shards, tp)
-        return logp, ent
+        return _put_back(logp, order, len(logits)), _put_back(ent, order, len(logits))
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
-        logits, target, temperature, lse, ent = ctx.saved_tensors
+        logits, order, target, temperature, lse, ent = ctx.saved_tensors
         shards, tp = ctx.args
-        source = _Given(logits, shards.columns(tp.rank))
-        grad = torch.zeros_like(logits)
-        for rows in _chunks(len(logits), max(shards.sizes), logits.device):
-            dz, _ = _logits_grad(source, rows, target, temperature, lse, ent, g_logp, g_ent, shards, tp)
-            grad[rows, :dz.shape[1]] = dz.to(grad.dtype)
-        return grad, *[None] * 5
+        source, columns = _Given(logits, order), slice(0, shards.columns(tp.rank))
+        per_row = (temperature, target, lse, ent, _taken(g_logp, order).contiguous(),
+                   None if ent is None else _taken(g_ent, order).contiguous())
+        grad = (torch.empty if order is None else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
+        grad[:, columns.stop:].zero_()
+        backend = backends.select("linear_logp", logits.device)
+        for rows in _cuts(0, len(target), source.blocks(len(target), max(shards.sizes))[0]):
+            z = source.products(rows, columns)
+            out = grad[rows, columns] if order is None else torch.empty_like(z)
+            backend.gradient(z, source.how, shards.starts[tp.rank], out, *(_part(v, rows) for v in per_row))
+            if order is not None:
+                grad[order[rows], columns] = out
+        return grad, *[None] * 6
 
 
-def _check_transform(soft_cap, logit_scale) -> _Transform:
+def _check_transform(soft_cap, logit_scale) -> None:
     require(soft_cap is None or soft_cap > 0, f"soft_cap: {soft_cap} is not positive")
-    require(logit_scale == logit_scale and abs(logit_scale) != float("inf"),
-            f"logit_scale: {logit_scale} is not finite")
-    return _Transform(soft_cap, float(logit_scale))
+    require(math.isfinite(logit_scale), f"logit_scale: {logit_scale} is not finite")
 
 
-def _check_temperature(temperature, shape: torch.Size, device) -> torch.Tensor:
-    """As fp32 [N]."""
-    if isinstance(temperature, torch.Tensor) and temperature.ndim:
-        check_tensor("temperature", temperature, dtypes=(torch.float32,))
-        require(temperature.shape == shape,
-                f"temperature: shape {tuple(temperature.shape)} differs from the rows' {tuple(shape)}")
-        t = temperature.detach().reshape(-1)
+def _is_number(temperature) -> bool:
+    """Whether it can be read without waiting for a GPU."""
+    return not isinstance(temperature, torch.Tensor) or (temperature.ndim == 0 and temperature.device.type == "cpu")
+
+
+def _check_temperature(temperature, shape: torch.Size, device) -> None:
+    if _is_number(temperature):
+        bad = [t for t in torch.tensor([float(temperature)], dtype=torch.float32, device="cpu").tolist()
+               if not 0 < t < math.inf]
     else:
-        t = torch.full((shape.numel(),), float(temperature), dtype=torch.float32, device=device)
-    bad = t[~(t > 0) | t.isinf()].tolist()
+        if temperature.ndim:
+            check_tensor("temperature", temperature, dtypes=(torch.float32,))
+            require(temperature.shape == shape,
+                    f"temperature: shape {tuple(temperature.shape)} differs from the rows' {tuple(shape)}")
+        require(temperature.device == device, f"temperature: device {temperature.device} differs from {device}")
+        bad = temperature[~(temperature > 0) | temperature.isinf()].tolist() if looks(device) else []
     require(not bad, f"temperature: {bad[:1]} is not positive and finite")
-    return t
 
 
-def _check_targets(target, shape, device, ignore_index: int, vocab: int) -> None:
-    check_tensor("target", target, dtypes=(torch.int64,)) if target.ndim else None
+def _check_rows(target, temperature, shape, device, ignore_index: int) -> tuple[int, tuple[int, ...]]:
+    """Check what is given per row; the largest target, and where, or (-1, ()) if values are not looked at."""
+    _check_temperature(temperature, shape, device)
+    require(isinstance(target, torch.Tensor), f"target: expected a tensor, got {type(target).__name__}")
+    require(target.dtype == torch.int64, f"target: dtype {target.dtype} is not torch.int64")
     require(target.shape == shape, f"target: shape {tuple(target.shape)} differs from the rows' {tuple(shape)}")
     require(target.device == device, f"target: device {target.device} differs from {device}")
-    bad = ((target < 0) | (target >= vocab)) & (target != ignore_index)
-    if bool(bad.any()):
-        at = tuple(bad.nonzero()[0].tolist())
-        require(False, f"target: id {int(target[at])} at {at} is not in [0, {vocab}) and not ignore_index "
-                       f"({ignore_index})")
+    if not looks(device) or not target.numel():
+        return -1, ()
+    kept = target.masked_fill(target == ignore_index, 0)
+    ends = [(int(v), tuple((kept == v).nonzero()[0].tolist())) for v in (kept.min(), kept.max())]
+    (least, where), largest = ends
+    require(least >= 0, f"target: id {least} at {where} is negative and not ignore_index ({ignore_index})")
+    return largest
 
 
-def _run(function, tensors, target, temperature, ignore_index, args, return_entropy):
-    """Take the rows that count, run `function` on them, put zeros for the rest. tensors[0] is [..., K]."""
-    rows = tensors[0].reshape(-1, tensors[0].shape[-1])
-    flat, shape = target.reshape(-1), target.shape
-    keep = (flat != ignore_index).nonzero()[:, 0]
-    every = keep.numel() == flat.numel()
-    if not every:
-        rows, flat, temperature = rows[keep], flat[keep], temperature[keep]
-    results = function.apply(rows, *tensors[1:], flat, temperature, *args, return_entropy)
-
-    def spread(v):
-        if every:
-            return v.reshape(shape)
-        return v.new_zeros(shape.numel()).index_copy(0, keep, v).reshape(shape)
-    return (spread(results[0]), spread(results[1])) if return_entropy else spread(results[0])
+def _rows(target, temperature, shape, device, ignore_index: int, vocab: int):
+    """What is given per row, flat: target int64 [N], and temperature fp32 [N] or None for 1. Where their values were
+    not looked at, the device is to check them."""
+    if _is_number(temperature):
+        t = None if float(temperature) == 1.0 else torch.full((shape.numel(),), float(temperature), dtype=torch.float32,
+                                                              device=device)
+    else:
+        t = temperature.detach().float().expand(shape).reshape(-1).contiguous()
+    target = None if target is None else target.reshape(-1).contiguous()
+    if not looks(device) and (target is not None or t is not None):
+        backends.select("linear_logp", device).check_rows(target, t, vocab, ignore_index)
+    return target, t
 
 
 def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None,
@@ -212,9 +327,11 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
     ``cap(x) = soft_cap * tanh(x / soft_cap)``; the logits are fp32, not rounded, not stored.
 
     Args:
-        hidden: [..., D], fp32 or bf16; finite. The same on every rank of `tp`.
+        hidden: [..., D], fp32 or bf16; finite (on a GPU this is not looked at: a NaN spreads as the formula says). The
+            same on every rank of `tp`.
         weight: [V_local, D], hidden's type; this rank's rows of the vocabulary.
-        target: int64 [...], global ids in [0, vocab_size), or `ignore_index`.
+        target: int64 [...], global ids in [0, vocab_size), or `ignore_index`. On a GPU another id, like a temperature
+            that is not positive and finite, stops the device with a message (see `ALIGNKIT_STRICT`).
         bias: [V_local] or None, weight's type.
         temperature: positive, a number or fp32 [...]; divides the logits.
         soft_cap: positive, or None for no cap.
@@ -234,20 +351,22 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = tp or SINGLE
-    state = {}
+    rows = hidden.shape[:-1] if isinstance(hidden, torch.Tensor) else ()
 
     def checks():
         check_weight(hidden, weight, bias, "hidden")
-        state["transform"] = _check_transform(soft_cap, logit_scale)
-        state["temperature"] = _check_temperature(temperature, hidden.shape[:-1], hidden.device)
-        require(bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
+        _check_transform(soft_cap, logit_scale)
+        require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
         return Shards.describe(vocab_start, weight.shape[0], vocab_size), (
             tuple(hidden.shape), str(hidden.dtype), bias is not None, soft_cap, logit_scale, ignore_index,
-            return_entropy)
-    shards = Shards.agree(tp, "linear_logp", checks,
-                          lambda size: _check_targets(target, hidden.shape[:-1], hidden.device, ignore_index, size))
-    return _run(_LinearLogp, (hidden, weight, bias), target, state["temperature"], ignore_index,
-                (state["transform"], shards, tp), return_entropy)
+            return_entropy), _check_rows(target, temperature, rows, hidden.device, ignore_index)
+    shards = Shards.agree(tp, "linear_logp", checks)
+    flat, t = _rows(target, temperature, rows, hidden.device, ignore_index, shards.vocab_size)
+    logp, entropy = _LinearLogp.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
+        None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
+        return_entropy)
+    return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
 
 
 def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature: float | torch.Tensor = 1.0,
@@ -266,16 +385,18 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = tp or SINGLE
-    state = {}
+    rows = logits.shape[:-1] if isinstance(logits, torch.Tensor) else ()
 
     def checks():
         check_tensor("logits", logits)
-        state["temperature"] = _check_temperature(temperature, logits.shape[:-1], logits.device)
         return Shards.describe(vocab_start, logits.shape[-1], vocab_size), (
-            tuple(logits.shape[:-1]), str(logits.dtype), ignore_index, return_entropy)
-    shards = Shards.agree(tp, "logp_from_logits", checks,
-                          lambda size: _check_targets(target, logits.shape[:-1], logits.device, ignore_index, size))
-    return _run(_LogitsLogp, (logits,), target, state["temperature"], ignore_index, (shards, tp), return_entropy)
+            tuple(rows), str(logits.dtype), ignore_index, return_entropy), _check_rows(
+                target, temperature, rows, logits.device, ignore_index)
+    shards = Shards.agree(tp, "logp_from_logits", checks)
+    flat, t = _rows(target, temperature, rows, logits.device, ignore_index, shards.vocab_size)
+    logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, ignore_index, shards, tp,
+                                      return_entropy)
+    return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
@@ -295,10 +416,11 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         InputError: shapes, types or devices do not fit.
     """
     check_weight(hidden, weight, bias, "hidden")
-    transform = _check_transform(soft_cap, logit_scale)
-    with torch.no_grad():
-        head = _Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, weight.shape[0], transform)
-        return head.logits(slice(None))[0].reshape(*hidden.shape[:-1], weight.shape[0])
+    _check_transform(soft_cap, logit_scale)
+    flat = hidden.detach().reshape(-1, hidden.shape[-1])
+    head = _head(flat, weight.detach(), bias, None if soft_cap is None else float(soft_cap),
+                 None if logit_scale == 1.0 else float(logit_scale))
+    return head.logits(slice(0, len(flat)), slice(0, len(weight))).reshape(*hidden.shape[:-1], len(weight))
 
 
 def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0,
@@ -316,16 +438,51 @@ def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
     Raises:
         InputError: an argument is outside the above.
     """
-    check_tensor("logits", logits)
-    t = _check_temperature(temperature, logits.shape[:-1], logits.device)
-    shards = Shards.agree(SINGLE, "log_softmax", lambda: (Shards.describe(0, logits.shape[-1], vocab_size), ()),
-                          lambda size: None)
-    flat = logits.detach().reshape(-1, logits.shape[-1])
-    source = _Given(flat, shards.columns(0))
-    out = torch.full(flat.shape, float("-inf"), dtype=torch.float32, device=flat.device)
-    backend = backends.select("linear_logp", logits.device)
-    for rows in _chunks(*flat.shape, flat.device):
-        z = source.logits(rows)[0] / t[rows, None]
-        m, s, _ = merge(shards.whole_tiles(z, SINGLE), SINGLE, False)
-        out[rows, :z.shape[1]] = (z.double() - backend.lse(m, s)[:, None]).float()
+    flat, t, shards = _whole(logits, temperature, vocab_size, "log_softmax")
+    out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
+    source, backend = _Given(flat), backends.select("linear_logp", flat.device)
+    for rows, m, sums in _row_sums(source, flat.device, len(flat), None, t, shards, SINGLE, False):
+        backend.spread(source.products(rows, slice(0, shards.vocab_size)), _part(t, rows), m, sums, out[rows])
     return out.reshape(logits.shape)
+
+
+def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
+               temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Log-probabilities of a few ids of each row: `log_softmax` gathered at `token_ids`, which is not computed whole.
+    Not differentiable.
+
+    Args:
+        logits: [..., V], fp32 or bf16, the whole vocabulary; -inf masks an id.
+        token_ids: int64 [..., K], in [0, V). On a GPU an id outside gives NaN.
+        temperature: positive, a number or fp32 [...].
+
+    Returns:
+        fp32 [..., K].
+
+    Raises:
+        InputError: an argument is outside the above.
+    """
+    flat, t, shards = _whole(logits, temperature, None, "token_logp")
+    check_tensor("token_ids", token_ids, logits.ndim, (torch.int64,))
+    require(token_ids.shape[:-1] == logits.shape[:-1] and token_ids.device == logits.device,
+            f"token_ids: shape {tuple(token_ids.shape)} on {token_ids.device} does not fit logits of shape "
+            f"{tuple(logits.shape)} on {logits.device}")
+    if looks(logits.device):
+        bad = token_ids[(token_ids < 0) | (token_ids >= shards.vocab_size)][:1].tolist()
+        require(not bad, f"token_ids: {bad} is not in [0, {shards.vocab_size})")
+    ids = token_ids.reshape(-1, token_ids.shape[-1]).contiguous()
+    out = torch.empty(ids.shape, dtype=torch.float32, device=flat.device)
+    source, backend = _Given(flat), backends.select("linear_logp", flat.device)
+    for rows, m, sums in _row_sums(source, flat.device, len(flat), None, t, shards, SINGLE, False):
+        backend.pick(source.products(rows, slice(0, shards.vocab_size)), _part(t, rows), ids[rows], m, sums, out[rows])
+    return out.reshape(token_ids.shape)
+
+
+def _whole(logits, temperature, vocab_size: int | None, op: str):
+    """Checked logits of the whole vocabulary as [N, V], their temperature, and the vocabulary."""
+    check_tensor("logits", logits)
+    rows = logits.shape[:-1]
+    _check_temperature(temperature, rows, logits.device)
+    shards = Shards.agree(SINGLE, op, lambda: (Shards.describe(0, logits.shape[-1], vocab_size), (), (-1, ())))
+    _, t = _rows(None, temperature, rows, logits.device, -1, shards.vocab_size)
+    return logits.detach().reshape(-1, logits.shape[-1]), t, shards

@@ -6,8 +6,10 @@ import torch
 from ... import native
 from ...contract import VOCAB_TILE
 from ...native import exp, logits_grad, lse, soft_cap
+from .host import finish, gradient, gradient_type, join, pick, spread, statistics, transform
 
-__all__ = ["exp", "logits_grad", "lse", "round_grad", "soft_cap", "tile_stats"]
+__all__ = ["exp", "finish", "gradient", "gradient_type", "join", "logits_grad", "lse", "pick", "soft_cap", "spread",
+           "statistics", "tile_stats", "transform"]
 
 
 def tile_stats(z: torch.Tensor, entropy: bool):
@@ -16,8 +18,3 @@ def tile_stats(z: torch.Tensor, entropy: bool):
     u = torch.empty(shape, dtype=torch.int32) if entropy else None
     native.tile_stats(z, VOCAB_TILE, m, q, u)
     return m, q, u
-
-
-def round_grad(dz: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of the logits stays fp32 in the products."""
-    return dz

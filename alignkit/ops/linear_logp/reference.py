@@ -7,8 +7,10 @@ import torch
 
 from ...contract import VOCAB_TILE
 from .._common import exp
+from .host import finish, gradient, gradient_type, join, pick, spread, statistics, transform
 
-__all__ = ["exp", "logits_grad", "lse", "round_grad", "soft_cap", "tile_stats"]
+__all__ = ["exp", "finish", "gradient", "gradient_type", "join", "logits_grad", "lse", "pick", "soft_cap", "spread",
+           "statistics", "tile_stats", "transform"]
 
 INF = float("inf")
 
@@ -50,8 +52,3 @@ def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
     here = column >= 0
     grad[here, column[here]] += g_logp[here]
     z.copy_(grad)
-
-
-def round_grad(dz: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of the logits stays fp32 in the products."""
-    return dz

@@ -1,81 +1,266 @@
-"""Triton: statistics of the tiles of given logits, and their gradient. log and tanh are torch's, elementwise."""
+"""Triton: one kernel over the logits per pass (statistics, gradient), and one over the tiles' statistics."""
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from ...contract import VOCAB_TILE
-from .._triton import EXACT, exp as _exp, fixed
+from .._triton import EXACT, fixed
+from .._triton import exp as _exp
 
-__all__ = ["exp", "logits_grad", "lse", "round_grad", "soft_cap", "tile_stats"]
-
-exp = torch.exp
+INF = tl.constexpr(float("inf"))
+ROUND = tl.constexpr(1.5 * 2.0**52)
+"""Added to a double in [0, 2^51), rounds it to an integer, to nearest even, and leaves that in the low bits."""
+ROUND_BITS = tl.constexpr(0x4338000000000000)
 
 
 @triton.jit
-def _tile_stats(Z, M, Q, U, rows, cols, sz, tiles, TILE: tl.constexpr, R: tl.constexpr, ENTROPY: tl.constexpr):
-    t = tl.program_id(1)
-    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+def _logit(x, bias, cap, scale, temperature):
+    """The logit of a product x, and what the cap made of x. A step whose argument is None is left out."""
+    if bias is not None:
+        x = x + bias
+    if cap is not None:
+        x = libdevice.tanh(tl.div_rn(x, cap)) * cap
+    capped = x
+    if scale is not None:
+        x = x * scale
+    if temperature is not None:
+        x = tl.div_rn(x, temperature)
+    return x, capped
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _lse(m, s):
+    return m.to(tl.float64) + tl.log(s.to(tl.float64) * 2.0**-39)
+
+
+@triton.jit
+def _check_rows(TARGET, TEMPERATURE, n, vocab, ignore, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if TARGET is not None:
+        t = tl.load(TARGET + i, mask=i < n, other=0)
+        tl.device_assert((t == ignore) | ((t >= 0) & (t < vocab)),
+                         "target: an id is neither in [0, vocab_size) nor ignore_index")
+    if TEMPERATURE is not None:
+        t = tl.load(TEMPERATURE + i, mask=i < n, other=1.0)
+        tl.device_assert((t > 0) & (t < INF), "temperature: a value is not positive and finite")
+
+
+def check_rows(target: torch.Tensor | None, temperature: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
+    """Stops the device with a message where a value is outside its range; nothing waits for that."""
+    n = (target if target is not None else temperature).numel()
+    if n:
+        _check_rows[(triton.cdiv(n, 1024),)](target, temperature, n, vocab, ignore_index, BLOCK=1024, debug=True)
+
+
+@triton.jit
+def _logp_transform(Z, BIAS, cols, sz, cap, scale, BLOCK: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    z = Z + tl.program_id(1).to(tl.int64) * sz + j
+    b = None if BIAS is None else tl.load(BIAS + j, mask=j < cols, other=0.0)
+    x, _ = _logit(tl.load(z, mask=j < cols, other=0.0), b, cap, scale, None)
+    tl.store(z, x, mask=j < cols)
+
+
+def transform(z: torch.Tensor, how) -> None:
+    """z <- the logits of these products, before temperature."""
+    cols = z.shape[1]
+    if z.numel() and any(v is not None for v in (how.bias, how.soft_cap, how.logit_scale)):
+        for part in z.split(65535):  # what a grid's second axis holds
+            _logp_transform[(triton.cdiv(cols, 1024), len(part))](part, how.bias, cols, z.stride(0), how.soft_cap,
+                                                             how.logit_scale, BLOCK=1024, num_warps=4, **EXACT)
+
+
+@triton.jit
+def _logp_statistics(Z, BIAS, TEMPERATURE, TARGET, M, Q, U, ZT, rows, cols, first, tiles, sz, sm, cap, scale,
+                TILE: tl.constexpr, R: tl.constexpr):
+    t = tl.program_id(0) % tiles
+    r = (tl.program_id(0) // tiles).to(tl.int64) * R + tl.arange(0, R)
     j = t * TILE + tl.arange(0, TILE)
-    ok = (r < rows)[:, None] & (j < cols)[None, :]
-    z = tl.load(Z + r[:, None] * sz + j[None, :], mask=ok, other=-float("inf"))
-    m = tl.max(z, axis=1)
-    nan = tl.max((z != z).to(tl.int32), axis=1) > 0
-    m = tl.where(nan, float("nan"), m)
-    finite = (m > -float("inf")) & (m < float("inf"))
-    d = tl.where(finite[:, None], z - m[:, None], -float("inf"))
+    row_ok = r < rows
+    ok = row_ok[:, None] & (j < cols)[None, :]
+    x = tl.load(Z + r[:, None] * sz + j[None, :], mask=ok, other=0.0).to(tl.float32)
+    b = None if BIAS is None else tl.load(BIAS + j, mask=j < cols, other=0.0)[None, :]
+    temperature = None if TEMPERATURE is None else tl.load(TEMPERATURE + r, mask=row_ok, other=1.0)
+    z, _ = _logit(x, b, cap, scale, None if TEMPERATURE is None else temperature[:, None])
+    z = tl.where(ok, z, -INF)
+    m = tl.reduce(z, 1, _maximum)
+    finite = (m > -INF) & (m < INF)
+    d = tl.where(finite[:, None], z - m[:, None], -INF)
     e = _exp(d)
-    at = r * tiles + t
-    tl.store(M + at, m, mask=r < rows)
-    tl.store(Q + at, tl.sum(fixed(e), axis=1), mask=r < rows)
-    if ENTROPY:
-        tl.store(U + at, tl.sum(fixed(tl.where(e > 0, e * -d, 0.0)), axis=1), mask=r < rows)
+    at = r * sm + t
+    tl.store(M + at, m, mask=row_ok)
+    tl.store(Q + at, tl.sum(fixed(e), axis=1), mask=row_ok)
+    if U is not None:
+        tl.store(U + at, tl.sum(fixed(tl.where(e > 0, e * -d, 0.0)), axis=1), mask=row_ok)
+    if TARGET is not None:  # of the rows whose target is in this tile
+        c = tl.load(TARGET + r, mask=row_ok, other=-1) - first
+        here = (c >= t * TILE) & (c < t * TILE + TILE) & (c < cols)
+        x = tl.load(Z + r * sz + c, mask=here, other=0.0).to(tl.float32)
+        b = None if BIAS is None else tl.load(BIAS + c, mask=here, other=0.0)
+        z, _ = _logit(x, b, cap, scale, temperature)
+        tl.store(ZT + r, z, mask=here)
 
 
-def tile_stats(z: torch.Tensor, entropy: bool):
+def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> None:
+    """m, q, u [n, tiles] <- statistics of the tiles of products z [n, C]; column 0 is id `first`, a tile's border.
+    z_target[r] <- the logit of target[r] where it is among them."""
     rows, cols = z.shape
-    shape = rows, triton.cdiv(cols, VOCAB_TILE)
-    m = torch.empty(shape, dtype=torch.float32, device=z.device)
-    q = torch.empty(shape, dtype=torch.int32, device=z.device)
-    u = torch.empty(shape, dtype=torch.int32, device=z.device) if entropy else None
-    if m.numel():
-        r = 16 if rows >= 16 else 1
-        _tile_stats[(triton.cdiv(rows, r), shape[1])](z, m, q, u, rows, cols, z.stride(0), shape[1], TILE=VOCAB_TILE, R=r,
-                                                      ENTROPY=entropy, num_warps=4 if r > 1 else 1, **EXACT)
-    return m, q, u
-
-
-def lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    return m.double() + (s.double() * 2.0**-39).log()
-
-
-def soft_cap(z: torch.Tensor, cap: float) -> None:
-    z.div_(cap).tanh_().mul_(cap)
+    if not z.numel():
+        return
+    r, warps = (16, 4) if rows >= 16 else (1, 1)
+    _logp_statistics[(m.shape[1] * triton.cdiv(rows, r),)](
+        z, how.bias, temperature, target, m, q, u, z_target, rows, cols, first, m.shape[1], z.stride(0), m.stride(0),
+        how.soft_cap, how.logit_scale, TILE=VOCAB_TILE, R=r, num_warps=warps, **EXACT)
 
 
 @triton.jit
-def _logits_grad(Z, LSE, ENT, GL, GE, COL, cols, sz, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+def _logp_join(M, Q, U, TOP, ZT, SUMS, n, tiles, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(Z + r * sz + j, mask=j < cols, other=-float("inf"))
-    g = tl.load(GL + r)
+    i = tl.arange(0, BLOCK)
+    if GIVEN:
+        m = tl.load(TOP + r)
+    else:
+        best = tl.full((BLOCK,), -INF, tl.float32)
+        for t in range(0, tiles, BLOCK):
+            best = _maximum(best, tl.load(M + r * tiles + t + i, mask=t + i < tiles, other=-INF))
+        m = tl.reduce(best, 0, _maximum)
+        tl.store(TOP + r, m)
+    s, u = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    for t in range(0, tiles, BLOCK):
+        tm = tl.load(M + r * tiles + t + i, mask=t + i < tiles, other=-INF)
+        q = tl.load(Q + r * tiles + t + i, mask=t + i < tiles, other=0).to(tl.float64)
+        d = tm - m
+        live = d > -INF  # not so if d is NaN: then m is NaN or infinite, and so is the result
+        w = _exp(tl.where(live, d, -INF)).to(tl.float64)
+        s += tl.where(live, (w * q * 65536.0 + ROUND).to(tl.int64, bitcast=True) - ROUND_BITS, 0)
+        if U is not None:
+            gap = m.to(tl.float64) - tm.to(tl.float64)
+            v = w * (tl.load(U + r * tiles + t + i, mask=t + i < tiles, other=0).to(tl.float64) + q * gap)
+            u += tl.where(live, (v * 65536.0 + ROUND).to(tl.int64, bitcast=True) - ROUND_BITS, 0)
+    tl.store(SUMS + r, tl.sum(s, axis=0))
+    tl.store(SUMS + n + r, tl.sum(u, axis=0))
+    if ZT is not None:
+        tl.store(SUMS + 2 * n + r, tl.load(ZT + r).to(tl.int32, bitcast=True).to(tl.int64))
+
+
+def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows from their tiles: the maximum fp32 [n] (`top` if given), and int64 [3, n]: s, u and z_target's bits."""
+    n, tiles = m.shape
+    given = top is not None
+    top = top if given else torch.empty(n, dtype=torch.float32, device=m.device)
+    sums = torch.empty(3, n, dtype=torch.int64, device=m.device)
+    if n:
+        _logp_join[(n,)](m, q, u, top, z_target, sums, n, tiles, GIVEN=given, BLOCK=1024, num_warps=4, **EXACT)
+    return top, sums
+
+
+@triton.jit
+def _logp_finish(TOP, SUMS, TARGET, LOGP, LSE, ENT, n, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = r < n
+    m, s = tl.load(TOP + r, mask=ok, other=0.0), tl.load(SUMS + r, mask=ok, other=1)
+    lse = _lse(m, s)
+    counts = tl.load(TARGET + r, mask=ok, other=-1) >= 0
+    z = tl.load(SUMS + 2 * n + r, mask=ok, other=0).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(LOGP + r, tl.where(counts, (z.to(tl.float64) - lse).to(tl.float32), 0.0), mask=ok)
+    tl.store(LSE + r, lse.to(tl.float32), mask=ok)
+    if ENT is not None:
+        u = tl.load(SUMS + n + r, mask=ok, other=0).to(tl.float64)
+        mean = u / s.to(tl.float64)
+        tl.store(ENT + r, tl.where(counts, (lse - m.to(tl.float64) + mean).to(tl.float32), 0.0), mask=ok)
+
+
+def finish(m, sums, target, entropy: bool):
+    """logp, lse and entropy (or None), fp32 [n]; logp and entropy are 0 where the target is negative."""
+    n = len(target)
+    logp, lse, ent = (torch.empty(n, dtype=torch.float32, device=m.device) if wanted else None
+                      for wanted in (True, True, entropy))
+    if n:
+        _logp_finish[(triton.cdiv(n, 128),)](m, sums, target, logp, lse, ent, n, BLOCK=128, num_warps=4, **EXACT)
+    return logp, lse, ent
+
+
+@triton.jit
+def _spread(Z, TEMPERATURE, TOP, SUMS, OUT, cols, width, sz, BLOCK: tl.constexpr):
+    r = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(Z + r * sz + j, mask=j < cols, other=-INF).to(tl.float32)
+    z, _ = _logit(x, None, None, None, None if TEMPERATURE is None else tl.load(TEMPERATURE + r))
+    logp = (z.to(tl.float64) - _lse(tl.load(TOP + r), tl.load(SUMS + r))).to(tl.float32)
+    tl.store(OUT + r * width + j, tl.where(j < cols, logp, -INF), mask=j < width)
+
+
+def spread(z, temperature, m, sums, out) -> None:
+    """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
+    (rows, width), cols = out.shape, z.shape[1]
+    if rows:
+        _spread[(triton.cdiv(width, 2048), rows)](z, temperature, m, sums, out, cols, width, z.stride(0), BLOCK=2048,
+                                                  num_warps=8, **EXACT)
+
+
+@triton.jit
+def _pick(Z, TEMPERATURE, IDS, TOP, SUMS, OUT, n, k, cols, sz, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok, r = i < n, i // k
+    c = tl.load(IDS + i, mask=ok, other=-1)
+    x = tl.load(Z + r * sz + c, mask=(c >= 0) & (c < cols), other=float("nan")).to(tl.float32)
+    z, _ = _logit(x, None, None, None, None if TEMPERATURE is None else tl.load(TEMPERATURE + r, mask=ok, other=1.0))
+    lse = _lse(tl.load(TOP + r, mask=ok, other=0.0), tl.load(SUMS + r, mask=ok, other=1))
+    tl.store(OUT + i, (z.to(tl.float64) - lse).to(tl.float32), mask=ok)
+
+
+def pick(z, temperature, ids, m, sums, out) -> None:
+    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C]; NaN for an id outside [0, C)."""
+    if out.numel():
+        _pick[(triton.cdiv(out.numel(), 128),)](z, temperature, ids, m, sums, out, out.numel(), out.shape[1],
+                                                z.shape[1], z.stride(0), BLOCK=128, num_warps=4, **EXACT)
+
+
+@triton.jit
+def _logp_gradient(Z, BIAS, TEMPERATURE, TARGET, LSE, ENT, GL, GE, DZ, cols, first, sz, sd, cap, scale,
+              BLOCK: tl.constexpr):
+    r = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = j < cols
+    x = tl.load(Z + r * sz + j, mask=ok, other=0.0).to(tl.float32)
+    b = None if BIAS is None else tl.load(BIAS + j, mask=ok, other=0.0)
+    temperature = None if TEMPERATURE is None else tl.load(TEMPERATURE + r)
+    z, capped = _logit(x, b, cap, scale, temperature)
+    g, target = tl.load(GL + r), tl.load(TARGET + r)
     lp = z - tl.load(LSE + r)
     p = _exp(lp)
     d = -(g * p)
-    if ENTROPY:
-        d = tl.where(p > 0, d - tl.load(GE + r) * (p * (lp + tl.load(ENT + r))), 0.0)
-    d = tl.where(j == tl.load(COL + r), d + g, d)
-    tl.store(Z + r * sz + j, d, mask=j < cols)
+    if ENT is not None:
+        d = tl.where(p == 0, 0.0, d - tl.load(GE + r) * (p * (lp + tl.load(ENT + r))))
+    d = tl.where(j == target - first, d + g, d)
+    if temperature is not None:
+        d = tl.div_rn(d, temperature)
+    if scale is not None:
+        d = d * scale
+    if cap is not None:
+        c = tl.div_rn(capped, cap)
+        d = d * (1.0 - c * c)
+    tl.store(DZ + r * sd + j, tl.where(target < 0, 0.0, d).to(DZ.dtype.element_ty), mask=ok)
 
 
-def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
+def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp, g_entropy) -> None:
+    """out [n, C] <- the gradient of the products z, column 0 the id `first`; 0 in rows whose target is negative.
+    `out` may be z."""
     rows, cols = z.shape
     if z.numel():
-        _logits_grad[(rows, triton.cdiv(cols, 2048))](z, lse, entropy, g_logp, g_entropy, column, cols, z.stride(0),
-                                                      ENTROPY=g_entropy is not None, BLOCK=2048, num_warps=8, **EXACT)
+        _logp_gradient[(triton.cdiv(cols, 2048), rows)](
+            z, how.bias, temperature, target, lse, entropy, g_logp, g_entropy, out, cols, first, z.stride(0),
+            out.stride(0), how.soft_cap, how.logit_scale, BLOCK=2048, num_warps=8, **EXACT)
 
 
-def round_grad(dz: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of the logits is rounded to the model type, for the tensor core."""
-    return dz.to(dtype)
+def gradient_type(dtype: torch.dtype) -> torch.dtype:
+    """In which the gradient of the logits enters the products: the model's, for the tensor core."""
+    return dtype

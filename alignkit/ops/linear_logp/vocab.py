@@ -1,4 +1,4 @@
-"""How the vocabulary is shared among ranks, and how tiles and ranks join into one row's statistics."""
+"""How the vocabulary is shared among ranks."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Callable
 
 import torch
 
-from ... import backends
 from ...contract import VOCAB_TILE
 from ...tp import TP
 from .._common import require
@@ -30,11 +29,10 @@ class Shards:
         return start, size, vocab_size
 
     @classmethod
-    def agree(cls, tp: TP, op: str, checks: Callable, check_targets: Callable[[int], None]) -> Shards:
-        """Collect the parts of all ranks; every rank raises the same InputError if they do not fit, or if
-        `check_targets` with the global size fails on any."""
-        seen = tp.check(op, checks)
-        parts, metas = zip(*seen)
+    def agree(cls, tp: TP, op: str, checks: Callable) -> Shards:
+        """Collect what `checks` returns on each rank: `describe`'s part, the arguments that must be the same, and the
+        rank's largest target, (id, where). Every rank raises the same InputError if they do not fit."""
+        parts, metas, largest = zip(*tp.check(op, checks))
         for name, values in (("vocab_size", [p[2] for p in parts]), ("arguments", list(metas))):
             require(all(v == values[0] for v in values),
                     f"{name}: differs between the ranks of the tensor-parallel group in {op}: {values}")
@@ -45,66 +43,44 @@ class Shards:
             end += size
         size = parts[0][2] if parts[0][2] is not None else end
         require(size <= end, f"vocab_size: {size} exceeds the {end} rows of all shards")
-        tp.check(op, lambda: check_targets(size))
+        for rank, (target, where) in enumerate(largest):
+            require(target < size, f"target: id {target} at {where} is not in [0, {size})"
+                                   + (f" (on rank {rank} of the tensor-parallel group)" if tp.size > 1 else ""))
         return cls(tuple(p[0] for p in parts), tuple(p[1] for p in parts), size)
 
     def columns(self, rank: int) -> int:
         """How many of this rank's rows count."""
         return min(max(self.vocab_size - self.starts[rank], 0), self.sizes[rank])
 
-    def local(self, target: torch.Tensor, rank: int) -> torch.Tensor:
-        """Column of a global id on this rank, -1 where another rank has it."""
-        col = target - self.starts[rank]
-        return torch.where((col >= 0) & (col < self.columns(rank)), col, -1)
-
-    def _lead(self, rank: int) -> int:
+    def lead(self, rank: int) -> int:
         """Columns before this rank's first tile border; they belong to a tile that an earlier rank began."""
         return min(-self.starts[rank] % VOCAB_TILE, self.columns(rank))
 
-    def whole_tiles(self, z: torch.Tensor, tp: TP) -> torch.Tensor:
-        """The logits of the tiles that begin on this rank, [n, >= 0], columns from a tile border.
+    def tail(self, rank: int) -> int:
+        """The column from which on this rank's columns belong to a tile that goes on on later ranks."""
+        columns = self.columns(rank)
+        if rank + 1 == len(self.starts) or not self.lead(rank + 1):
+            return columns
+        return max(columns - (self.starts[rank] + columns) % VOCAB_TILE, self.lead(rank))
 
-        Where a shard's border cuts a tile, the rank that holds the tile's first id takes the (at most 127)
-        columns of it that lie on later ranks; else nothing is sent.
+    def cut_tile(self, logits: Callable[[slice], torch.Tensor], tp: TP) -> torch.Tensor | None:
+        """The logits [n, <= 128] of the tile that begins on this rank and goes on on later ones, or None.
+
+        Where a shard's border cuts a tile, the rank that holds the tile's first id takes the (at most 127) columns of
+        it that lie on later ranks; else nothing is sent. `logits(columns)` gives this rank's, fp32.
         """
-        leads = [self._lead(r) for r in range(len(self.starts))]
+        leads = [self.lead(r) for r in range(len(self.starts))]
         if not any(leads):
-            return z
-        mine = z.new_full((z.shape[0], max(leads)), -INF)
-        mine[:, :leads[tp.rank]] = z[:, :leads[tp.rank]]
+            return None
+        mine = torch.nn.functional.pad(logits(slice(0, leads[tp.rank])), (0, max(leads) - leads[tp.rank]), value=-INF)
         others = tp.all_gather(mine)
-        parts = [z[:, leads[tp.rank]:]]
-        if parts[0].shape[1]:
-            end = self.starts[tp.rank] + self.columns(tp.rank)
-            for r in range(tp.rank + 1, len(leads)):
-                if end % VOCAB_TILE == 0:
-                    break
-                parts.append(others[r][:, :leads[r]])
-                end += leads[r]
+        tail, columns = self.tail(tp.rank), self.columns(tp.rank)
+        if tail == columns:
+            return None
+        parts, end = [logits(slice(tail, columns))], self.starts[tp.rank] + columns
+        for r in range(tp.rank + 1, len(leads)):
+            if end % VOCAB_TILE == 0:
+                break
+            parts.append(others[r][:, :leads[r]])
+            end += leads[r]
         return torch.cat(parts, dim=1)
-
-
-def merge(z: torch.Tensor, tp: TP, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Statistics of rows from the logits z [n, C] of whole tiles on every rank:
-    m fp32 [n], the maximum; s int64 [n], 2^39 times the sum of exp(z - m); u likewise of exp(z - m) (m - z).
-    """
-    backend = backends.select("linear_logp", z.device)
-    n = z.shape[0]
-    tile_m, q, u = backend.tile_stats(z.contiguous(), entropy)
-    own = tile_m.amax(dim=1) if tile_m.shape[1] else torch.full((n,), -INF, dtype=torch.float32, device=z.device)
-    m = torch.stack(tp.all_gather(own)).amax(dim=0)
-    w = backend.exp(torch.where(tile_m == -INF, -INF, tile_m - m[:, None])).double()
-    s = _join(w * q.double(), tp)
-    if not entropy:
-        return m, s, None
-    gap = torch.where(tile_m == -INF, 0.0, m[:, None].double() - tile_m.double())
-    return m, s, _join(w * (u.double() + q.double() * gap), tp)
-
-
-def _join(terms: torch.Tensor, tp: TP) -> torch.Tensor:
-    """Terms in units of 2^-23 to integers in units of 2^-39, summed over tiles and ranks. NaN counts 0:
-    m is NaN then, and so is the result."""
-    whole = (terms * 65536.0).round().nan_to_num(0.0).to(torch.int64)
-    return torch.stack(tp.all_gather(whole.sum(dim=1))).sum(dim=0)
-
-

@@ -7,22 +7,31 @@ from ... import backends
 from .._common import check_like, check_tensor, require
 
 
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        x2 = x.reshape(-1, x.shape[-1])
-        if x2.stride(1) != 1:
-            x2 = x2.contiguous()
-        y, rstd = backends.select("rms_norm", x.device).forward(x2, weight.contiguous(), eps)
-        ctx.save_for_backward(x2, weight, rstd)
-        return y.reshape(x.shape)
+    def forward(ctx, x, residual, weight, eps):
+        total, y, rstd = backends.select("rms_norm", x.device).forward(
+            _rows(x), weight.contiguous(), eps, None if residual is None else _rows(residual))
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        y = y.reshape(x.shape)
+        return y if residual is None else (y, total.reshape(x.shape))
 
     @staticmethod
-    def backward(ctx, dy):
-        x2, weight, rstd = ctx.saved_tensors
+    def backward(ctx, dy, d_total=None):
+        total, weight, rstd = ctx.saved_tensors
+        has_residual = ctx.needs_input_grad[1]
+        if dy is None:
+            return d_total, d_total if has_residual else None, None, None
         dx, dw = backends.select("rms_norm", dy.device).backward(
-            dy.reshape(x2.shape).contiguous(), x2.contiguous(), weight.contiguous(), rstd)
-        return dx.reshape(dy.shape), dw.to(weight.dtype), None
+            _rows(dy).contiguous(), total.contiguous(), weight.contiguous(), rstd)
+        dx = dx.reshape(dy.shape) if d_total is None else dx.reshape(dy.shape) + d_total
+        return dx, dx if has_residual else None, dw.to(weight.dtype), None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
@@ -47,11 +56,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     require(weight.shape[0] == x.shape[-1] > 0,
             f"weight: shape {tuple(weight.shape)} does not fit x of shape {tuple(x.shape)}")
     require(eps > 0, f"eps: {eps} is not positive")
-    if residual is None:
-        return _RMSNorm.apply(x, weight, eps)
-    check_tensor("residual", residual)
-    check_like("residual", residual, "x", x)
-    require(residual.shape == x.shape,
-            f"residual: shape {tuple(residual.shape)} differs from x's {tuple(x.shape)}")
-    total = x + residual
-    return _RMSNorm.apply(total, weight, eps), total
+    if residual is not None:
+        check_tensor("residual", residual)
+        check_like("residual", residual, "x", x)
+        require(residual.shape == x.shape,
+                f"residual: shape {tuple(residual.shape)} differs from x's {tuple(x.shape)}")
+    return _RMSNorm.apply(x, residual, weight, eps)

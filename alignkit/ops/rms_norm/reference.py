@@ -6,11 +6,13 @@ import torch
 from .._common import fma, lane_sum
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None):
+    """The normalised sum x + residual (x itself without one), y, and rstd fp32 [rows]."""
+    x = x if residual is None else x + residual
     v = x.float()
     mean = lane_sum(v, v) / x.shape[1]
     rstd = 1.0 / (mean + eps).double().sqrt().float()  # torch's fp32 sqrt may be off by a bit
-    return (v * rstd[:, None] * weight.float()).to(x.dtype), rstd
+    return x, (v * rstd[:, None] * weight.float()).to(x.dtype), rstd
 
 
 def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:

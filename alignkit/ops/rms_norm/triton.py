@@ -1,4 +1,4 @@
-"""Triton: a program per block of rows; sums by the balanced tree over the hidden dimension."""
+"""Triton: sums over the hidden dimension by the balanced tree; dweight by chains over rows, joined by the tree."""
 from __future__ import annotations
 
 import torch
@@ -7,73 +7,95 @@ import triton.language as tl
 
 from .._triton import EXACT, next_power_of_2, tree_sum
 
-DW_ROWS = 32
-"""Rows of one chain of dweight; the chains are added in row order. In the contract."""
+DW_ROWS = 16
+"""Rows of one chain of dweight; the chains join by the balanced tree, in row order. In the contract."""
 
 
 @triton.jit
-def _forward(X, W, Y, RSTD, rows, sx, eps, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
-             R: tl.constexpr):
+def _rms_norm(X, RESIDUAL, W, TOTAL, Y, RSTD, rows, sx, sr, eps, H: tl.constexpr, BLOCK: tl.constexpr,
+             LEVELS: tl.constexpr, R: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
     ok = (r < rows)[:, None] & (j < H)[None, :]
     x = tl.load(X + r[:, None] * sx + j[None, :], mask=ok, other=0.0).to(tl.float32)
+    if RESIDUAL is not None:
+        x += tl.load(RESIDUAL + r[:, None] * sr + j[None, :], mask=ok, other=0.0).to(tl.float32)
+        total = x.to(TOTAL.dtype.element_ty)
+        tl.store(TOTAL + r[:, None] * H + j[None, :], total, mask=ok)
+        x = total.to(tl.float32)
     w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(x * x, LEVELS), H * 1.0) + eps))
     tl.store(Y + r[:, None] * H + j[None, :], (x * rstd[:, None] * w[None, :]).to(Y.dtype.element_ty), mask=ok)
     tl.store(RSTD + r, rstd, mask=r < rows)
 
 
-@triton.jit
-def _backward(DY, X, W, RSTD, DX, PART, rows, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
-              ROWS: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, BLOCK)
-    w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK,), tl.float32)
-    for i in range(ROWS):
-        r = block * ROWS + i
-        ok = (j < H) & (r < rows)
-        x = tl.load(X + r * H + j, mask=ok, other=0.0).to(tl.float32)
-        dy = tl.load(DY + r * H + j, mask=ok, other=0.0).to(tl.float32)
-        rstd = tl.load(RSTD + r, mask=r < rows, other=0.0)
-        g = dy * w
-        c = tl.div_rn(tl.sum(tree_sum((g * x)[None, :], LEVELS), 0), H * 1.0) * rstd * rstd
-        tl.store(DX + r * H + j, (rstd * tl.fma(-c + x * 0.0, x, g)).to(DX.dtype.element_ty), mask=ok)
-        dw = tl.fma(dy, x * rstd, dw)
-    tl.store(PART + block * H + j, dw, mask=j < H)
-
-
-@triton.jit
-def _join(PART, DW, blocks, H: tl.constexpr, BLOCK: tl.constexpr):
-    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    dw = tl.zeros((BLOCK,), tl.float32)
-    for b in range(blocks):
-        dw += tl.load(PART + b.to(tl.int64) * H + j, mask=j < H, other=0.0)
-    tl.store(DW + j, dw, mask=j < H)
-
-
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None):
+    """The normalised sum x + residual (x itself without one), y, and rstd fp32 [rows]."""
     rows, h = x.shape
     y = torch.empty(rows, h, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(y)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         block = next_power_of_2(h)
         r = max(1, 1024 // block)
-        warps = max(1, min(16, block * r // 1024))
-        _forward[(triton.cdiv(rows, r),)](x, weight, y, rstd, rows, x.stride(0), eps, H=h, BLOCK=block,
-                                          LEVELS=block.bit_length() - 1, R=r, num_warps=warps, **EXACT)
-    return y, rstd
+        _rms_norm[(triton.cdiv(rows, r),)](
+            x, residual, weight, total, y, rstd, rows, x.stride(0), 0 if residual is None else residual.stride(0), eps,
+            H=h, BLOCK=block, LEVELS=block.bit_length() - 1, R=r, num_warps=max(1, min(16, block * r // 1024)), **EXACT)
+    return total, y, rstd
+
+
+@triton.jit
+def _load(DY, X, RSTD, r, ok, j, H: tl.constexpr):
+    at, here = r[:, None] * H + j[None, :], ok[:, None] & (j < H)[None, :]
+    return (tl.load(DY + at, mask=here, other=0.0), tl.load(X + at, mask=here, other=0.0),
+            tl.load(RSTD + r, mask=ok, other=0.0))
+
+
+@triton.jit
+def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+              ROWS: tl.constexpr, R: tl.constexpr):
+    chain = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    j = tl.arange(0, BLOCK)
+    w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((R, BLOCK), tl.float32)
+    r = chain * ROWS
+    next_dy, next_x, next_rstd = _load(DY, X, RSTD, r, r < rows, j, H)
+    for i in range(ROWS):
+        dy, x, rstd = next_dy.to(tl.float32), next_x.to(tl.float32), next_rstd[:, None]
+        # The next rows are on their way while these are reduced.
+        next_dy, next_x, next_rstd = _load(DY, X, RSTD, r + 1, (r + 1 < rows) & (i + 1 < ROWS), j, H)
+        g = dy * w
+        c = tl.div_rn(tree_sum(g * x, LEVELS), H * 1.0)[:, None] * rstd * rstd
+        dx = rstd * tl.fma(tl.broadcast_to(-c, (R, BLOCK)), x, g)
+        ok = (r < rows)[:, None] & (j < H)[None, :]
+        tl.store(DX + r[:, None] * H + j[None, :], dx.to(DX.dtype.element_ty), mask=ok)
+        dw = tl.fma(dy, x * rstd, dw)
+        r += 1
+    tl.store(PART + chain[:, None] * H + j[None, :], dw, mask=(chain < chains)[:, None] & (j < H)[None, :])
+
+
+@triton.jit
+def _rms_norm_join(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.program_id(1).to(tl.int64) * 2**LEVELS + tl.arange(0, 2**LEVELS)
+    v = tl.load(PART + p[None, :] * H + j[:, None], mask=(p < parts)[None, :] & (j < H)[:, None], other=0.0)
+    tl.store(OUT + tl.program_id(1).to(tl.int64) * H + j, tree_sum(v, LEVELS), mask=j < H)
 
 
 def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
     rows, h = x.shape
-    dx, dw = torch.empty_like(x), torch.zeros(h, dtype=torch.float32, device=x.device)
-    if rows:
-        block, blocks = next_power_of_2(h), triton.cdiv(rows, DW_ROWS)
-        part = torch.empty(blocks, h, dtype=torch.float32, device=x.device)
-        _backward[(blocks,)](dy, x, weight, rstd, dx, part, rows, H=h, BLOCK=block,
-                             LEVELS=block.bit_length() - 1, ROWS=DW_ROWS,
-                             num_warps=max(1, min(16, block // 512)), **EXACT)
-        _join[(triton.cdiv(h, 128),)](part, dw, blocks, H=h, BLOCK=128, num_warps=4, **EXACT)
-    return dx, dw
+    dx = torch.empty_like(x)
+    if not rows:
+        return dx, torch.zeros(h, dtype=torch.float32, device=x.device)
+    block, chains = next_power_of_2(h), triton.cdiv(rows, DW_ROWS)
+    r = max(1, 1024 // block)
+    parts = torch.empty(chains, h, dtype=torch.float32, device=x.device)
+    _rms_norm_grad[(triton.cdiv(chains, r),)](dy, x, weight, rstd, dx, parts, rows, chains, H=h, BLOCK=block,
+                                         LEVELS=block.bit_length() - 1, ROWS=DW_ROWS, R=r,
+                                         num_warps=max(1, min(16, r * block // 512)), **EXACT)
+    while len(parts) > 1:
+        joined = parts.new_empty(triton.cdiv(len(parts), 64), h)
+        _rms_norm_join[(triton.cdiv(h, 32), len(joined))](parts, joined, len(parts), H=h, BLOCK=32, LEVELS=6, num_warps=4,
+                                                 **EXACT)
+        parts = joined
+    return dx, parts[0]

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from ... import backends
-from .._common import check_tensor, require
+from .._common import check_tensor, looks, require
 
 
 class _Rope(torch.autograd.Function):
@@ -54,14 +54,15 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch
         [T, H, D], x's type. Differentiable in x.
 
     Raises:
-        InputError: shapes or types do not fit; on the CPU also if a position is outside the table.
+        InputError: shapes or types do not fit, or a position is outside the table. A GPU is not waited for to find the
+            latter, unless ``ALIGNKIT_STRICT=1``: the rows of such a token are NaN.
     """
     check_tensor("x", x, 3)
     check_tensor("positions", positions, 1, (torch.int64,))
     check_tensor("table", table, 2, (torch.float32,))
     require(positions.shape[0] == x.shape[0], f"positions: {positions.shape[0]} entries for {x.shape[0]} tokens")
     require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from x's {x.shape[2]}")
-    if positions.numel() and positions.device.type == "cpu":  # elsewhere a look would wait for the device
+    if positions.numel() and looks(positions.device):
         low, high = int(positions.min()), int(positions.max())
         require(0 <= low and high < table.shape[0],
                 f"positions: {low} to {high} leave the table of {table.shape[0]} positions")

@@ -9,7 +9,7 @@ from .._triton import EXACT, exp
 
 
 @triton.jit
-def _forward(G, U, Y, n, sg, su, BLOCK: tl.constexpr):
+def _silu_mul(G, U, Y, n, sg, su, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(G + r * sg + j, mask=j < n, other=0.0).to(tl.float32)
@@ -18,7 +18,7 @@ def _forward(G, U, Y, n, sg, su, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(G, U, DY, DG, DU, n, sg, su, BLOCK: tl.constexpr):
+def _silu_mul_grad(G, U, DY, DG, DU, n, sg, su, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(G + r * sg + j, mask=j < n, other=0.0).to(tl.float32)
@@ -33,7 +33,8 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
         rows, n = gate.shape
-        _forward[(rows, triton.cdiv(n, 2048))](gate, up, y, n, gate.stride(0), up.stride(0), BLOCK=2048, num_warps=8, **EXACT)
+        _silu_mul[(rows, triton.cdiv(n, 1024))](gate, up, y, n, gate.stride(0), up.stride(0), BLOCK=1024, num_warps=4,
+                                               **EXACT)
     return y
 
 
@@ -41,6 +42,6 @@ def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dy.numel():
         rows, n = gate.shape
-        _backward[(rows, triton.cdiv(n, 1024))](gate, up, dy, dgate, dup, n, gate.stride(0), up.stride(0), BLOCK=1024,
-                                                num_warps=8, **EXACT)
+        _silu_mul_grad[(rows, triton.cdiv(n, 1024))](gate, up, dy, dgate, dup, n, gate.stride(0), up.stride(0), BLOCK=1024,
+                                                num_warps=4, **EXACT)
     return dgate, dup

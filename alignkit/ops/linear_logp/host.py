@@ -1,0 +1,113 @@
+"""What the backends on the CPU share: the passes over logits in torch, around the backend's own
+`tile_stats`, `exp`, `lse`, `soft_cap` and `logits_grad`."""
+from __future__ import annotations
+
+import torch
+
+from ... import backends
+
+INF = float("inf")
+
+
+def _kernels():
+    return backends.select("linear_logp", "cpu")
+
+
+def transform(z: torch.Tensor, how) -> torch.Tensor | None:
+    """z <- the logits of these products, before temperature. Returns what the cap made of them, if there is one."""
+    if how.bias is not None:
+        z += how.bias
+    capped = None
+    if how.soft_cap is not None:
+        _kernels().soft_cap(z, how.soft_cap)
+        capped = z.clone()
+    if how.logit_scale is not None:
+        z *= how.logit_scale
+    return capped
+
+
+def _logits(z: torch.Tensor, how, temperature: torch.Tensor | None) -> torch.Tensor:
+    z = z.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    transform(z, how)
+    return z if temperature is None else z.div_(temperature[:, None])
+
+
+def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> None:
+    """m, q, u [n, tiles] <- statistics of the tiles of products z [n, C]; column 0 is id `first`, a tile's border.
+    z_target[r] <- the logit of target[r] where it is among them."""
+    z = _logits(z, how, temperature)
+    for kept, seen in zip((m, q, u), _kernels().tile_stats(z, u is not None)):
+        if kept is not None:
+            kept.copy_(seen)
+    if target is not None:
+        column = target - first
+        here = (column >= 0) & (column < z.shape[1])
+        z_target[here] = z[here, column[here]]
+
+
+def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows from their tiles: the maximum fp32 [n] (`top` if given), and int64 [3, n]: s, u and z_target's bits."""
+    n, tiles = m.shape
+    if top is None:
+        top = m.amax(dim=1) if tiles else m.new_full((n,), -INF)
+    w = _kernels().exp(torch.where(m == -INF, -INF, m - top[:, None])).double()
+    sums = torch.zeros(3, n, dtype=torch.int64)
+    sums[0] = _whole(w * q.double())
+    if u is not None:
+        gap = torch.where(m == -INF, 0.0, top[:, None].double() - m.double())
+        sums[1] = _whole(w * (u.double() + q.double() * gap))
+    if z_target is not None:
+        sums[2] = z_target.view(torch.int32)
+    return top, sums
+
+
+def _whole(terms: torch.Tensor) -> torch.Tensor:
+    """Terms in units of 2^-23 to integers in units of 2^-39, summed over tiles. NaN counts 0: m is NaN then, and so is
+    the result."""
+    return (terms * 65536.0).round().nan_to_num(0.0).to(torch.int64).sum(dim=1)
+
+
+def finish(m, sums, target, entropy: bool):
+    """logp, lse and entropy (or None), fp32 [n]."""
+    lse64 = _kernels().lse(m, sums[0])
+    logp = (sums[2].int().view(torch.float32).double() - lse64).float()
+    ent = (lse64 - m.double() + sums[1].double() / sums[0].double()).float() if entropy else None
+    return logp, lse64.float(), ent
+
+
+def spread(z, temperature, m, sums, out) -> None:
+    """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
+    z = z.float() if temperature is None else z.float() / temperature[:, None]
+    out[:, :z.shape[1]] = (z.double() - _kernels().lse(m, sums[0])[:, None]).float()
+    out[:, z.shape[1]:] = -INF
+
+
+def pick(z, temperature, ids, m, sums, out) -> None:
+    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C]."""
+    z = z.gather(1, ids).float()
+    z = z if temperature is None else z / temperature[:, None]
+    out.copy_(z.double() - _kernels().lse(m, sums[0])[:, None])
+
+
+def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp, g_entropy) -> None:
+    """out [n, C] <- the gradient of the products z, column 0 the id `first`. `out` may be z."""
+    x = z if z is out else z.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    capped = transform(x, how)
+    if temperature is not None:
+        x /= temperature[:, None]
+    column = target - first
+    _kernels().logits_grad(x, lse, entropy, g_logp.contiguous(), None if g_entropy is None else g_entropy.contiguous(),
+                           torch.where((column >= 0) & (column < x.shape[1]), column, -1))
+    if temperature is not None:
+        x /= temperature[:, None]
+    if how.logit_scale is not None:
+        x *= how.logit_scale
+    if capped is not None:
+        x *= 1.0 - (capped / how.soft_cap) ** 2
+    if x is not out:
+        out.copy_(x)
+
+
+def gradient_type(dtype: torch.dtype) -> torch.dtype:
+    """In which the gradient of the logits enters the products."""
+    return torch.float32

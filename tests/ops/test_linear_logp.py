@@ -1,0 +1,40 @@
+"""The blocks of rows and slabs of ids that GPUs take, on the CPU: there an accumulated product continues its chain, so
+that cuts change no bit."""
+import sys
+
+import pytest
+import torch
+
+from alignkit import contract, ops
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU
+from .test_tp import HEADS, run_head
+
+pytestmark = pytest.mark.skipif(not CPU, reason="on a GPU cuts are in the contract")
+
+
+def run_in_blocks(tp, sizes, dtype):
+    """`run_head` in blocks of 48 rows (32 at a time) and slabs of 256 ids."""
+    module = sys.modules[ops.linear_logp.__module__]  # the function has the module's name
+    cuts = ((contract.HEAD_ROWS, 48), (contract.HEAD_COLUMNS, 256), (module.PART_ROWS, 32),
+            (module.CHUNK_BYTES, 1 << 16))
+    before = [table["cpu"] for table, _ in cuts]
+    try:
+        for table, value in cuts:
+            table["cpu"] = value
+        return run_head(tp, sizes, dtype, {"temperature": 0.7, "soft_cap": 8.0})
+    finally:
+        for (table, _), value in zip(cuts, before):
+            table["cpu"] = value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", HEADS)
+def test_cuts_change_no_bit(ranks, size, dtype):
+    for rank, (want, got) in enumerate(zip(
+            ranks.run(size, run_head, HEADS[size], dtype, {"temperature": 0.7, "soft_cap": 8.0}),
+            ranks.run(size, run_in_blocks, HEADS[size], dtype), strict=True)):
+        for name, a, b in zip(("logp", "entropy", "given", "dhidden", "dweight", "dbias"),
+                              (*got[0], got[1], *got[2]), (*want[0], want[1], *want[2]), strict=True):
+            assert_bitwise_equal(a, b, f"{name} on rank {rank}")
