@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -21,7 +23,8 @@ from alignkit.vllm import seams
 
 @dataclass
 class AlignedAttentionMetadata(AttentionMetadata):
-    """num_tokens: rows of q that are real. The rest is as `ops.paged_attention` takes it."""
+    """num_tokens: rows of q that are looked at. In a CUDA graph some of them are padding, which follows the rows of the
+    last sequence, and some sequences have no rows. The rest is as `ops.paged_attention` takes it."""
 
     num_tokens: int
     query_start_loc: torch.Tensor
@@ -30,6 +33,9 @@ class AlignedAttentionMetadata(AttentionMetadata):
 
 
 class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionMetadata]):
+    # The kernel's grid follows from shapes alone; lengths and blocks are read on the device.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -80,9 +86,13 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
 
     def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
                            slot_mapping: torch.Tensor) -> None:
-        """Writes key and value [T, Hkv, D] to their slots. Padding has slot -1 and goes to block 0, vLLM's null
-        block, which no sequence has: to leave it out, the host would have to wait for the device."""
+        """Writes key and value [T, Hkv, D] to their slots. Padding has slot -1: vLLM's kernel leaves it out, and on the
+        CPU it goes to block 0, vLLM's null block, which no sequence has."""
         k_cache, v_cache = _split(kv_cache)
+        if kv_cache.is_cuda:
+            vllm_ops.reshape_and_cache_flash(key, value, k_cache, v_cache, slot_mapping, "auto",
+                                             layer._k_scale, layer._v_scale)
+            return
         slots = slot_mapping.clamp(min=0)
         block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
         k_cache[block, offset] = key[: len(slots)]
@@ -99,8 +109,8 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
             return output.zero_()
         n = attn_metadata.num_tokens
         k_cache, v_cache = _split(kv_cache)
-        output[:n] = ops.paged_attention(query[:n], k_cache, v_cache, attn_metadata.block_table,
-                                         attn_metadata.query_start_loc, attn_metadata.seq_lens, self.scale)
+        ops.paged_attention(query[:n], k_cache, v_cache, attn_metadata.block_table, attn_metadata.query_start_loc,
+                            attn_metadata.seq_lens, self.scale, out=output[:n])
         return output
 
 

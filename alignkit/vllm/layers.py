@@ -2,7 +2,7 @@
 
 Each class keeps vLLM's parameters, weight loading and tensor-parallel layout, and replaces what is computed.
 Weights stay plain tensors (vLLM would pack them for oneDNN on the CPU), so an update in place reaches the
-numbers.
+numbers. What runs in the trunk's `forward` methods is compiled whole: they call custom ops and reshape, and nothing else.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from vllm.distributed import get_tp_group, split_tensor_along_last_dim
+from vllm.distributed import split_tensor_along_last_dim
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -35,9 +35,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from alignkit import ops
 from alignkit.errors import UnsupportedError
-from alignkit.tp import TP
+from alignkit.ops import library
 from alignkit.vllm import seams
 from alignkit.vllm.attention import AlignedAttentionBackend
+from alignkit.vllm.parallel import GROUP
 
 
 class AlignedLinearMethod(UnquantizedLinearMethod):
@@ -45,7 +46,7 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
         """Leaves the weight as it was loaded."""
 
     def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.linear(x, layer.weight, bias)
+        return library.linear(x, layer.weight, bias)
 
 
 class AlignedEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -86,13 +87,13 @@ class AlignedRowParallelLinear(_Linear, RowParallelLinear):
         super().__init__(*args, **kwargs)
         if not self.reduce_results:
             raise UnsupportedError(f"reduce_results=False ({self.prefix}): partial sums leave the layer")
-        self._tp = TP(get_tp_group().device_group) if self.tp_size > 1 else None
+        self._group = GROUP if self.tp_size > 1 else ""
 
     def forward(self, input_):
         if not self.input_is_parallel:
             input_ = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank]
         bias = None if self.skip_bias_add else self.bias
-        output = ops.row_parallel_linear(input_, self.weight, bias, tp=self._tp)
+        output = library.row_parallel_linear(input_, self.weight, bias, self._group)
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
@@ -124,13 +125,15 @@ class AlignedRMSNorm(RMSNorm):
             raise UnsupportedError("RMSNorm over a part of the hidden size, or without a weight")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        return ops.rms_norm(x, self.weight, self.variance_epsilon, residual)
+        if residual is None:
+            return library.rms_norm(x, self.weight, self.variance_epsilon)
+        return library.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
 
 class AlignedSiluAndMul(SiluAndMul):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return ops.silu_mul(gate, up)
+        return library.silu_mul(gate, up)
 
 
 class AlignedRotaryEmbedding(RotaryEmbedding):
@@ -139,16 +142,18 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
         if self.rotary_dim != self.head_size or not self.is_neox_style:
             raise UnsupportedError("rotary embedding of a part of the head, or interleaved")
         device = torch.get_default_device()  # while it builds, the model's
-        table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base, device)
-        self.register_buffer("cos_sin_cache", table, persistent=False)
+        table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base)
+        # A copy of its own: vLLM's sleep mode takes the memory away from under a model's buffers.
+        self.register_buffer("cos_sin_cache", table.to(device, copy=True), persistent=False)
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
         if positions.dim() != 1 or key is None:
             raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
-        return tuple(
-            ops.rope(x.view(len(positions), -1, self.head_size), positions, self.cos_sin_cache).view(x.shape)
-            for x in (query, key)
-        )
+        return self._rotate(positions, query), self._rotate(positions, key)
+
+    def _rotate(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(positions.shape[0], -1, self.head_size)
+        return library.rope(heads, positions, self.cos_sin_cache).view(x.shape)
 
 
 class AlignedLogitsProcessor(LogitsProcessor):

@@ -7,19 +7,23 @@ global changes in vLLM's layers, so an engine keeps what it was made with, patch
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+from collections.abc import Awaitable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
-from alignkit.vllm.refuse import refuse_config
+from alignkit.vllm.refuse import fusions, refuse_config
 from alignkit.vllm.seams import installed, require_seams, require_version
 
 ENV = "ALIGNKIT_VLLM"
 """Set to 1 while patched, so that processes started meanwhile patch themselves (`alignkit.vllm.plugin`)."""
 WORKER = "alignkit.vllm.worker.AlignedWorker"
+ASKED_FOR = frozenset({"enable_sp", "fuse_gemm_comms"})
+"""Compiler passes that vLLM turns on for those only who ask for them; others are defaults of its optimization levels."""
 
 _live: Patch | None = None
 
@@ -97,14 +101,19 @@ def status() -> dict:
             "points": _live.points if _live else []}
 
 
-def worker_status(llm) -> list[dict]:
+def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
     """What each worker of a running `vllm.LLM` (or `LLMEngine`) computes with, in rank order: `patched`, and
-    if so `contract`, `backend`, `vllm` and the number of `modules` by aligned class."""
+    if so `contract`, `backend`, `vllm` and the number of `modules` by aligned class. Of an `AsyncLLM`, to be awaited."""
     engine = getattr(llm, "llm_engine", llm)
     parallel = engine.vllm_config.parallel_config
-    if parallel.worker_cls != WORKER:
-        return [{"patched": False}] * parallel.world_size
-    return engine.collective_rpc("alignkit_status")
+    stock = [{"patched": False}] * parallel.world_size
+    if not inspect.iscoroutinefunction(engine.collective_rpc):
+        return stock if parallel.worker_cls != WORKER else engine.collective_rpc("alignkit_status")
+
+    async def ask() -> list[dict]:
+        return stock if parallel.worker_cls != WORKER else await engine.collective_rpc("alignkit_status")
+
+    return ask()
 
 
 def _aligned_config(create_engine_config):
@@ -117,9 +126,14 @@ def _aligned_config(create_engine_config):
         if self.worker_cls not in ("auto", version.worker.replace(":", ".")):
             raise UnsupportedError(f"worker_cls {self.worker_cls}: alignkit brings its own")
         config = create_engine_config(self, *args, **kwargs)
+        passes = config.compilation_config.pass_config
+        for fusion in set(fusions(passes)) - ASKED_FOR:  # there is nothing left that they would fuse
+            setattr(passes, fusion, False)
         refuse_config(config)
         config.parallel_config.worker_cls = WORKER
         config.attention_config.backend = AttentionBackendEnum[version.attention]
+        # vLLM keeps compiled models on disk by a hash of the configuration: aligned and stock ones must not meet.
+        config.additional_config = {**config.additional_config, "alignkit": contract_id(version.family)}
         return config
 
     return create

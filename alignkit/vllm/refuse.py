@@ -1,8 +1,12 @@
 """What alignkit refuses in vLLM, by name: of an engine's configuration, of a request, of a built model."""
 from __future__ import annotations
 
+import dataclasses
+import os
+
 import torch
 
+from alignkit import tp
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.seams import STRUCTURE, installed
 
@@ -15,12 +19,9 @@ def refuse_config(config) -> None:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     hf = model.hf_config
     version, device, attention = installed(), config.device_config.device_type, config.attention_config
-    graphs = config.compilation_config.cudagraph_mode
     reasons = [name for name, present in {
         f"device {device} (no {device.upper()} backend yet for this version of vLLM)": device != version.device,
-        "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner,
-        "torch.compile (set enforce_eager=True)": config.compilation_config.mode.name != "NONE",
-        "CUDA graphs (set enforce_eager=True)": graphs is not None and graphs.name != "NONE",
+        "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner and not version.graphs,
         "micro-batches that overlap": parallel.use_ubatching,
         f"attention_backend {getattr(attention.backend, 'name', '')}":
             attention.backend is not None and attention.backend.name != version.attention,
@@ -48,10 +49,43 @@ def refuse_config(config) -> None:
         "custom logits processors with processed_logprobs":
             bool(model.logits_processors) and model.logprobs_mode == "processed_logprobs",
         "prompt embeddings": model.enable_prompt_embeds,
+        "VLLM_BATCH_INVARIANT=1 (other kernels for the same purpose: unset it)": _is_set("VLLM_BATCH_INVARIANT"),
+        "an additional_config that is not a dict": not isinstance(config.additional_config, dict),
     }.items() if present]
+    reasons += _compilation_reasons(config.compilation_config, version.graphs)
     reasons += _model_reasons(hf, cache.sliding_window)
     if reasons:
         raise UnsupportedError(f"alignkit cannot keep this vLLM engine aligned: {'; '.join(reasons)}")
+
+
+def _compilation_reasons(compilation, allowed: bool) -> list[str]:
+    mode, graphs = compilation.mode.name, compilation.cudagraph_mode
+    compiles, captures = mode != "NONE", graphs is not None and graphs.name != "NONE"
+    return [name for name, present in {
+        "torch.compile (set enforce_eager=True)": compiles and not allowed,
+        "CUDA graphs (set enforce_eager=True)": captures and not allowed,
+        "CUDA graphs without torch.compile between them (VLLM_USE_BREAKABLE_CUDAGRAPH)":
+            _is_set("VLLM_USE_BREAKABLE_CUDAGRAPH"),
+        "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)": captures and tp.strict(),
+        f"compilation mode {mode}": mode not in ("NONE", "VLLM_COMPILE"),
+        f"compilation backend {compilation.backend}": compiles and compilation.backend not in ("inductor", "eager"),
+        "graphs partitioned by inductor": compiles and bool(compilation.use_inductor_graph_partition),
+        "compiler passes of your own": bool(compilation.inductor_passes),
+        "a cache_dir of your own for compiled models (a stock engine's could be in it)":
+            compiles and bool(compilation.cache_dir),
+        f"fusion by the compiler ({', '.join(fusions(compilation.pass_config))})":
+            bool(fusions(compilation.pass_config)),
+    }.items() if present]
+
+
+def fusions(pass_config) -> list[str]:
+    """The compiler passes in a `PassConfig` that are on and replace arithmetic or communication."""
+    return [f.name for f in dataclasses.fields(pass_config)
+            if f.name.startswith(("fuse_", "enable_")) and getattr(pass_config, f.name)]
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def _model_reasons(hf, sliding_window: int | None) -> list[str]:

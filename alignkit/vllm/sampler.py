@@ -18,8 +18,7 @@ class AlignedSampler(Sampler):
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
         """logits fp32 [T, V] -> logprobs fp32 [T, V]."""
-        if logits.dtype != torch.float32:
-            raise UnsupportedError(f"logits in {logits.dtype}: they were rounded on their way to the sampler")
+        require_fp32(logits)
         return ops.log_softmax(logits)
 
 
@@ -33,3 +32,8 @@ class _ProcessedLogprobs(torch.nn.Module):
     def forward(self, logits, generators, k, p) -> tuple[torch.Tensor, torch.Tensor]:
         sampled, processed = self.sampler(logits, generators, k, p)
         return sampled, AlignedSampler.compute_logprobs(processed)
+
+
+def require_fp32(logits: torch.Tensor) -> None:
+    if logits.dtype != torch.float32:
+        raise UnsupportedError(f"logits in {logits.dtype}: they were rounded on their way to the sampler")

@@ -22,7 +22,8 @@ class Version:
 
     device: of `VllmConfig.device_config`. family: of the contract there. worker: the stock worker class.
     attention: the entry of `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused
-    request must also be, for vLLM's server to tell the client why.
+    request must also be, for vLLM's server to tell the client why. graphs: whether the V2 runner, torch.compile and
+    CUDA graphs are supported.
     """
 
     device: str
@@ -30,12 +31,13 @@ class Version:
     worker: str
     attention: str
     client_error: str
+    graphs: bool
 
 
 RUNS: dict[str, Version] = {
-    "0.26": Version("cuda", "sm90", "vllm.v1.worker.gpu_worker:Worker", "CUSTOM", "builtins:ValueError"),
+    "0.26": Version("cuda", "sm90", "vllm.v1.worker.gpu_worker:Worker", "CUSTOM", "builtins:ValueError", True),
     "0.32": Version("cpu", "cpu", "vllm.v1.worker.cpu_worker:CPUWorker", "CPU_ATTN",
-                    "vllm.exceptions:VLLMClientError"),
+                    "vllm.exceptions:VLLMClientError", False),
 }
 """The minor versions that the adapter runs on."""
 
@@ -115,15 +117,35 @@ _COMMON = (
         "prefill_context_parallel_size", "use_ubatching")),
     Seam("config/attention.py", "AttentionConfig.backend"),
     Seam("config/attention.py", "AttentionConfig.backend_per_kind"),
-    Seam("config/compilation.py", "CompilationConfig.mode"),
-    Seam("config/compilation.py", "CompilationConfig.cudagraph_mode"),
+    *(Seam("config/compilation.py", f"CompilationConfig.{field}") for field in (
+        "mode", "backend", "cudagraph_mode", "pass_config", "use_inductor_graph_partition", "inductor_passes",
+        "cache_dir")),
+    *(Seam("config/compilation.py", f"PassConfig.{field}") for field in (
+        "fuse_allreduce_rms", "fuse_norm_quant", "fuse_act_quant")),
+    Seam("config/compilation.py", "CompilationMode.VLLM_COMPILE"),
+    Seam("config/vllm.py", "VllmConfig.additional_config"),
+    Seam("v1/attention/backend.py", "AttentionMetadataBuilder._cudagraph_support"),
+    Seam("v1/attention/backend.py", "AttentionCGSupport.ALWAYS"),
+    Seam("distributed/device_communicators/base_device_communicator.py", "DeviceCommunicatorBase.all_gather",
+         ("input_", "dim")),
     # Logprobs, V1 runner.
     Seam("v1/sample/sampler.py", "Sampler.compute_logprobs", ("logits",)),
     Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_cpu",
          ("logits", "generators", "k", "p")),
-    # Logprobs, V2 runner: one function for sampled, prompt and chosen tokens.
+    # Logprobs, V2 runner: one function for sampled, prompt and chosen tokens, and the ways to it.
     Seam(_SAMPLE_V2 + "logprob.py", "compute_token_logprobs", ("logits", "token_ids")),
+    Seam(_SAMPLE_V2 + "logprob.py", "compute_topk_scores", ("logits", "num_logprobs", "sampled_token_ids")),
     Seam(_SAMPLE_V2 + "sampler.py", "Sampler.sample"),
+    Seam(_SAMPLE_V2 + "sampler.py", "Sampler.__call__", ("logits", "input_batch")),
+    Seam(_SAMPLE_V2 + "sampler.py", "compute_topk_scores"),
+    Seam(_SAMPLE_V2 + "prompt_logprob.py", "PromptLogprobsWorker.compute_prompt_logprobs",
+         ("logits_fn", "hidden_states", "input_batch")),
+    Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_prompt_logprobs_with_chunking", ("prompt_token_ids", "logits_fn")),
+    Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_topk_scores"),
+    Seam(_SAMPLE_V2 + "states.py", "SamplingStates.apply_temperature",
+         ("logits", "expanded_idx_mapping", "idx_mapping_np")),
+    Seam("v1/worker/gpu/model_runner.py", "Sampler"),
+    Seam("v1/worker/gpu/model_runner.py", "PromptLogprobsWorker"),
     # The model classes whose parts are all named above.
     Seam("model_executor/models/llama.py", "LlamaForCausalLM"),
     Seam("model_executor/models/qwen2.py", "Qwen2ForCausalLM"),
@@ -143,11 +165,19 @@ _CUDA = (
     Seam("v1/worker/gpu_worker.py", "Worker.init_device"),
     Seam("v1/worker/gpu_model_runner.py", "Sampler"),
     Seam("v1/worker/gpu_model_runner.py", "GPUModelRunner.get_model"),
+    Seam("v1/worker/gpu/model_runner.py", "GPUModelRunner.get_model"),
+    Seam("v1/worker/gpu/model_runner.py", "GPUModelRunner.load_model"),
+    Seam("_custom_ops.py", "reshape_and_cache_flash",
+         ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")),
+    Seam("distributed/device_communicators/cuda_communicator.py", "CudaCommunicator.all_gather", ("input_", "dim")),
     Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_native", ("logits", "generators", "k", "p")),
 )
 
-# 0.26 asks an attention backend for the shape of its cache and for the order of its dimensions in memory.
+# 0.26 asks an attention backend for the shape of its cache and for the order of its dimensions in memory, and has
+# compiler passes that move communication.
 _UNTIL_0_26 = (
+    Seam("config/compilation.py", "PassConfig.enable_sp"),
+    Seam("config/compilation.py", "PassConfig.fuse_gemm_comms"),
     Seam("v1/attention/backend.py", "AttentionBackend.get_kv_cache_shape",
          ("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str")),
     Seam("v1/attention/backend.py", "AttentionBackend.get_kv_cache_stride_order", ("include_num_layers_dimension",)),

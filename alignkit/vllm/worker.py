@@ -2,6 +2,8 @@
 cannot import it, in-process engine or worker on another host, fails instead of staying stock."""
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import vllm
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
@@ -9,9 +11,11 @@ from vllm.model_executor.layers.attention import Attention
 from alignkit import backends
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
+from alignkit.ops import library
 from alignkit.tp import TP
 from alignkit.vllm.attention import AlignedAttentionImpl
 from alignkit.vllm.layers import ALIGNED, aligned_layers
+from alignkit.vllm.parallel import GROUP, EngineTP
 from alignkit.vllm.refuse import refuse_config, refuse_model
 from alignkit.vllm.sampler import AlignedSampler
 from alignkit.vllm.seams import installed, resolve
@@ -22,13 +26,16 @@ class AlignedWorker(resolve(installed().worker)):
         refuse_config(self.vllm_config)
         super().init_device()
         backends.name(self.device)  # raises where the device has none
+        library.name_group(GROUP, EngineTP())
+        if self.vllm_config.use_v2_model_runner:  # it makes its sampler when it loads the model
+            return
         runner = self.model_runner
         if type(runner.sampler).__name__ != "Sampler":
             raise UnsupportedError(f"sampler {type(runner.sampler).__name__}")
         runner.sampler = AlignedSampler(self.model_config.logprobs_mode, self.model_config.use_fp64_gumbel)
 
     def load_model(self, **kwargs) -> None:
-        with aligned_layers():
+        with aligned_layers(), self._sampling():
             super().load_model(**kwargs)
         self._aligned = self._inspect()
         # Ranks that differ would still exchange tensors, of other bits.
@@ -38,7 +45,18 @@ class AlignedWorker(resolve(installed().worker)):
         """What this worker runs: contract id, backend, vLLM version, and modules by aligned class."""
         return {"patched": True, **self._aligned}
 
+    def _sampling(self):
+        if not self.vllm_config.use_v2_model_runner:
+            return nullcontext()
+        from alignkit.vllm.sampler_v2 import aligned_sampling
+
+        return aligned_sampling()
+
     def _inspect(self) -> dict:
+        if self.vllm_config.use_v2_model_runner:
+            from alignkit.vllm.sampler_v2 import refuse_sampling
+
+            refuse_sampling(self.model_runner)
         model = self.model_runner.get_model()
         counts = refuse_model(model, tuple(ALIGNED.values()))
         attention = [m for m in model.modules() if isinstance(m, Attention)]

@@ -108,6 +108,41 @@ def stock_worker_class(state, model):
     return EngineArgs(model, **ENGINE).create_engine_config().parallel_config.worker_cls
 
 
+def hashes(state, model):
+    """Of a stock, an aligned and again a stock engine's configuration: what compiled models are kept under."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from alignkit.vllm import patch_vllm
+
+    def stock():
+        return EngineArgs(model, **ENGINE, attention_backend="CPU_ATTN").create_engine_config().compute_hash()
+
+    before = stock()
+    with patch_vllm():
+        aligned = stock()
+    return before, aligned, stock()
+
+
+def asynchronous(state, model):
+    """Status of the workers of an `AsyncLLM`."""
+    import asyncio
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from alignkit.vllm import patch_vllm, worker_status
+
+    async def ask():
+        with patch_vllm():
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **ENGINE))
+        try:
+            return await worker_status(engine)
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(ask())
+
+
 def config_before_patch(state, model):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -128,6 +163,16 @@ def test_plugin_does_nothing_until_asked(vllm_process, checkpoint):
         process(config_before_patch, checkpoint())
     assert process(registered, "1")["patched"]
     assert process(stock_worker_class, checkpoint()) == "alignkit.vllm.worker.AlignedWorker"
+
+
+def test_compiled_models_of_stock_and_aligned_engines_do_not_meet(vllm_process, checkpoint):
+    before, aligned, after = vllm_process()(hashes, checkpoint())
+    assert before == after != aligned
+
+
+def test_asynchronous_engine(vllm_process, checkpoint):
+    (worker,) = vllm_process()(asynchronous, checkpoint())
+    assert worker["patched"] and worker["contract"] == contract_id()
 
 
 def test_plugin_is_an_entry_point_of_vllm():

@@ -1,6 +1,7 @@
 """What is refused, by name, when the engine's configuration is made."""
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -32,17 +33,19 @@ def configure(state, model, options):
 
 def elsewhere(state, model, env, device):
     """A configuration as this machine cannot make it: of the V2 runner (it needs Triton), of a GPU."""
+    before = dict(os.environ)
     from vllm.engine.arg_utils import EngineArgs
 
     from alignkit.vllm.refuse import refuse_config
 
     config = EngineArgs(model, **ENGINE).create_engine_config()
     config.device_config.device_type = device
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = env
+    os.environ |= env
     try:
         refuse_config(config)
     finally:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        os.environ.clear()
+        os.environ |= before
 
 
 def build_with_an_extra_layer(state, model):
@@ -85,12 +88,40 @@ def test_engine_options(process, checkpoint, name, options):
 
 
 @pytest.mark.parametrize("name, env, device", [
-    ("V2 model runner .set VLLM_USE_V2_MODEL_RUNNER=0", "1", "cpu"),
-    ("device cuda .no CUDA backend yet", "0", "cuda"),
+    ("V2 model runner .set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "cpu"),
+    ("device cuda .no CUDA backend yet", {}, "cuda"),
+    ("VLLM_BATCH_INVARIANT=1", {"VLLM_BATCH_INVARIANT": "1"}, "cpu"),
+    ("VLLM_USE_BREAKABLE_CUDAGRAPH", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "cpu"),
 ])
-def test_runner_and_device(process, checkpoint, name, env, device):
+def test_runner_device_and_environment(process, checkpoint, name, env, device):
     with pytest.raises(UnsupportedError, match=name):
         process(elsewhere, checkpoint(), env, device)
+
+
+def compilation(state, chosen):
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    from alignkit.vllm.refuse import _compilation_reasons
+
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor",
+                               cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    for name, value in chosen.items():
+        owner, _, field = name.rpartition("__")
+        setattr(getattr(config, owner) if owner else config, field, CompilationMode(value) if field == "mode" else value)
+    return _compilation_reasons(config, True)
+
+
+@pytest.mark.parametrize("name, chosen", [
+    ("compilation mode STOCK", {"mode": 1}), ("compilation backend mine", {"backend": "mine"}),
+    ("partitioned by inductor", {"use_inductor_graph_partition": True}),
+    ("compiler passes of your own", {"inductor_passes": {"post": "mine.pass"}}),
+    ("cache_dir of your own", {"cache_dir": "mine"}),
+    ("fusion by the compiler .fuse_allreduce_rms", {"pass_config__fuse_allreduce_rms": True}),
+])
+def test_compilation_where_it_is_supported(process, name, chosen):
+    assert process(compilation, {}) == []
+    (reason,) = process(compilation, chosen)
+    assert re.search(name, reason)
 
 
 @pytest.mark.parametrize("arch, name, change", [

@@ -95,11 +95,11 @@ def test_a_lost_seam_is_named(tmp_path):
     sampler = tmp_path / "v1/sample/sampler.py"
     text = sampler.read_text()
     sampler.write_text(text.replace("def compute_logprobs(logits", "def compute_logprobs(scores"))
-    (tmp_path / "v1/worker/gpu/sample/prompt_logprob.py").unlink()
+    (tmp_path / "v1/kv_cache_layout.py").unlink()
     lost = seams.unresolved(tmp_path, "0.32")
     assert len(lost) == 2
     assert any("Sampler.compute_logprobs: does not take logits" in line for line in lost)
-    assert any("prompt_logprob.py: compute_token_logprobs: no such file" in line for line in lost)
+    assert any("kv_cache_layout.py: KVCacheLayout.LBNHC: no such file" in line for line in lost)
     with pytest.raises(UnsupportedError, match="vLLM 0.32.0 .*does not take logits"):
         seams.require_seams(tmp_path, "0.32.0")
 

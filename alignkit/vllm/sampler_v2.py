@@ -1,0 +1,85 @@
+"""The V2 model runner's sampler and prompt logprobs with `ops.token_logp` for every logprob.
+
+vLLM takes all of them in one function, `compute_token_logprobs`, which its classes reach through two others. The
+classes here are vLLM's with that function replaced in copies of their own, so a stock engine in the same process
+keeps its. What is sampled, and the ranks of tokens, are vLLM's.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+from alignkit.errors import UnsupportedError
+from alignkit.ops.linear_logp import token_logp
+from alignkit.vllm.sampler import require_fp32
+
+
+def _calling(function: Callable, **names: Callable) -> Callable:
+    """A copy of `function` that calls ours by the global `names`. Raises UnsupportedError if it knows no such name."""
+    lacking = names.keys() - set(function.__code__.co_names)
+    if lacking:
+        raise UnsupportedError(f"vLLM's {function.__qualname__} does not call {', '.join(sorted(lacking))}")
+    copy = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__,
+                        function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """logits fp32 [n, V], token_ids int [n, k] -> logprobs fp32 [n, k]."""
+    require_fp32(logits)
+    return token_logp(logits, token_ids.to(torch.int64))
+
+
+_topk_scores = _calling(logprob.compute_topk_scores, compute_token_logprobs=token_logprobs)
+
+
+class _SamplingStates(SamplingStates):
+    def apply_temperature(self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor,
+                          idx_mapping_np: np.ndarray) -> None:
+        """Divides in place, correctly rounded as the contract asks; the quotients of vLLM's kernel are not."""
+        temperatures = self.temperature.np[idx_mapping_np]
+        if ((temperatures == 0) | (temperatures == 1)).all():
+            return
+        divisor = self.temperature.gpu[expanded_idx_mapping]
+        logits.div_(divisor.masked_fill(divisor == 0, 1)[:, None])  # 0 is greedy: as it is
+
+
+class AlignedSamplerV2(Sampler):
+    __init__ = _calling(Sampler.__init__, SamplingStates=_SamplingStates)
+    __call__ = _calling(Sampler.__call__, compute_topk_scores=_topk_scores)
+
+
+class AlignedPromptLogprobs(prompt_logprob.PromptLogprobsWorker):
+    compute_prompt_logprobs = _calling(
+        prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs,
+        compute_prompt_logprobs_with_chunking=_calling(prompt_logprob.compute_prompt_logprobs_with_chunking,
+                                                       compute_topk_scores=_topk_scores))
+
+
+@contextmanager
+def aligned_sampling() -> Iterator[None]:
+    """Inside, a V2 model runner that loads its model makes the classes above for itself."""
+    stock = model_runner.Sampler, model_runner.PromptLogprobsWorker
+    model_runner.Sampler, model_runner.PromptLogprobsWorker = AlignedSamplerV2, AlignedPromptLogprobs
+    try:
+        yield
+    finally:
+        model_runner.Sampler, model_runner.PromptLogprobsWorker = stock
+
+
+def refuse_sampling(runner: model_runner.GPUModelRunner) -> None:
+    """Raises UnsupportedError naming what `runner` takes logprobs with, if it is not the classes above."""
+    stock = [type(part).__name__ for part, aligned in (
+        (runner.sampler, AlignedSamplerV2), (runner.prompt_logprobs_worker, AlignedPromptLogprobs),
+        (runner.rejection_sampler, type(None))) if type(part) is not aligned]
+    if stock:
+        raise UnsupportedError(f"logprobs by {', '.join(stock)}")

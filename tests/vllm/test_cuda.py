@@ -1,0 +1,213 @@
+"""vLLM on a GPU: every way to a logprob gives the same bits, in eager mode and in CUDA graphs, by both model runners.
+
+The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_cuda.py``.
+"""
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from alignkit.contract import contract_id
+from alignkit.errors import UnsupportedError
+from tests.vllm.conftest import ENGINE
+from tests.vllm.test_engine import evaluate, generate, reload
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+VOCAB = 4096
+LENGTHS = (1, 5, 16, 17, 33, 63, 64, 65, 127, 128, 129, 257, 400)
+MODES = ("v2-eager", "v2-graphs", "v1-eager", "v1-graphs")
+ENGINES = {  # name: environment, options of the engine
+    "v2-eager": ({}, {"enforce_eager": True}),
+    "v2-graphs": ({}, {"enable_sleep_mode": True}),
+    "v1-eager": ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"enforce_eager": True}),
+    "v1-graphs": ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, {}),
+    "chunked": ({}, {"max_num_batched_tokens": 64}),
+    "full-graphs": ({}, {"compilation_config": {"cudagraph_mode": "FULL"}}),
+    "multiprocess": ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": ""}, {}),
+    "processed": ({}, {"logprobs_mode": "processed_logprobs"}),
+}
+if torch.cuda.device_count() > 1:
+    ENGINES["tp2"] = ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {"tensor_parallel_size": 2})
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint(vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def engines(vllm_process, model, tmp_path_factory):
+    """By name, a process with a patched engine, started as `ENGINES` says."""
+    common = {"TORCHDYNAMO_DISABLE": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+              "VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache")), "HF_HUB_OFFLINE": "1"}
+    started = {name: vllm_process(**common | env) for name, (env, _) in ENGINES.items()}
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(started[name], start, model, options) for name, (_, options) in ENGINES.items()]
+    for wait in waits:
+        wait.result()
+    return started
+
+
+@pytest.fixture(scope="module")
+def expected(engines, prompts):
+    """Greedy tokens, their ranks and logprobs: one request at a time, V2 runner, eager."""
+    return engines["v2-eager"](one_at_a_time, prompts)
+
+
+# What runs in an engine's process.
+
+def start(state, model, options):
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    patch_vllm()
+    options = ENGINE | {"enforce_eager": False, "max_num_seqs": 16, "max_num_batched_tokens": 2048, "block_size": 16,
+                        "gpu_memory_utilization": 0.1} | options
+    state.llm = LLM(model, dtype="bfloat16", **options)
+
+
+def one_at_a_time(state, prompts):
+    return [generate(state, [p], temperature=0.0)[0] for p in prompts]
+
+
+def batch(state, prompts):
+    state.llm.reset_prefix_cache()
+    return generate(state, prompts, temperature=0.0)
+
+
+def prefix_hits(state, prompts):
+    """The second of two equal batches, and how many of its tokens came from the prefix cache."""
+    from vllm import SamplingParams
+
+    batch(state, prompts)
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    outputs = state.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return generate(state, prompts, temperature=0.0), sum(o.num_cached_tokens for o in outputs)
+
+
+def prompt_logprobs(state, prompts, answers):
+    return [(tokens, evaluate(state, prompt, tokens, 0)) for prompt, (tokens, _) in zip(prompts, answers)]
+
+
+def sampled(state, prompts):
+    return generate(state, prompts, temperature=1.0, logprobs=5)
+
+
+def top_five(state, prompts, answers):
+    return [(tokens, evaluate(state, prompt, tokens, 5)) for prompt, (tokens, _) in zip(prompts, answers)]
+
+
+def hidden_of_steps(state, prompt, temperature):
+    """Logprobs of sampled tokens, and `ops.linear_logp` of the hidden states that the engine had."""
+    from alignkit import ops
+
+    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    seen = []
+    hook = model.logits_processor.register_forward_pre_hook(lambda module, args: seen.append(args[1].clone()))
+    (tokens, steps), = generate(state, [prompt], temperature=temperature)
+    hook.remove()
+    hidden = torch.cat(seen)[: len(tokens)]  # an asynchronous scheduler runs a step ahead
+    with torch.no_grad():
+        expected = ops.linear_logp(hidden, model.lm_head.weight, torch.tensor(tokens, device=hidden.device),
+                                   temperature=temperature, vocab_size=VOCAB)
+    return [s["sampled"] for s in steps], expected.tolist()
+
+
+def sleep(state, model):
+    state.llm.sleep(level=2)
+    state.llm.wake_up()
+    reload(state, model)
+
+
+def statuses(state):
+    from alignkit.vllm import worker_status
+
+    return worker_status(state.llm)
+
+
+def configure(state, model, options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(model, **options).create_engine_config()
+
+
+# What is asked of it.
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_batch_is_one_at_a_time(engines, expected, prompts, name):
+    if name == "processed":
+        assert engines[name](batch, prompts) == expected  # greedy: a temperature of 1
+    else:
+        assert engines[name](batch, prompts) == expected
+        answers = engines[name](prompt_logprobs, prompts, expected)
+        assert [[s["sampled"] for s in steps] for _, steps in answers] == \
+            [[s["sampled"] for s in steps] for _, steps in expected]
+
+
+@pytest.mark.parametrize("name", ["v2-graphs", "v1-graphs"])
+def test_one_at_a_time_in_graphs(engines, expected, prompts, name):
+    assert engines[name](one_at_a_time, prompts) == expected
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_prefix_hits(engines, expected, prompts, name):
+    answers, cached = engines[name](prefix_hits, prompts)
+    assert cached > sum(LENGTHS) // 2
+    assert answers == expected
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_sampled_tokens_and_the_five_best(engines, prompts, name):
+    answers = engines[name](sampled, prompts)
+    assert engines[name](top_five, prompts, answers) == answers
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_processed_logprobs_with_temperature(engines, prompts, temperature):
+    logp, expected = engines["processed"](hidden_of_steps, prompts[5], temperature)
+    assert logp == expected
+
+
+@pytest.mark.parametrize("name", ["v2-graphs", "v1-graphs", "multiprocess"])
+def test_weights_reach_a_running_engine(engines, expected, prompts, model, checkpoint, name):
+    other = checkpoint(vocab=VOCAB, seed=1)
+    for process in (engines[name], engines["v2-eager"]):
+        process(reload, other)
+    updated = engines["v2-eager"](batch, prompts)
+    assert engines[name](batch, prompts) == updated != expected
+    for process in (engines[name], engines["v2-eager"]):
+        process(reload, model)
+    assert engines[name](batch, prompts) == expected
+
+
+def test_sleep(engines, expected, prompts, model):
+    engines["v2-graphs"](sleep, model)
+    assert engines["v2-graphs"](batch, prompts) == expected
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_worker_says_what_it_runs(engines, name):
+    v1 = name.startswith("v1")
+    for worker in engines[name](statuses):
+        assert worker["patched"] and worker["contract"] == contract_id("sm90")
+        assert worker["modules"]["AlignedRowParallelLinear"] == 8 and worker["modules"]["AlignedAttentionImpl"] == 4
+        assert worker["modules"]["AlignedSampler" if v1 else "AlignedSamplerV2"] == 1
+
+
+@pytest.mark.parametrize("name, options", [
+    ("enable_sp", {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {
+        "enable_sp": True, "sp_min_token_num": 1}}}),
+    ("cache_dir", {"compilation_config": {"cache_dir": "mine"}}),
+    ("compilation mode", {"compilation_config": {"mode": 2}}),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_compilation_that_is_refused(engines, model, name, options):
+    with pytest.raises(UnsupportedError, match=name):
+        engines["v1-eager"](configure, model, options)

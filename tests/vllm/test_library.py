@@ -1,0 +1,59 @@
+"""The trunk's custom ops: opaque to a compiler, and the same bits as the ops they are made of."""
+import pytest
+import torch
+
+from alignkit import ops
+from alignkit.errors import InputError
+from alignkit.ops import library
+from alignkit.testing import assert_bitwise_equal
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+TABLE = ops.rope_table(16, 64, 1e4)
+NORM, HEAD_NORM, UP, BIAS, DOWN = drawn(64), drawn(16), drawn(128, 64), drawn(128), drawn(64, 64)
+
+
+def trunk(of, x, residual, positions):
+    """Norm, projection, head norm, rotation, activation and projection back, as a decoder's layer has them; `of` is
+    either `library` or `ops`."""
+    add_norm = of.add_rms_norm if of is library else lambda x, r, w, eps: ops.rms_norm(x, w, eps, r)
+    extra = ("",) if of is library else ()
+    x, residual = add_norm(x, residual, NORM, 1e-6)
+    q, k = of.linear(x, UP, BIAS).split(64, dim=-1)
+    q = of.rms_norm(q.view(-1, 4, 16), HEAD_NORM, 1e-6)
+    q = of.rope(q, positions, TABLE).view(k.shape)
+    return of.row_parallel_linear(of.silu_mul(q, k), DOWN, None, *extra), residual
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_is_eager_is_ops(backend):
+    compiled = torch.compile(trunk, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (7, 12):
+        arguments = drawn(rows, 64), drawn(rows + 1, 64)[:rows], torch.arange(rows)
+        expected = trunk(ops, *arguments)
+        for actual in (trunk(library, *arguments), compiled(library, *arguments)):
+            for a, b in zip(actual, expected):
+                assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("op, arguments", [
+    (library.linear, (drawn(3, 64), drawn(8, 64), drawn(8))),
+    (library.row_parallel_linear, (drawn(3, 64), drawn(8, 64), None, "")),
+    (library.rms_norm, (drawn(3, 4, 16), drawn(16), 1e-6)),
+    (library.rms_norm, (drawn(3, 128).view(3, 8, 16)[:, :4], drawn(16), 1e-6)),
+    (library.add_rms_norm, (drawn(3, 64), drawn(3, 64), drawn(64), 1e-6)),
+    (library.rope, (drawn(3, 4, 16), torch.arange(3), TABLE)),
+    (library.silu_mul, tuple(drawn(3, 128).chunk(2, dim=-1))),
+], ids=lambda v: str(v).split(".")[1] if isinstance(v, torch._ops.OpOverload) else "")
+def test_declared_as_they_are(op, arguments):
+    """Shapes, strides and types of the fake implementation, no mutation, no shared memory."""
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_unknown_ranks():
+    with pytest.raises(InputError, match="no ranks are named 'mine'"):
+        library.row_parallel_linear(drawn(3, 64), drawn(8, 64), None, "mine")
