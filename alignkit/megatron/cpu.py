@@ -1,8 +1,8 @@
 """Lets Megatron-core run on a machine without a GPU. No numerics.
 
 Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
-have to wait, and keeps the random state of dropout on the device. All are answered here with what a CPU
-host has.
+have to wait, and for the device's random state around dropout and recomputation. All are answered here with what a
+CPU host has.
 """
 from __future__ import annotations
 
@@ -21,18 +21,25 @@ def _no_fork(self, name: str = "") -> Iterator[None]:
 def cpu_host() -> Iterator[None]:
     """While active, Megatron-core allocates on the CPU and its dropout draws from torch's own generator.
 
-    Does nothing where CUDA is available. It must be active while models are built and while they run.
+    Does nothing where CUDA is available. It must be active while models are built, run and differentiated.
     """
     if torch.cuda.is_available():
         yield
         return
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
 
-    saved = torch.cuda.current_device, torch.cuda.current_stream, CudaRNGStatesTracker.fork
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.current_stream = lambda device=None: None
-    CudaRNGStatesTracker.fork = _no_fork
+    answers = [
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "current_stream", lambda device=None: None),
+        (random.CudaRNGStatesTracker, "fork", _no_fork),
+        (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # recomputation sets the CPU's state itself
+    ]
+    saved = [getattr(owner, name) for owner, name, _ in answers]
+    for owner, name, answer in answers:
+        setattr(owner, name, answer)
     try:
         yield
     finally:
-        torch.cuda.current_device, torch.cuda.current_stream, CudaRNGStatesTracker.fork = saved
+        for (owner, name, _), value in zip(answers, saved):
+            setattr(owner, name, value)

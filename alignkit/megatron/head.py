@@ -84,19 +84,20 @@ def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tens
     """hidden ``[s, b, h]``, with sequence parallelism this rank's ``[s / tp, b, h]``; labels ``[b, s]``."""
     if not isinstance(output_layer, modules.OutputLayer):
         raise UnsupportedError("output_layer: not the output layer of an aligned GPTModel")
-    group = output_layer.tp_group
-    tp = TP(group)
-    if output_layer.sequence_parallel:
-        # The op sums the gradient of hidden over ranks, so that each rank only takes its rows of it back.
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+    tp = TP(output_layer.tp_group)
     temperature = asked.temperature
     if isinstance(temperature, torch.Tensor) and temperature.dim() == 2:
         temperature = temperature.t()
-    weight = output_layer.weight if output_weight is None else output_weight
-    result = ops.linear_logp(
-        hidden, weight, labels.t(), temperature=temperature, ignore_index=asked.ignore_index,
-        vocab_size=output_layer.true_vocab_size, vocab_start=tp.rank * weight.shape[0], tp=tp,
-        return_entropy=asked.return_entropy)
+
+    def logprobs_of(hidden, weight):
+        if output_layer.sequence_parallel:
+            # The op sums the gradient of hidden over ranks, so that each rank only takes its rows of it back.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp.group)
+        return ops.linear_logp(
+            hidden, weight, labels.t(), temperature=temperature, ignore_index=asked.ignore_index,
+            vocab_size=output_layer.true_vocab_size, vocab_start=tp.rank * weight.shape[0], tp=tp,
+            return_entropy=asked.return_entropy)
+    result = output_layer(hidden, output_weight, into=logprobs_of)
     logp, entropy = result if asked.return_entropy else (result, None)
     return LogProbs(logp.t().contiguous(), None if entropy is None else entropy.t().contiguous())
 

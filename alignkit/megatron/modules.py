@@ -6,6 +6,8 @@ column from row parallel by class name. What is aligned is told by `op`, the op 
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.tensor_parallel import layers
@@ -38,6 +40,13 @@ class OutputLayer(ColumnParallelLinear):
     op = "linear_logp"
     out_dtype = torch.float32
     true_vocab_size: int
+
+    def forward(self, input_, weight=None, *args, into: Callable | None = None, **kwargs):
+        """Logits, as stock; or ``into(input_, weight)``, which comes through here so that the module's hooks run
+        before its weight is read: Megatron's DDP waits in one for parameters that are being gathered."""
+        if into is None:
+            return super().forward(input_, weight, *args, **kwargs)
+        return into(input_, self.weight if weight is None else weight)
 
 
 class RowParallelLinear(layers.RowParallelLinear):
@@ -125,7 +134,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None):
         if packed_seq_params is not None:
-            cu_seqlens = supported.packed_cu_seqlens(packed_seq_params, query.shape[0])
+            cu_seqlens = supported.packed_cu_seqlens(packed_seq_params)
             return ops.attention(query, key, value, cu_seqlens).flatten(1)
         s, b = query.shape[:2]
         cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * s

@@ -51,16 +51,18 @@ def active() -> Patch:
 def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
-    Keys: patched, and if so megatron (version), vocab_size, contract, backend, seams (names that are
-    replaced); with a model, aligned (path -> op) and stock (paths of modules that alignkit would replace but
-    has not yet). contract and backend are those of the model's device, without a model those of the CPU.
+    Keys: patched, and if so megatron (version), vocab_size, contract, backend, seams (names that are replaced),
+    classes (of Megatron's modules, and the op that takes over); with a model, aligned (path -> op) and stock (paths of
+    modules that alignkit would replace but has not yet). contract and backend are those of the model's device, without
+    a model those of the CPU.
     """
     if _active is None:
         return {"patched": False}
     device = "cpu" if model is None else next(model.parameters()).device
     report = {"patched": True, "megatron": _active.version, "vocab_size": _active.vocab_size,
               "contract": contract.contract_id(backends.family(device)), "backend": backends.name(device),
-              "seams": _active.names}
+              "seams": _active.names,
+              "classes": {stock.__name__: aligned.op for stock, aligned in _active.aligned_class.items()}}
     if model is not None:
         report["aligned"] = {path: module.op for path, module in model.named_modules()
                              if type(module) in _active.stock_class}
@@ -186,9 +188,7 @@ class Patch:
             call = signature.bind(model, *args, **kwargs).arguments
 
             def checks() -> dict:
-                self._adopt(model)
-                for path, module in model.named_modules():
-                    supported.check_running(path, module)
+                supported.check_running(self._adopt(model))
                 if call.get("inference_context") is not None:
                     raise UnsupportedError("inference_context: Megatron's inference is not supported")
                 tokens = call.get("input_ids")
@@ -244,8 +244,8 @@ class Patch:
 
     # Models.
 
-    def _adopt(self, model) -> None:
-        """Checks every module of `model` and gives those that compute their aligned class.
+    def _adopt(self, model) -> list[tuple[str, torch.nn.Module]]:
+        """Checks every module of `model` and gives those that compute their aligned class. Returns all, with paths.
 
         Runs before each forward: modules may have been replaced since (by LoRA, for one)."""
         from . import modules, supported
@@ -275,6 +275,7 @@ class Patch:
         model.output_layer.__class__ = modules.OutputLayer
         model.output_layer.true_vocab_size = self.vocab_size
         self._models.add(model)
+        return found
 
     def _release(self, module: torch.nn.Module) -> None:
         """One module back to what it was before `_adopt`."""
@@ -282,5 +283,5 @@ class Patch:
             module.__class__ = self.stock_class[type(module)]
         if type(module) is self._layer:
             module.self_attn_bda = module.mlp_bda = self._stock_add
-        for name in ("true_vocab_size", "base", "head_dim", "device"):
+        for name in ("true_vocab_size", "base", "head_dim", "device", "frequencies_seen"):
             module.__dict__.pop(name, None)

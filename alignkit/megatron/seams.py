@@ -45,6 +45,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "apply_rotary_pos_emb": ("t", "freqs", "config", "cu_seqlens", "mscale"),
     },
     "tensor_parallel/layers.py": {
+        "ColumnParallelLinear.forward": ("input_", "weight"),
         "ColumnParallelLinear._forward_impl": ("input", "weight"),
         "RowParallelLinear.forward": ("input_",),
         "VocabParallelEmbedding": (),
@@ -53,7 +54,9 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "_VocabParallelCrossEntropy.forward": ("vocab_parallel_logits", "target", "label_smoothing"),
         "vocab_parallel_cross_entropy": ("vocab_parallel_logits", "target", "label_smoothing"),
     },
-    "tensor_parallel/random.py": {"CudaRNGStatesTracker.fork": ()},
+    "tensor_parallel/random.py": {
+        "CudaRNGStatesTracker.fork": (), "_get_cuda_rng_state": (), "_set_cuda_rng_state": (),
+    },
 }
 """File (under ``megatron/core``) -> name -> parameters it must take, which alignkit passes or receives."""
 
@@ -73,8 +76,9 @@ def names(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def release(version: str) -> str:
-    """The known version that `version` is. Megatron 0.19 adds the commit of any git checkout around it (0.19.2+9d061af),
-    one that merely holds the virtual environment too. Raises UnsupportedError for an unknown version."""
+    """The known version that `version` is. Megatron 0.19 adds the commit of any git checkout around it
+    (0.19.2+9d061af), one that merely holds the virtual environment too. Raises UnsupportedError for an unknown
+    version."""
     version = version.partition("+")[0]
     check_version(version)
     return version

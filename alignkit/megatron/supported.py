@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 
 from alignkit import backends
-from alignkit.errors import BackendError, InputError, UnsupportedError
+from alignkit.errors import AlignkitError, BackendError, InputError, UnsupportedError
+from alignkit.tp import strict
 
 _REQUIRED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
              "add_bias_linear": False}
@@ -32,12 +34,16 @@ _FREE = frozenset("""
     timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
     calculate_per_token_loss deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync
     barrier_with_L1_time hetereogenous_dist_checkpoint
+    recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
 """.split())
 """Fields of TransformerConfig that may have any value: sizes, what the aligned modules do themselves, and
 what has no part in the numbers. Every other field must be at its default."""
 
 _INERT = ("moe_", "mamba_", "dsa_")
 """Fields that only speak to modules which are refused anyway."""
+
+_RECOMPUTED = {"core_attn", "mlp"}
+"""Of `recompute_modules`: what is computed again from its inputs alone. An op gives the same bits each time."""
 
 _CALLED = {
     "num_moe_experts": "mixture of experts (MoE)",
@@ -47,7 +53,6 @@ _CALLED = {
     "context_parallel_size": "context parallelism",
     "window_size": "sliding window attention",
     "cross_entropy_loss_fusion": "fused cross-entropy",
-    "recompute_granularity": "activation recomputation",
     "defer_embedding_wgrad_compute": "weight gradient deferral",
     "delay_wgrad_compute": "weight gradient deferral",
     "normalization": "LayerNorm",
@@ -60,12 +65,15 @@ _CALLED = {
 def check_config(config) -> None:
     """UnsupportedError naming the first field of a TransformerConfig that alignkit does not keep aligned."""
     for name, default in _defaults().items():
-        if name in _FREE or name.startswith(_INERT):
+        if name in _FREE or name.startswith(_INERT) or name == "recompute_modules":
             continue
         wanted, value = _REQUIRED.get(name, default), getattr(config, name)
         if value != wanted:
             called = f" ({_CALLED[name]})" if name in _CALLED else ""
             raise UnsupportedError(f"{name}{called}: {value!r} is not supported, only {wanted!r}")
+    if config.recompute_granularity == "selective" and not _RECOMPUTED.issuperset(config.recompute_modules):
+        raise UnsupportedError(f"recompute_modules (selective activation recomputation): {config.recompute_modules!r} "
+                               f"is not supported, only {', '.join(sorted(_RECOMPUTED))}")
     if config.params_dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(f"params_dtype: {config.params_dtype} is not supported")
     if config.num_query_groups % config.tensor_model_parallel_size:
@@ -102,49 +110,88 @@ def check_model(model, vocab_size: int) -> None:
 
 
 def check_rotary(rotary, base: float, head_dim: int) -> None:
-    """UnsupportedError unless the module's frequencies are the default ones, bit for bit."""
+    """UnsupportedError unless the module's frequencies are the default ones. They are not used, but a model whose
+    frequencies were scaled asks for other rotations; where the powers were taken may change their last bits."""
     if rotary.rotary_interleaved or rotary.seq_len_interpolation_factor is not None:
         raise UnsupportedError("rotary_interleaved / seq_len_interpolation_factor: neither is supported")
-    expected = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if not torch.equal(rotary.inv_freq.cpu(), expected):
+    frequencies, seen = rotary.inv_freq, rotary.__dict__.get("frequencies_seen")
+    # Reading them from a device waits for it: done once, and again when they have changed.
+    remember = frequencies.device.type != "cpu" and not frequencies.is_inference() and not strict()
+    if remember and seen is not None and seen[0] is frequencies and seen[1] == frequencies._version:
+        return
+    expected = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    actual = frequencies.cpu()
+    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=2.0**-18, atol=0.0):
         raise UnsupportedError("rotary_pos_emb: scaled rotary embeddings are not supported")
+    if remember:
+        rotary.frequencies_seen = (frequencies, frequencies._version)
 
 
 def check_module(path: str, module: torch.nn.Module) -> None:
-    """UnsupportedError for what is not supported of one known module, told apart by its attributes."""
+    """UnsupportedError for what is not supported of one known module, told apart by its attributes.
+
+    Runs on every module before every forward, so it looks into the dictionaries: asking a torch module for an
+    attribute that it lacks takes microseconds."""
+    own, parameters = module.__dict__, module._parameters
     for name in ("forward", "_forward_impl"):
-        if name in module.__dict__:
+        if name in own:
             raise UnsupportedError(f"{path}.{name}: the module's own method has been replaced")
-    if getattr(module, "bias", None) is not None and not path.endswith("linear_qkv"):
+    if (own.get("bias") is not None or parameters.get("bias") is not None) and not path.endswith("linear_qkv"):
         raise UnsupportedError(f"{path}.bias: only QKV bias is supported")
-    if getattr(module, "disable_grad_reduce", False) or getattr(module, "is_expert", False):
+    if own.get("disable_grad_reduce") or own.get("is_expert"):
         raise UnsupportedError(f"{path}: disable_grad_reduce (LoRA) and is_expert (MoE) are not supported")
-    if not getattr(module, "input_is_parallel", True):
+    if not own.get("input_is_parallel", True):
         raise UnsupportedError(f"{path}.input_is_parallel: False is not supported")
-    if getattr(module, "gtp_remat_size", 1) > 1:
+    if own.get("gtp_remat_size", 1) > 1:
         raise UnsupportedError(f"{path}.gtp_remat_size: {module.gtp_remat_size} is not supported, only 1")
-    if isinstance(module, torch.nn.RMSNorm) and (module.weight is None or module.eps is None):
+    if isinstance(module, torch.nn.RMSNorm) and (parameters.get("weight") is None or own["eps"] is None):
         raise UnsupportedError(f"{path}: RMSNorm without weight or eps is not supported")
-    mask = getattr(module, "attn_mask_type", None)
+    mask = own.get("attn_mask_type")
     if mask is not None and mask.name not in ("causal", "padding_causal"):
         raise UnsupportedError(f"{path}.attn_mask_type: {mask.name} is not supported, only causal")
 
 
-def check_running(path: str, module: torch.nn.Module) -> None:
-    """UnsupportedError for what only matters once the model runs: dropout in training, and the device."""
-    if isinstance(module, torch.nn.Dropout) and module.p > 0 and module.training:
-        raise UnsupportedError(f"{path}: dropout of {module.p} in training is not supported")
-    for name, parameter in module.named_parameters(recurse=False):
-        try:
-            backends.name(parameter.device)
-        except BackendError as e:
-            raise UnsupportedError(f"{path}.{name}: {e}") from None
+def check_running(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """UnsupportedError for what only matters once the model runs: dropout in training, and the device.
+
+    modules: paths and modules, as ``named_modules`` gives them."""
+    known: set[torch.device] = set()
+    for path, module in modules:
+        if isinstance(module, torch.nn.Dropout) and module.p > 0 and module.training:
+            raise UnsupportedError(f"{path}: dropout of {module.p} in training is not supported")
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if type(parameter) is not torch.nn.Parameter:  # sharded (FSDP), quantised
+                raise UnsupportedError(f"{path}.{name}: a parameter of class {type(parameter).__qualname__} is not "
+                                       "supported")
+            if parameter.device in known:
+                continue
+            try:
+                backends.name(parameter.device)
+            except BackendError as e:
+                raise UnsupportedError(f"{path}.{name}: {e}") from None
+            known.add(parameter.device)
+
+
+def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *values: torch.Tensor) -> None:
+    """Raises kind(message), with the `values` that were found, unless the tensor `holds` is true.
+
+    On a device nothing is waited for, unless in strict mode: there a device-side assertion stops all further work
+    of the process and prints `message`."""
+    if holds.device.type != "cpu" and not strict():
+        torch._assert_async(holds, message)
+    elif not holds:
+        found = [str(v) for t in values for v in t.reshape(-1).tolist()]
+        raise kind(message + (f", not {', '.join(found)}" if found else ""))
 
 
 def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
     """InputError for a token outside the vocabulary; with tensor parallelism Megatron embeds it as zeros."""
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise InputError(f"input_ids: ids {int(tokens.min())} to {int(tokens.max())} leave [0, {vocab_size})")
+    if tokens.numel():
+        low, high = tokens.aminmax()
+        _demand((low >= 0) & (high < vocab_size), InputError,
+                f"input_ids: the lowest and highest id must be in [0, {vocab_size})", low, high)
 
 
 def check_call(s: int, b: int, attention_mask, *, packed_seq_params=None, inference_context=None,
@@ -162,36 +209,48 @@ def check_call(s: int, b: int, attention_mask, *, packed_seq_params=None, infere
     if packed_seq_params is not None:
         if b != 1 or attention_mask is not None:
             raise UnsupportedError("packed_seq_params: needs a micro-batch of one row and no attention_mask")
-        packed = packed_cu_seqlens(packed_seq_params, s).tolist()
-    elif attention_mask is not None and not _is_causal(attention_mask, s, b):
-        raise UnsupportedError("attention_mask: only a causal one, with padding on the right, is supported")
+        packed = _check_packed(packed_seq_params, s)
+    elif attention_mask is not None:
+        _check_causal(attention_mask, s, b)
     return {"micro-batch": (s, b), "cu_seqlens": packed}
 
 
-def packed_cu_seqlens(params, total: int) -> torch.Tensor:
-    """``cu_seqlens`` ``[B+1]`` of a packed micro-batch of `total` tokens, each sequence with its padding."""
+def packed_cu_seqlens(params) -> torch.Tensor:
+    """``cu_seqlens`` ``[B+1]`` of a packed micro-batch, each sequence with its padding."""
+    return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+
+
+def _check_packed(params, total: int) -> tuple[int, ...]:
+    """Checks the `params` of a packed micro-batch of `total` tokens. Returns what ranks must agree on: the values of
+    ``cu_seqlens`` where they may be looked at, else how many there are."""
     if params.qkv_format != "thd":
         raise UnsupportedError(f"packed_seq_params.qkv_format: {params.qkv_format!r} is not supported")
     if (getattr(params, "cp_group", None) is not None and params.cp_group.size() > 1):
         raise UnsupportedError("packed_seq_params.cp_group: context parallelism is not supported")
-    q, kv = params.cu_seqlens_q, params.cu_seqlens_kv
-    if params.cu_seqlens_q_padded is not None:
-        q, kv = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
-    if kv is None or not torch.equal(q, kv):
-        raise InputError("packed_seq_params: cu_seqlens of queries and of keys differ")
-    if int(q[-1]) != total:
-        raise InputError(f"packed_seq_params: cu_seqlens ends at {int(q[-1])}, there are {total} tokens")
-    return q
+    q = packed_cu_seqlens(params)
+    kv = params.cu_seqlens_kv if params.cu_seqlens_q_padded is None else params.cu_seqlens_kv_padded
+    differ = "packed_seq_params: cu_seqlens of queries and of keys differ"
+    if kv is None or q.shape != kv.shape or q.dim() != 1 or not q.numel():
+        raise InputError(differ)
+    if kv is not q:
+        _demand((q == kv).all(), InputError, differ)
+    lengths, longest = q.diff(), max(params.max_seqlen_q, params.max_seqlen_kv)
+    _demand((q[0] == 0) & (q[-1] == total) & (lengths >= 0).all(), InputError,
+            f"packed_seq_params: cu_seqlens must begin with 0, not decrease, and end at {total}, the tokens", q)
+    _demand((lengths <= longest).all(), InputError,
+            f"packed_seq_params: no sequence may be longer than max_seqlen, which is {longest}", lengths)
+    return tuple(q.tolist()) if q.device.type == "cpu" or strict() else tuple(q.shape)
 
 
-def _is_causal(mask, s: int, b: int) -> bool:
-    """Whether a mask (True hides) is causal for the tokens of each sequence, with padding on the right."""
+def _check_causal(mask, s: int, b: int) -> None:
+    """UnsupportedError unless a mask (True hides) is causal for the tokens of each sequence, with padding on the
+    right."""
+    refusal = "attention_mask: only a causal one, with padding on the right, is supported"
     if (not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() != 4
             or mask.shape[0] not in (1, b) or mask.shape[1:] != (1, s, s)):
-        return False
+        raise UnsupportedError(refusal)
     mask = mask[:, 0]
     token = ~mask.diagonal(dim1=1, dim2=2)
-    if not (token[:, 0].all() and torch.equal(token, token.long().cumprod(1).bool())):
-        return False
+    on_the_right = token[:, 0].all() & (token[:, 1:] <= token[:, :-1]).all()
     causal = torch.ones(s, s, dtype=torch.bool, device=mask.device).triu(1)
-    return not ((mask ^ causal) & token[:, :, None]).any()
+    _demand(on_the_right & ~((mask ^ causal) & token[:, :, None]).any(), UnsupportedError, refusal)

@@ -71,6 +71,7 @@ def test_status_tells_aligned_from_stock(checkpoint, world):
     with patch_megatron(300):
         report = status(model)
         assert report["patched"] and report["vocab_size"] == 300 and not report["aligned"]
+        assert report["classes"]["DotProductAttention"] == "attention"
         assert "output_layer" in report["stock"] and "decoder.final_layernorm" in report["stock"]
         model(torch.tensor([[1, 2]]), None, None)
         report = status(model)

@@ -35,7 +35,6 @@ def model(checkpoint, patched):
     ("window_size", (64, 0), "sliding window"),
     ("cross_entropy_loss_fusion", True, "fused cross-entropy"),
     ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion"),
-    ("recompute_granularity", "selective", "recomputation"),
     ("defer_embedding_wgrad_compute", True, "weight gradient deferral"),
     ("delay_wgrad_compute", True, "weight gradient deferral"),
     ("softmax_scale", 0.1, "softmax_scale"),
@@ -185,6 +184,16 @@ def test_another_device(model):
         model(TOKENS, None, None)
 
 
+def test_a_parameter_of_another_class(model):
+    """Sharded and quantised ones hold other values than they seem to."""
+    class Quantised(torch.nn.Parameter):
+        pass
+
+    model.decoder.final_layernorm.weight = Quantised(torch.zeros(256))
+    with pytest.raises(UnsupportedError, match="final_layernorm.weight: .*Quantised"):
+        model(TOKENS, None, None)
+
+
 def test_inference(model):
     with pytest.raises(UnsupportedError, match="inference_context"):
         model(TOKENS, None, None, inference_context=object())
@@ -224,10 +233,15 @@ def packed(ends, **fields):
 
 
 def test_packed_sequences_that_do_not_fit(model):
-    with pytest.raises(InputError, match="cu_seqlens ends at 3"):
-        model(TOKENS, None, None, packed_seq_params=packed([2, 3]))
+    for ends in ([2, 3], [3, 2, 4], [4, 5]):
+        with pytest.raises(InputError, match=f"cu_seqlens .* end at 4.* not 0, {', '.join(map(str, ends))}"):
+            model(TOKENS, None, None, packed_seq_params=packed(ends))
+    with pytest.raises(InputError, match="max_seqlen, which is 2, not 1, 3"):
+        model(TOKENS, None, None, packed_seq_params=packed([1, 4], max_seqlen_q=2, max_seqlen_kv=2))
     with pytest.raises(InputError, match="queries and of keys"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 3, 4])))
+    with pytest.raises(InputError, match="queries and of keys"):
+        model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 4])))
     with pytest.raises(UnsupportedError, match="bshd"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], qkv_format="bshd"))
     with pytest.raises(UnsupportedError, match="packed_seq_params"):

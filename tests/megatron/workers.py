@@ -10,11 +10,12 @@ from alignkit.megatron import logprobs, patch_megatron
 from alignkit.megatron.cpu import cpu_host
 
 IGNORE = -100
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextlib.contextmanager
 def megatron(tp):
-    """Megatron's process groups over all ranks of `tp`, on a CPU."""
+    """Megatron's process groups, unless there are any: all ranks of `tp` are tensor-parallel."""
     from megatron.core import parallel_state
 
     with cpu_host():
@@ -43,7 +44,7 @@ def batch(rows, multiple=1):
     labels = torch.full_like(tokens, IGNORE)
     for i, row in enumerate(rows):
         tokens[i, :len(row) - 1], labels[i, :len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
-    return tokens, torch.arange(s).expand_as(tokens), labels, labels != IGNORE
+    return (t.to(DEVICE) for t in (tokens, torch.arange(s).expand_as(tokens), labels, labels != IGNORE))
 
 
 def every_way(tp, model_dir, dtype, sequence_parallel, rows):
@@ -65,27 +66,62 @@ def every_way(tp, model_dir, dtype, sequence_parallel, rows):
                              return_entropy=True)
             result[f"logprobs at {temperature}"] = asked.log_probs[counted]
             result[f"entropy at {temperature}"] = asked.entropy[counted]
-        result["logits at 0.7"] = -vocab_parallel_cross_entropy(logits / 0.7, labels)[counted]
+        result["logits at 0.7"] = -vocab_parallel_cross_entropy(logits / torch.full((1,), 0.7, device=logits.device), labels)[counted]
     return result
 
 
-def step(tp, model_dir, dtype, sequence_parallel, rows):
-    """One backward of the mean loss under Megatron's DDP and its reductions: loss, HF name -> gradient."""
+def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overlap=False, micro_batches=1, **config):
+    """One backward of the mean loss under Megatron's DDP and its reductions: loss, HF name -> fp32 gradient.
+
+    wrapped: in a Float16Module too. overlap: reduce gradients during the backward pass. micro_batches: how many parts
+    `rows` are cut into. config: fields of the TransformerConfig."""
     from megatron.core import distributed
+    from megatron.core.transformer.module import Float16Module
 
     arch = read_architecture(model_dir)
     with megatron(tp), patch_megatron(arch.vocab):
-        model = build(model_dir, dtype, sequence_parallel)
+        model = build(model_dir, dtype, sequence_parallel, **config)
         ddp = distributed.DistributedDataParallel(
-            model.config, distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+            model.config, distributed.DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, overlap_grad_reduce=overlap),
+            Float16Module(model.config, model) if wrapped else model)
         ddp.train()
         ddp.zero_grad_buffer()
-        tokens, positions, labels, counted = batch(rows, tp.size if sequence_parallel else 1)
-        loss = ddp(tokens, positions, None, labels=labels).sum() / counted.sum()
-        loss.backward()
+        total = 0.0
+        parts = [rows[i::micro_batches] for i in range(micro_batches)]
+        for i, part in enumerate(parts):
+            with contextlib.nullcontext() if i == len(parts) - 1 else ddp.no_sync():
+                loss = mean_loss(ddp, part, len(parts), tp.size if sequence_parallel else 1)
+                loss.backward()
+                total += loss.item()
         distributed.finalize_model_grads([ddp])
-        grads = {name: p.main_grad for name, p in model.named_parameters()}
-        return loss.item(), dict(to_hf(arch, grads, lambda name: tp.all_gather(grads[name])))
+        return total, gathered(tp, arch, {name: p.main_grad for name, p in model.named_parameters()})
+
+
+def bare_step(tp, model_dir, dtype, sequence_parallel, rows, *, micro_batches=1, **config):
+    """What `step` must give: the model's own gradients, added in fp32 one micro-batch after the other. Norms only
+    agree where no rank holds a part of their rows."""
+    arch = read_architecture(model_dir)
+    with megatron(tp), patch_megatron(arch.vocab):
+        model = build(model_dir, dtype, sequence_parallel, **config).train()
+        grads = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+        for i in range(micro_batches):
+            model.zero_grad()
+            mean_loss(model, rows[i::micro_batches], micro_batches, tp.size if sequence_parallel else 1).backward()
+            for name, p in model.named_parameters():
+                grads[name] += p.grad
+        return gathered(tp, arch, grads)
+
+
+def mean_loss(model, rows, parts, multiple=1):
+    """The mean over the tokens of `rows`, over `parts`."""
+    tokens, positions, labels, counted = batch(rows, multiple)
+    return model(tokens, positions, None, labels=labels).sum() / counted.sum() / parts
+
+
+def gathered(tp, arch, grads):
+    """HF name -> whole tensor, of this rank's parts."""
+    return {name: t.cpu() for name, t in to_hf(arch, grads, lambda name: tp.all_gather(grads[name]))}
 
 
 def built_before(tp, model_dir, rows):
@@ -158,3 +194,105 @@ def disagree(tp, model_dir, rows, what):
         if odd and what == "attention_mask":
             mask = torch.zeros(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool)
         model(tokens, positions, mask, labels=labels)
+
+
+def recomputed(tp, model_dir, dtype, sequence_parallel, rows, configs):
+    """`step` with each of `configs`, by name."""
+    return {name: step(tp, model_dir, dtype, sequence_parallel, rows, **config) for name, config in configs.items()}
+
+
+def optimizer_steps(tp, model_dir, dtype, rows, distributed, overlap, steps=3):
+    """The losses of `steps` steps of Megatron's Adam. distributed: its states are cut over the data-parallel ranks,
+    and with `overlap` the new parameters are gathered during the next forward."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    with megatron(tp), patch_megatron(read_architecture(model_dir).vocab):
+        model = build(model_dir, dtype)
+        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=distributed,
+            overlap_param_gather=overlap), model)
+        ddp.train()
+        optimizer = get_megatron_optimizer(OptimizerConfig(
+            optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=0.0, bf16=True, params_dtype=dtype,
+            use_distributed_optimizer=distributed, overlap_param_gather=overlap), [ddp])
+        losses = []
+        for _ in range(steps):
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = mean_loss(ddp, rows, 1)
+            loss.backward()
+            finalize_model_grads([ddp])
+            assert optimizer.step()[0]
+            losses.append(loss.item())
+        return losses
+
+
+def packed(rows, multiple=1, longest=None):
+    """tokens, labels ``[1, t]`` and PackedSeqParams of rows end to end, each padded to a multiple of `multiple`."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, labels, starts = [], [], [0]
+    for row in rows:
+        padding = -(len(row) - 1) % multiple
+        tokens += row[:-1] + [0] * padding
+        labels += row[1:] + [IGNORE] * padding
+        starts.append(len(tokens))
+    longest = longest or max(b - a for a, b in zip(starts, starts[1:]))
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                             max_seqlen_q=longest, max_seqlen_kv=longest)
+    return torch.tensor([tokens], device=DEVICE), torch.tensor([labels], device=DEVICE), params
+
+
+def causal_mask(s):
+    return torch.ones(1, 1, s, s, dtype=torch.bool, device=DEVICE).triu(1)
+
+
+def without_waiting(tp, model_dir, dtype, sequence_parallel, rows):
+    """Two rounds of micro-batches, the second, with new tensors, under torch's watch for synchronisations."""
+    multiple = tp.size if sequence_parallel else 1
+    with megatron(tp), patch_megatron(read_architecture(model_dir).vocab):
+        model = build(model_dir, dtype, sequence_parallel).train()
+        for mode in ("default", "error"):
+            tokens, positions, labels, _ = batch(rows, multiple)
+            mask = causal_mask(tokens.shape[1])
+            together, its_labels, params = packed(rows, multiple)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                for given in (None, mask):
+                    model(tokens, positions, given, labels=labels).sum().backward()
+                logprobs(model, together, None, None, its_labels, temperature=0.7, return_entropy=True,
+                         packed_seq_params=params).log_probs.sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+def wrong_value(model_dir, what):
+    """A forward on this process's GPU with a wrong value among its inputs."""
+    from tests.megatron.gpus import join, tensor_parallel
+
+    join(0, 1, store=torch.distributed.HashStore())
+    tp, rows = tensor_parallel(1), [[1, 2, 3, 4, 5], [6, 7, 8]]
+    with megatron(tp), patch_megatron(read_architecture(model_dir).vocab), torch.no_grad():
+        model = build(model_dir, torch.bfloat16)
+        tokens, positions, labels, _ = batch(rows)
+        mask, params = causal_mask(tokens.shape[1]), None
+        if what == "tokens":
+            tokens[0, 1] = read_architecture(model_dir).vocab
+        elif what == "mask":
+            mask = ~mask
+        else:
+            tokens, labels, params = packed(rows, longest=3 if what == "max_seqlen" else None)
+            mask = None
+            if what == "packed":
+                params.cu_seqlens_q[-1] -= 1
+        model(tokens, positions, mask, labels=labels, packed_seq_params=params)
+        torch.cuda.synchronize()
+        print("no error")

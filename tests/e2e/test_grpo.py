@@ -1,0 +1,42 @@
+"""The GRPO example: rollout, recomputation, a step, new weights in the running engine; the ratio stays exactly 1."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
+
+
+def run(tmp_path, *arguments):
+    out = tmp_path / "rows.json"
+    done = subprocess.run([sys.executable, EXAMPLE, "--json", out, *arguments], capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_aligned(tmp_path, dtype):
+    rows = run(tmp_path, "--dtype", dtype, "--steps", "4")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row["bit_equal"] == row["tokens"] > 0, row
+        assert row["ratio_min"] == row["ratio_max"] == 1.0 and row["kl"] == 0.0, row
+        assert row["weights_moved"] > 1000, row  # so later steps compare weights that travelled
+    assert rows[-1]["reward"] > rows[0]["reward"]  # and the gradients point the right way
+
+
+def test_stock_engines_drift(tmp_path):
+    (row,) = run(tmp_path, "--stock")
+    assert row["bit_equal"] < row["tokens"] and row["ratio_max"] > 1.0 and row["kl"] > 0.0, row
+
+
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    row = {"engines": "stock", "ratio_min": 0.9, "ratio_max": 1.1, "kl": 1e-3, "reward": 0.5}
+    (tmp_path / "a.json").write_text(json.dumps([row | {"step": i} for i in range(3)]))
+    picture = tmp_path / "a.png"
+    subprocess.run([sys.executable, EXAMPLE, "--rows", tmp_path / "a.json", "--plot", picture], check=True, timeout=120)
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,75 @@
+"""Several GPUs, each with a process of its own that is kept alive between calls, as Megatron's ranks over NCCL."""
+import os
+import pickle
+import traceback
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from alignkit.testing import Ranks, free_port
+from alignkit.tp import TP
+
+
+class GPUs(Ranks):
+    """`world` GPUs. A context manager."""
+
+    def __init__(self, world):
+        context = mp.get_context("spawn")
+        self.world = world
+        self.inboxes = [context.Queue() for _ in range(world)]
+        self.outbox = context.Queue()
+        port = free_port()
+        self.processes = [context.Process(target=_serve, args=(r, world, port, box, self.outbox), daemon=True)
+                          for r, box in enumerate(self.inboxes)]
+        for p in self.processes:
+            p.start()
+
+    def with_tp(self, size, function, *args, **keywords):
+        """``function(tp, *args)`` with `size` tensor-parallel ranks, as often as there are GPUs for it; each rank's
+        result, its tensors on the CPU."""
+        return self.run(self.world, partial(_with_tp, size, function, args, keywords))
+
+
+def join(rank, world, **where):
+    """This process is `rank` of `world` NCCL ranks, on the GPU of that number."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Megatron makes gloo groups beside NCCL's
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank), **where)
+
+
+def tensor_parallel(size):
+    """Megatron's groups with `size` tensor-parallel ranks, in place of those that were; the TP of this rank."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not parallel_state.model_parallel_is_initialized() or (
+            parallel_state.get_tensor_model_parallel_world_size() != size):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    return TP(parallel_state.get_tensor_model_parallel_group())
+
+
+def _serve(rank, world, port, inbox, outbox):
+    torch.set_num_threads(4)
+    join(rank, world, init_method=f"tcp://127.0.0.1:{port}")
+    while (job := inbox.get()) is not None:
+        _, function, _ = pickle.loads(job)
+        try:
+            outbox.put((rank, None, pickle.dumps(function())))
+        except Exception as e:
+            outbox.put((rank, traceback.format_exc(), pickle.dumps((type(e), str(e)))))
+    dist.destroy_process_group()
+
+
+def _with_tp(size, function, args, keywords):
+    return _on_cpu(function(tensor_parallel(size), *args, **keywords))
+
+
+def _on_cpu(value):
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(v) for key, v in value.items()}
+    return type(value)(map(_on_cpu, value)) if isinstance(value, (list, tuple)) else value

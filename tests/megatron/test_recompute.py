@@ -1,0 +1,57 @@
+"""Activation recomputation: the gradients are the same bytes."""
+import pytest
+import torch
+
+from alignkit.errors import UnsupportedError
+from alignkit.megatron import patch_megatron
+from alignkit.testing import assert_bitwise_equal
+from tests.megatron import workers
+
+RECOMPUTED = {
+    "full uniform": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    "full block": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "attention": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp", "core_attn"]),
+}
+DISTRIBUTED = RECOMPUTED["full uniform"] | {"distribute_saved_activations": True}
+
+
+def same(actual, expected, what):
+    assert actual[0] == expected[0], what
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in actual[1].items():
+        assert gradient.any(), name
+        assert_bitwise_equal(gradient, expected[1][name], f"{what}: {name}")
+
+
+@pytest.mark.parametrize("model", [("qwen3", torch.bfloat16, False), ("qwen2", torch.float32, True)],
+                         ids=["qwen3-bf16", "qwen2-fp32-tied"])
+def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair):
+    arch, dtype, tied = model
+    path = checkpoint(arch, dtype, tied)
+    alone = workers.step(world, path, dtype, False, rows)
+    for name, config in RECOMPUTED.items():
+        same(workers.step(world, path, dtype, False, rows, **config), alone, name)
+    for sequence_parallel in (False, True):
+        results = pair.run(2, workers.recomputed, path, dtype, sequence_parallel, rows, {
+            "stored": {}, **RECOMPUTED, **({} if sequence_parallel else {"distributed": DISTRIBUTED})})
+        for rank, result in enumerate(results):
+            for name, actual in result.items():
+                same(actual, results[0]["stored"], f"{name}, SP {sequence_parallel}, rank {rank}")
+
+
+def test_what_discards_outputs_is_refused(checkpoint, world):
+    with patch_megatron(300), pytest.raises(UnsupportedError, match="recompute_modules.*layernorm"):
+        workers.build(checkpoint(), torch.bfloat16, recompute_granularity="selective",
+                      recompute_modules=["core_attn", "layernorm"])
+
+
+@pytest.mark.parametrize("config", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_it_is_computed_again(config, checkpoint, rows, world):
+    calls = []
+    with patch_megatron(300):
+        model = workers.build(checkpoint(), torch.bfloat16, **config).train()
+        attention = model.decoder.layers[0].self_attention.core_attention
+        attention.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+        workers.mean_loss(model, rows, 1).backward()
+    assert calls == [False, True]
