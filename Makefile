@@ -9,29 +9,50 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 ENGINES = build/engines
 
-.PHONY: check test gpu-test gpu-check setup tables clean
+.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-sanitize kernels setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
 test: setup $(ENGINES)/.fetched
 	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest $(TEST_ARGS)
 
-# On a machine with a Hopper GPU that already holds torch, triton and pytest: no network, no virtual environment.
-gpu-test:
-	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=$(CURDIR) ALIGNKIT_TEST_DEVICE=cuda python3 -m pytest tests/ops $(TEST_ARGS)
+# The gpu-* targets are for a machine with Hopper GPUs that already holds torch, triton, pytest and the engines (vLLM 0.26,
+# Megatron-core 0.19.2): no network, no virtual environment. Each leaves JSON under $(RESULTS). Where the checkout has no
+# history with it, ALIGNKIT_COMMIT says which commit it is.
+RESULTS = benchmarks/results/h200
+GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
+gpu-test gpu-check gpu-e2e gpu-cost gpu-sanitize: kernels
 
-# The drift check on that machine, where vLLM 0.26 and Megatron-core 0.19.2 can be imported too.
-gpu-check:
+kernels:
 	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH python3 -m alignkit.cli check $(CHECK_ARGS)
+
+# Of the ops, and of the engines on CUDA.
+gpu-test:
+	$(GPU) benchmarks/gpu_tests.py $(TEST_ARGS)
+
+# The drift check, as on the CPU.
+gpu-check:
+	$(GPU) -m alignkit.cli check $(CHECK_ARGS) --out check-results
+	mkdir -p $(RESULTS) && cp check-results/check.json check-results/run.json $(RESULTS)
+
+# Rollout against training, pair by pair, at a real size and TP up to 4.
+gpu-e2e:
+	$(GPU) benchmarks/e2e.py $(E2E_ARGS)
+
+# Rollout throughput and training step, stock and aligned, and where the time goes.
+gpu-cost:
+	$(GPU) benchmarks/cost.py $(COST_ARGS)
+
+# The op tests under compute-sanitizer.
+gpu-sanitize:
+	$(GPU) benchmarks/sanitize.py $(SANITIZE_ARGS)
 
 # Sources of the other engine versions whose seams the tests resolve; read, never installed.
 $(ENGINES)/.fetched: tests/fetch_engines.py | setup
 	$(VENV)/bin/python tests/fetch_engines.py $(ENGINES)
 	touch $@
 
-# The tables of README.md, from the files under benchmarks/results.
+# The tables of README.md and docs, and the plots, from the files under benchmarks/results.
 tables: setup
 	$(VENV)/bin/python benchmarks/tables.py
 

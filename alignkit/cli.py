@@ -1,14 +1,11 @@
 """The command `alignkit`: check, compare, doctor."""
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import sys
 from pathlib import Path
 
 import click
-from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Table
 
@@ -35,8 +32,8 @@ def cli() -> None:
               help="Directory for the results.")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES),
               help="May be given twice.  [default: both]")
-@click.option("--tp", default=2, show_default=True,
-              help="Largest tensor-parallel size; 1 leaves those rows out.")
+@click.option("--tp", type=int,
+              help="Largest tensor-parallel size; 1 leaves those rows out.  [default: 2; 1 with a single GPU]")
 @click.option("--full", is_flag=True, help="Every pair of rollout and training, in every dtype.")
 @click.option("--max-tokens", default=64, show_default=True, help="Tokens sampled for each prompt.")
 @click.option("--temperature", default=1.0, show_default=True, help="Of the sampling.")
@@ -51,22 +48,21 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
     """
     from .check import report as reports
     from .check import run as runs
+    from .check.terminal import Terminal, console, interrupted_by_sigterm
 
     if report:
         reports.require_report_libraries()
     options = runs.Options(
         out=out, model=model, dtypes=list(dict.fromkeys(dtypes)) or list(DTYPES), tp=tp, full=full,
         max_tokens=max_tokens, temperature=temperature, seed=seed, timeout=timeout)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 100  # a log file need not be narrow
-    with _interrupted_by_sigterm(), _Progress(console) as progress:
+    screen = console()
+    with interrupted_by_sigterm(), Terminal(screen) as progress:
         result = runs.run(options, progress)
     if report:
         reports.write_html(result, out / "report.html")
-    console.print(reports.table(result))
-    console.print(reports.headline(result), style="bold", soft_wrap=True)
-    console.print(f"{result.info['seconds']['all']} s; results in {out}: check.json, run.json"
+    screen.print(reports.table(result))
+    screen.print(reports.headline(result), style="bold", soft_wrap=True)
+    screen.print(f"{result.info['seconds']['all']} s; results in {out}: check.json, run.json"
                   + (", report.html" if report else ""), soft_wrap=True)
     if result.failures:
         for failure in result.failures:
@@ -119,54 +115,6 @@ def doctor() -> None:
         passed = passed and problem is None
     if not passed:
         sys.exit(EXIT_DIFFERENT)
-
-
-class _Progress:
-    """A line for each engine that has finished and, on a terminal, a bar with those that run."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._bar = rich_progress.Progress(
-            rich_progress.SpinnerColumn(), rich_progress.BarColumn(20), rich_progress.MofNCompleteColumn(),
-            rich_progress.TimeElapsedColumn(), rich_progress.TextColumn("{task.description}"),
-            console=console, transient=True, disable=not console.is_terminal)
-        self._running: list[str] = []
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
-
-    def planned(self, jobs) -> None:
-        self._count, self._done = len(jobs), 0
-        self._task = self._bar.add_task("", total=len(jobs))
-        self._console.print(f"{len(jobs)} engines to run, each in a process of its own")
-
-    def started(self, job) -> None:
-        self._running.append(job.name)
-        self._bar.update(self._task, description=", ".join(self._running))
-
-    def ended(self, job, seconds: float) -> None:
-        self._done += 1
-        self._running.remove(job.name)
-        self._bar.update(self._task, advance=1, description=", ".join(self._running))
-        done = f"{self._done:>{len(str(self._count))}}/{self._count}"
-        self._console.print(f"[{done}] {job.name:<38} {seconds:6.1f} s", markup=False)
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm():
-    """Within the block SIGTERM is what Ctrl-C is, so that the engines are stopped."""
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def main(args: list[str] | None = None) -> None:

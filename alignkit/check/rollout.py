@@ -1,9 +1,10 @@
 """One vLLM engine in this process: ``python -m alignkit.check.rollout JOB.json`` writes logprob files.
 
 JOB: ``model`` (HF directory), ``dtype`` ("bfloat16" | "float32"), ``patched`` (bool), ``tp`` (int),
-``max_num_batched_tokens`` (int, so that longer prompts are prefilled in chunks, or null), ``prompts`` (token
-ids), ``max_tokens``, ``temperature``, ``seed``, ``tokens_from`` (a logprob file, for "prompt_logprobs") and
-``runs``, a list of ``{"mode", "out"}``. The modes:
+``eager`` (optional: true; false is vLLM's default, torch.compile and CUDA graphs), ``runner`` (optional: "v1",
+or "v2"; vLLM's model runner), ``max_num_batched_tokens`` (int, so that longer prompts are prefilled in chunks, or
+null), ``prompts`` (token ids), ``max_tokens``, ``temperature``, ``seed``, ``tokens_from`` (a logprob file, for
+"prompt_logprobs") and ``runs``, a list of ``{"mode", "out"}``. The modes:
 
 - ``batch``: all prompts at once.
 - ``one``: one request at a time.
@@ -31,11 +32,10 @@ BLOCK_SIZE = 32
 """Of the KV cache; small, so that short prompts fill blocks and can hit the prefix cache."""
 GPU_SHARE = 0.3
 """Of the memory of a GPU, vLLM starts only if this much is free. What it takes is weights and the cache below."""
+RUNNERS = {"v1": "0", "v2": "1"}
 _ENV = {
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # nothing here is worth seconds of compilation
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # one sampler for every row of the table
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -47,9 +47,13 @@ def run(job: dict) -> None:
 
     Raises InputError naming the job's field, UnsupportedError for a model that alignkit refuses (patched).
     """
+    job = {"eager": True, "runner": "v1"} | job
     _check(job)
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[job["runner"]]
+    if job["eager"]:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing here is worth seconds of compilation
     if job["tp"] == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.pop(ENV, None)  # a stock row stays stock whatever the user's environment asks for
@@ -66,6 +70,8 @@ def run(job: dict) -> None:
 
 
 def _check(job: dict) -> None:
+    if job["runner"] not in RUNNERS:
+        raise InputError(f"runner: {job['runner']!r} is none of {', '.join(RUNNERS)}")
     for spec in job["runs"]:
         if spec["mode"] not in MODES:
             raise InputError(f"runs: mode {spec['mode']!r} is none of {', '.join(MODES)}")
@@ -85,26 +91,26 @@ def _engine(job: dict):
         tensor_parallel_size=job["tp"],
         seed=job["seed"],
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=job["eager"],
         max_model_len=longest,
         max_num_seqs=len(job["prompts"]),
         max_num_batched_tokens=job["max_num_batched_tokens"] or max(2048, longest),
         enable_chunked_prefill=True,
         block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=_cache_bytes(job, longest),
+        kv_cache_memory_bytes=cache_bytes(job["model"], job["dtype"], len(job["prompts"]), longest),
         gpu_memory_utilization=GPU_SHARE,
     )
 
 
-def _cache_bytes(job: dict, longest: int) -> int:
-    """Room for every sequence at full length twice over, so that nothing is preempted or evicted."""
-    config = json.loads((Path(job["model"]) / "config.json").read_text())
+def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:
+    """Bytes of a KV cache for twice that many sequences of the longest length, so that nothing is preempted or
+    evicted; model is an HF directory, dtype as in the JOB."""
+    config = json.loads((Path(model) / "config.json").read_text())
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
-    itemsize = getattr(torch, job["dtype"]).itemsize
-    position = 2 * config["num_hidden_layers"] * kv_heads * head_dim * itemsize
-    return max(64 << 20, 2 * len(job["prompts"]) * (longest + BLOCK_SIZE) * position)
+    position = 2 * config["num_hidden_layers"] * kv_heads * head_dim * getattr(torch, dtype).itemsize
+    return max(64 << 20, 2 * sequences * (longest + BLOCK_SIZE) * position)
 
 
 def _sample(llm, job: dict, mode: str) -> Logprobs:
@@ -147,8 +153,8 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
     import vllm
 
     values = [[step[t].logprob for t, step in zip(*sequence)] for sequence in zip(tokens, steps)]
-    meta = {"engine": f"vllm {vllm.__version__}", "dtype": job["dtype"], "tp": str(job["tp"]),
-            "max_num_batched_tokens": str(job["max_num_batched_tokens"])}
+    meta = {"engine": f"vllm {vllm.__version__}",
+            **{k: str(job[k]) for k in ("dtype", "tp", "eager", "runner", "max_num_batched_tokens")}}
     # vLLM hands out Python floats that were fp32: the way back is exact. The contract is the workers' word.
     return Logprobs(prompts, tokens, [torch.tensor(row, dtype=torch.float32) for row in values],
                     worker_status(llm)[0].get("contract", "stock"), meta)

@@ -19,7 +19,7 @@ from ..drift import DriftReport, Logprobs, compare, load
 from ..drift.compare import finite_or_none
 from ..errors import AlignkitError, InputError, UnsupportedError
 from . import plan
-from .machine import family, installed, machine, slots
+from .machine import family, gpus, installed, machine
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
 
@@ -37,7 +37,7 @@ class Options:
     """out: directory for everything the check writes.
     model: HF checkpoint directory; None makes a random-weight one for each dtype.
     dtypes: from `plan.DTYPES`.
-    tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out.
+    tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
     max_tokens, temperature, seed: of the sampling.
     timeout: seconds that one engine's process may take.
@@ -46,12 +46,16 @@ class Options:
     out: Path
     model: Path | None = None
     dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
-    tp: int = 2
+    tp: int | None = None
     full: bool = False
     max_tokens: int = 64
     temperature: float = 1.0
     seed: int = 0
     timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.tp is None:
+            self.tp = min(2, len(gpus()) or 2)
 
 
 @dataclass
@@ -94,7 +98,7 @@ class Progress:
 
     def started(self, job: Job) -> None: ...
 
-    def ended(self, job: Job, seconds: float) -> None: ...
+    def ended(self, job: Job, seconds: float, failure: str | None) -> None: ...
 
 
 def run(options: Options, progress: Progress) -> Result:
@@ -105,7 +109,7 @@ def run(options: Options, progress: Progress) -> Result:
     """
     _check_options(options)
     out = options.out
-    _prepare(out)
+    prepare(out)
     started = time.monotonic()
     models = {}
     for dtype in options.dtypes:
@@ -113,12 +117,26 @@ def run(options: Options, progress: Progress) -> Result:
             out / f"model-{dtype}", dtype=getattr(torch, dtype), seed=options.seed).resolve()
     architecture = _check_model(models[options.dtypes[0]], options)
     prompts = plan.draw_prompts(architecture.vocab, options.seed)
-    rows = plan.rows(options.dtypes, options.tp, options.full)
+    gpu = bool(gpus())
+    rows = plan.rows(options.dtypes, options.tp, options.full, gpu)
     jobs = plan.jobs(rows, out.resolve(), models, prompts, max_tokens=options.max_tokens,
-                     temperature=options.temperature, seed=options.seed)
-    progress.planned(jobs)
-    seconds = _execute(jobs, out, options.timeout, progress)
+                     temperature=options.temperature, seed=options.seed, gpu=gpu)
+    seconds, _ = execute(jobs, out, options.timeout, progress)
+    compared = compare_rows(rows, out, prompts)
+    info = machine() | {
+        "contract": contract_id(family()), "model": asdict(architecture), "full": options.full, "tp": options.tp,
+        "max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed,
+        "seconds": seconds | {"all": round(time.monotonic() - started, 1)},
+    }
+    write_json(out / "check.json", [c.to_json() for c in compared])
+    write_json(out / "run.json", info)
+    return Result(compared, info)
 
+
+def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[Compared]:
+    """Compares the files that the engines of `rows` wrote below `out`.
+
+    Raises WorkerError for a file that is not what was asked for: a comparison of anything else proves nothing."""
     read: dict[Path, Logprobs] = {}
     compared = []
     for row in rows:
@@ -131,14 +149,7 @@ def run(options: Options, progress: Progress) -> Result:
             compared.append(Compared(row, compare(*pair), *pair))
         except InputError as e:
             raise WorkerError(f"{row}: {e}") from None
-    info = machine() | {
-        "contract": contract_id(family()), "model": asdict(architecture), "full": options.full, "tp": options.tp,
-        "max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed,
-        "seconds": seconds | {"all": round(time.monotonic() - started, 1)},
-    }
-    _write_json(out / "check.json", [c.to_json() for c in compared])
-    _write_json(out / "run.json", info)
-    return Result(compared, info)
+    return compared
 
 
 def _check_options(options: Options) -> None:
@@ -150,6 +161,8 @@ def _check_options(options: Options) -> None:
         raise InputError(f"dtype: {options.dtypes}, expected some of {', '.join(plan.DTYPES)}")
     if options.tp < 1:
         raise InputError(f"tp: {options.tp} is not positive")
+    if gpus() and options.tp > len(gpus()):
+        raise InputError(f"tp: {options.tp} ranks need as many GPUs, there are {len(gpus())}")
     if options.max_tokens < 1:
         raise InputError(f"max_tokens: {options.max_tokens} is not positive")
     if options.out.exists():
@@ -179,7 +192,7 @@ def _check_sizes(options: Options, positions: int) -> None:
                          "positions")
 
 
-def _prepare(out: Path) -> None:
+def prepare(out: Path) -> None:
     """An empty place to write to: nothing of an earlier run can be taken for a result of this one."""
     out.mkdir(parents=True, exist_ok=True)
     (out / _MARK).touch()
@@ -190,52 +203,96 @@ def _prepare(out: Path) -> None:
         (out / name).mkdir()
 
 
-def _execute(jobs: list[Job], out: Path, timeout: float, progress: Progress) -> dict[str, float]:
-    """Runs all jobs, as many at once as there are cores or GPUs, each when its inputs are there.
-    Returns the seconds of each."""
-    room = slots()
+def execute(jobs: list[Job], out: Path, timeout: float, progress: Progress,
+            keep_going: bool = False, per_gpu: int = 1) -> tuple[dict[str, float], dict[str, str]]:
+    """Runs all jobs, as many at once as there are cores, or `per_gpu` on each GPU, each when its inputs are there; `out`
+    has been prepared.
+
+    Returns (the seconds of each job that succeeded, by name why each other failed). The first failure stops all
+    and raises WorkerError, unless `keep_going`: then all runs that do not read what was not made.
+    """
+    progress.planned(jobs)
+    devices = gpus()
+    free = devices * per_gpu or [""] * (os.cpu_count() or 1)
     waiting = list(jobs)
-    running: dict[Job, tuple[subprocess.Popen, float]] = {}
+    running: dict[Job, _Running] = {}
     seconds: dict[str, float] = {}
+    failures: dict[str, str] = {}
     made: set[Path] = set()
+    lost: set[Path] = set()
     try:
         while waiting or running:
             for job in list(waiting):
-                used = sum(other.slots for other in running)
-                if running and used + job.slots > room:
+                distinct = list(dict.fromkeys(free)) if devices else free
+                if running and job.slots > len(distinct):  # one wider than the machine has it for itself
                     continue
-                if all(path in made for path in job.needs):
-                    waiting.remove(job)
-                    running[job] = _start(job, out), time.monotonic()
-                    progress.started(job)
-            for job, (process, since) in list(running.items()):
-                elapsed = time.monotonic() - since
-                if process.poll() is None:
-                    if elapsed > timeout:
-                        raise WorkerError(f"{job.name}: no result after {timeout:.0f} s\n{_tail(job, out)}")
+                if not made.union(lost).issuperset(job.needs):
                     continue
-                _stop(process)  # what it may have left in its process group
+                waiting.remove(job)
+                job.leave_out(lost)
+                if job.needs and not job.outputs:
+                    failures[job.name] = "what it reads was not made"
+                    progress.ended(job, 0.0, failures[job.name])
+                    continue
+                held = distinct[:job.slots]
+                for slot in held:
+                    free.remove(slot)
+                running[job] = _Running(_start(job, out, held if devices else None), held)
+                progress.started(job)
+            for job, run in list(running.items()):
+                if run.process.poll() is None and run.elapsed <= timeout:
+                    continue
+                failure = _failure(job, run.process, timeout, out)
+                stop(run.process)  # and what it may have left in its process group
                 del running[job]
-                if process.returncode:
-                    raise WorkerError(f"{job.name}: exit status {process.returncode}\n{_tail(job, out)}")
-                missing = [path.name for path in job.outputs if not path.exists()]
-                if missing:
-                    raise WorkerError(f"{job.name}: it ended without writing {', '.join(missing)}\n"
-                                      f"{_tail(job, out)}")
-                made.update(job.outputs)
-                seconds[job.name] = round(elapsed, 1)
-                progress.ended(job, elapsed)
+                free += run.held
+                if failure and not keep_going:
+                    raise WorkerError(f"{job.name}: {failure}")
+                made.update(path for path in job.outputs if path.exists())
+                lost.update(path for path in job.outputs if not path.exists())
+                if failure:
+                    failures[job.name] = failure
+                else:
+                    seconds[job.name] = round(run.elapsed, 1)
+                progress.ended(job, run.elapsed, failure)
             time.sleep(0.05)
     finally:
-        for process, _ in running.values():
-            _stop(process)
-    return seconds
+        for run in running.values():
+            stop(run.process)
+    return seconds, failures
 
 
-def _start(job: Job, out: Path) -> subprocess.Popen:
+class _Running:
+    """A job's process, since when it runs, and what it holds of the machine's slots."""
+
+    def __init__(self, process: subprocess.Popen, held: list[str]):
+        self.process, self.held, self._since = process, held, time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._since
+
+
+def _failure(job: Job, process: subprocess.Popen, timeout: float, out: Path) -> str | None:
+    """Why the job has failed, None if it has not: it has ended, or its time is over."""
+    if process.poll() is None:
+        problem = f"no result after {timeout:.0f} s"
+    elif process.returncode:
+        problem = f"exit status {process.returncode}"
+    else:
+        missing = [path.name for path in job.outputs if not path.exists()]
+        if not missing:
+            return None
+        problem = f"it ended without writing {', '.join(missing)}"
+    return f"{problem}\n{_tail(job, out)}"
+
+
+def _start(job: Job, out: Path, devices: list[str] | None) -> subprocess.Popen:
     path = out / "jobs" / f"{job.name}.json"
     plan.write(job, path)
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | os.environ
+    if devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     env.pop("ALIGNKIT_VLLM", None)  # the job alone says whether its engine is patched
     with open(_log(job, out), "wb") as log:
         # A session of its own, so that it can be stopped with all that it starts.
@@ -243,7 +300,7 @@ def _start(job: Job, out: Path) -> subprocess.Popen:
                                 stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
-def _stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen) -> None:
     """Ends a worker and what it started; no error if they have ended."""
     for sig, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         try:
@@ -268,7 +325,7 @@ def _tail(job: Job, out: Path) -> str:
 
 
 def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
-    """A worker's file, which must be what was asked for: a comparison of anything else proves nothing."""
+    """A worker's file, which must be what was asked for."""
     logprobs = load(path)
     contract = contract_id(family()) if patched else "stock"
     if logprobs.contract != contract:
@@ -281,5 +338,5 @@ def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
     return logprobs
 
 
-def _write_json(path: Path, value) -> None:
+def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(finite_or_none(value), indent=1, allow_nan=False) + "\n")

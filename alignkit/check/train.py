@@ -2,11 +2,12 @@
 
 JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "tp": 1 | 2 | ...,
 "sequence_parallel": bool, "temperature": 1.0 (optional, patched only),
+"micro_batch": tokens in a micro-batch, with their padding (optional; null: everything in one),
 "runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path}, ...]}
 
 The model is built once, in `tp` processes, and each run writes the logprobs of the tokens of its `in` file.
-Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary and takes no packed
-input.
+Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, takes no packed input,
+and keeps the logits of a whole micro-batch.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _guarded(rank: int, job: dict[str, Any], port: int) -> None:
 
 
 def _check(job: dict[str, Any]) -> None:
-    unknown = set(job) - {"model", "dtype", "patched", "tp", "sequence_parallel", "temperature", "runs"}
+    unknown = set(job) - {"model", "dtype", "patched", "tp", "sequence_parallel", "temperature", "micro_batch", "runs"}
     if unknown:
         raise InputError(f"job: unknown fields {', '.join(sorted(unknown))}")
     for field in ("model", "dtype", "patched", "tp", "runs"):
@@ -78,6 +79,8 @@ def _check(job: dict[str, Any]) -> None:
     if not isinstance(job["tp"], int):
         raise InputError(f"tp: {job['tp']!r} is not an integer")
     read_architecture(job["model"]).check_tp(job["tp"])
+    if job.get("micro_batch") is not None and not (isinstance(job["micro_batch"], int) and job["micro_batch"] > 0):
+        raise InputError(f"micro_batch: {job['micro_batch']!r} is not a positive integer")
     if job.get("temperature", 1.0) != 1.0 and not job["patched"]:
         raise UnsupportedError("temperature: stock Megatron's loss has none")
     for run in job["runs"]:
@@ -115,7 +118,7 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
         for run in job["runs"]:
             given = load(run["in"])
             logprobs = recompute(model, given, run["mode"], temperature=job.get("temperature", 1.0),
-                                 patched=job["patched"])
+                                 patched=job["patched"], micro_batch=job.get("micro_batch"))
             if rank == 0:
                 meta = {"engine": f"megatron-core {megatron.core.__version__}", "mode": run["mode"],
                         **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")}}
@@ -127,9 +130,11 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
         dist.destroy_process_group()
 
 
-def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0,
-              patched: bool = True) -> list[torch.Tensor]:
+def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0, patched: bool = True,
+              micro_batch: int | None = None) -> list[torch.Tensor]:
     """fp32 logprobs of `given`'s tokens, one tensor a sequence. A collective of the model's ranks.
+
+    micro_batch: most tokens of a micro-batch, its padding included; a longer sequence is one by itself.
 
     Raises InputError for a sequence whose prompt is empty: nothing says how its first token was drawn.
     """
@@ -150,7 +155,9 @@ def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0,
     multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
     if drawn:
         pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
-        for i, value in zip(drawn, _MODES[mode](logp, pairs, multiple, device)):
+        values = [value for part in _micro_batches(pairs, micro_batch)
+                  for value in _MODES[mode](logp, part, multiple, device)]
+        for i, value in zip(drawn, values):
             result[i] = value.cpu()
     return result
 
@@ -159,8 +166,22 @@ Pairs = list[tuple[list[int], list[int]]]
 """Prompt and sampled tokens of each sequence; neither is empty."""
 
 
+def _micro_batches(pairs: Pairs, tokens: int | None) -> Iterator[Pairs]:
+    """The sequences in their order, so many at a time that they have at most `tokens` when padded."""
+    part: Pairs = []
+    longest = 0
+    for pair in pairs:
+        length = max(longest, len(pair[0]) + len(pair[1]))
+        if part and tokens is not None and length * (len(part) + 1) > tokens:
+            yield part
+            part, length = [], len(pair[0]) + len(pair[1])
+        part.append(pair)
+        longest = length
+    yield part
+
+
 def _padded(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
-    """All sequences in one micro-batch ``[b, s]``, padded on the right; s is a multiple of `multiple`."""
+    """Sequences as a micro-batch ``[b, s]``, padded on the right; s is a multiple of `multiple`."""
     rows = [prompt + sampled for prompt, sampled in pairs]
     s = max(len(row) for row in rows) - 1
     s += -s % multiple
@@ -184,7 +205,7 @@ def _one(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> l
 
 
 def _packed(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
-    """All sequences end to end in one row (THD), each padded to a multiple of `multiple`."""
+    """Sequences end to end in one row (THD), each padded to a multiple of `multiple`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens, labels, spans, starts = [], [], [], [0]

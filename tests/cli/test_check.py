@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from alignkit.check import plan, report, run
-from alignkit.check.machine import installed, machine
+from alignkit.check.machine import gpus, installed, machine
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job, Row
 from alignkit.contract import contract_id
@@ -66,6 +66,44 @@ def test_jobs_make_every_file_once_and_wait_for_their_inputs(tmp_path, full):
         assert modes["batch"] < modes["prompt_logprobs"]
 
 
+def test_on_a_gpu_the_engines_are_vllms_default_but_for_one(tmp_path):
+    rows = plan.rows(["bfloat16"], 2, full=False, gpu=True)
+    assert {r.rollout for r in rows} == ROLLOUTS | {"eager"}
+    jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True)
+    rollouts = [job for job in jobs if not job.needs]
+    assert [job.spec["tp"] for job in rollouts] == sorted((job.spec["tp"] for job in rollouts), reverse=True)
+    for job in rollouts:
+        assert job.spec["runner"] == "v2" and job.spec["eager"] == job.name.endswith("eager"), job.name
+    assert {job.name.rpartition("rollout-")[2] for job in rollouts} == {"tp1", "tp1-chunked", "tp1-eager", "tp2"}
+
+
+def test_on_a_cpu_every_engine_is_eager(tmp_path):
+    rows = plan.rows(["bfloat16"], 2, full=True)
+    for job in plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0):
+        assert job.needs or (job.spec["eager"] and job.spec["runner"] == "v1")
+
+
+@pytest.mark.parametrize("rollout, training, sizes", [
+    ("batch", "tp1-one", (1, 1, False)), ("prompt_logprobs", "tp2-packed", (1, 2, False)),
+    ("tp4", "tp4-sp-padded", (4, 4, True)), ("tp2-one", "tp2-sp-one", (2, 2, True))])
+def test_a_row_knows_its_sizes(rollout, training, sizes):
+    row = Row("bfloat16", rollout, training, True)
+    assert (row.rollout_tp, row.training_tp, row.sequence_parallel) == sizes
+
+
+def test_tokens_of_prompt_logprobs_are_those_of_the_same_engine(tmp_path):
+    rows = [Row("bfloat16", "tp2-prompt_logprobs", "tp1-packed", True), Row("bfloat16", "v1", "tp1-packed", True)]
+    jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True,
+                     micro_batch=99, prefix="m-")
+    wide, v1, training = jobs
+    assert [job.name for job in jobs] == ["m-bfloat16-patched-rollout-tp2", "m-bfloat16-patched-rollout-tp1-v1",
+                                          "m-bfloat16-patched-training-tp1"]
+    assert [r["mode"] for r in wide.spec["runs"]] == ["batch", "prompt_logprobs"]
+    assert wide.spec["tokens_from"] == wide.spec["runs"][0]["out"]
+    assert v1.spec["runner"] == "v1" and not v1.spec["eager"]
+    assert training.spec["micro_batch"] == 99 and {r["mode"] for r in training.spec["runs"]} == {"packed"}
+
+
 def test_prompts():
     prompts = plan.draw_prompts(2000, 0)
     assert len(prompts) == 8 and min(map(len, prompts)) == 3 and max(map(len, prompts)) == 300
@@ -97,27 +135,81 @@ WRITE = "pathlib.Path(job['runs'][0]['out']).write_text(str(time.monotonic()))\n
 def test_order(tmp_path, job):
     second = job("second", f"assert pathlib.Path({str(tmp_path / 'a')!r}).exists()\n" + WRITE, ["a"], "b")
     first = job("first", "time.sleep(0.3)\n" + WRITE, out="a", tp=64)  # wider than the machine: runs alone
-    seconds = run._execute([second, first], tmp_path, 60, run.Progress())
-    assert set(seconds) == {"first", "second"}
+    seconds, failures = run.execute([second, first], tmp_path, 60, run.Progress())
+    assert not failures and set(seconds) == {"first", "second"}
     assert float((tmp_path / "a").read_text()) < float((tmp_path / "b").read_text())
+
+
+def test_others_go_on_after_a_failure(tmp_path, job):
+    """What was made before the failure is still read; what reads nothing else is not started."""
+    def reads(name, *inputs):
+        copy = "for r in job['runs']:\n    pathlib.Path(r['out']).write_text(pathlib.Path(r['in']).read_text())"
+        reader = job(name, copy, inputs)
+        reader.spec["runs"] = [{"in": str(tmp_path / i), "out": str(tmp_path / f"{name}-{i}")} for i in inputs]
+        return reader
+
+    bad = job("bad", "pathlib.Path(job['runs'][0]['out']).write_text('a')\nraise ValueError('that is why')", out="a")
+    bad.spec["runs"].append({"out": str(tmp_path / "b")})
+    ended = {}
+
+    class Ended(run.Progress):
+        def ended(self, job, seconds, failure):
+            ended[job.name] = failure
+
+    jobs = [bad, job("good", WRITE, out="c"), reads("both", "a", "b", "c"), reads("none", "b")]
+    seconds, failures = run.execute(jobs, tmp_path, 60, Ended(), keep_going=True)
+    assert set(seconds) == {"good", "both"} and set(failures) == {"bad", "none"}
+    assert "that is why" in failures["bad"] and ended == failures | {"good": None, "both": None}
+    assert (tmp_path / "both-a").exists() and (tmp_path / "both-c").exists() and not (tmp_path / "both-b").exists()
+
+
+def test_each_job_gets_gpus_of_its_own(tmp_path, job, monkeypatch):
+    monkeypatch.setattr(run, "gpus", lambda: ["3", "5", "7"])
+    code = "import os, time\npathlib.Path(job['runs'][0]['out']).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    jobs = [job(name, code + "time.sleep(1)", out=name, tp=n) for name, n in (("a", 2), ("b", 1), ("c", 3))]
+    run.execute(jobs, tmp_path, 60, run.Progress())
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["3,5", "7"]
+    assert sorted((tmp_path / "c").read_text().split(",")) == ["3", "5", "7"]
+
+
+def test_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert gpus() == ["4", "6"]
+
+
+def test_one_gpu_has_no_tensor_parallel_rows(tmp_path, monkeypatch):
+    assert run.Options(out=tmp_path).tp == 2
+    monkeypatch.setattr(run, "gpus", lambda: ["0"])
+    assert run.Options(out=tmp_path).tp == 1
+    if installed("vllm") and installed("megatron.core"):
+        with pytest.raises(InputError, match="tp: 2 ranks need as many GPUs, there are 1"):
+            run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
+
+
+def test_commit_by_the_environment(monkeypatch):
+    monkeypatch.setenv("ALIGNKIT_COMMIT", "abc")
+    assert machine()["commit"] == "abc"
 
 
 def test_failure_shows_the_log(tmp_path, job):
     message = r"bad: exit status 1\n(.|\n)*bad.log(.|\n)*ValueError: that is why"
     with pytest.raises(run.WorkerError, match=message):
-        run._execute([job("bad", "raise ValueError('that is why')")], tmp_path, 60, run.Progress())
+        run.execute([job("bad", "raise ValueError('that is why')")], tmp_path, 60, run.Progress())
 
 
 def test_missing_output(tmp_path, job):
     with pytest.raises(run.WorkerError, match="quiet: it ended without writing a"):
-        run._execute([job("quiet", "", out="a")], tmp_path, 60, run.Progress())
+        run.execute([job("quiet", "", out="a")], tmp_path, 60, run.Progress())
 
 
 def test_timeout_stops_children_too(tmp_path, job):
     code = ("child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
             "print('child', child.pid, flush=True)\ntime.sleep(600)\n")
     with pytest.raises(run.WorkerError, match="stuck: no result after 2 s"):
-        run._execute([job("stuck", code)], tmp_path, 2, run.Progress())
+        run.execute([job("stuck", code)], tmp_path, 2, run.Progress())
     child = int(re.search(r"child (\d+)", (tmp_path / "logs" / "stuck.log").read_text())[1])
     for _ in range(100):
         if not _alive(child):
@@ -140,7 +232,7 @@ def test_interrupt_stops_the_engines(tmp_path, job, sent):
             f"from alignkit.check.plan import Job\n"
             f"def check(options, progress):\n"
             f"    job = Job('stuck', {stuck.module!r}, {stuck.spec!r})\n"
-            f"    run._execute([job], pathlib.Path({str(tmp_path)!r}), 600, run.Progress())\n"
+            f"    run.execute([job], pathlib.Path({str(tmp_path)!r}), 600, run.Progress())\n"
             f"run.run = check\ncli.main(['check', '--no-report'])\n")
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     log = tmp_path / "logs" / "stuck.log"

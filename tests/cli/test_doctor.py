@@ -1,8 +1,13 @@
 """`alignkit doctor`: it finds what is there, does without what is not, and notices a broken op."""
+import importlib
+
+import pytest
 import torch
 
 from alignkit import doctor, ops
+from alignkit.check.machine import installed
 from alignkit.contract import contract_id
+from alignkit.errors import UnsupportedError
 
 
 def test_passes_here(alignkit):
@@ -46,3 +51,29 @@ def test_an_exception_is_a_failure(alignkit, monkeypatch):
     monkeypatch.setattr(doctor, "_tensor_parallel", lambda: None)
     status, out, _ = alignkit("doctor")
     assert status == 1 and "FAIL  silu_mul float32" in out and "RuntimeError: no such kernel" in out
+
+
+@pytest.mark.parametrize("half, module", [("vllm", "vllm"), ("megatron", "megatron.core")])
+def test_says_what_is_stock_and_what_is_aligned(half, module, monkeypatch):
+    if not installed(module):
+        pytest.skip(f"{module} is not installed")
+    adapter = importlib.import_module(f"alignkit.{half}")
+    monkeypatch.setattr(doctor, "ENGINES", {half: doctor.ENGINES[half]})
+    text = "\n".join(doctor.facts())
+    assert f"stock in this process; patch_{half}() aligns it" in text
+    names = adapter.status().get("points") or adapter.status().get("seams")
+    assert not adapter.status()["patched"] and not names  # looking changed nothing
+    with doctor.ENGINES[half][1](adapter):
+        text = "\n".join(doctor.facts())
+        assert "aligned in this process" in text and "stock" not in text
+        assert adapter.status()["patched"]
+        for name in adapter.status().get("points") or adapter.status()["seams"]:
+            assert name in text
+
+
+def test_an_engine_that_cannot_be_aligned(monkeypatch):
+    def refuse(adapter):
+        raise UnsupportedError("version 1.2.3")
+
+    monkeypatch.setattr(doctor, "ENGINES", {"megatron": ("torch", refuse)})
+    assert "stock, and patch_megatron() cannot align it: UnsupportedError: version 1.2.3" in "\n".join(doctor.facts())

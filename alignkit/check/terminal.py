@@ -1,0 +1,67 @@
+"""What a person sees while engines run."""
+from __future__ import annotations
+
+import contextlib
+import signal
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+from .run import Progress
+
+
+def console() -> Console:
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = 100  # a log file need not be narrow
+    return screen
+
+
+class Terminal(Progress):
+    """A line for each engine that has finished and, on a terminal, a bar with those that run."""
+
+    def __init__(self, screen: Console):
+        self._console = screen
+        self._bar = rich_progress.Progress(
+            rich_progress.SpinnerColumn(), rich_progress.BarColumn(20), rich_progress.MofNCompleteColumn(),
+            rich_progress.TimeElapsedColumn(), rich_progress.TextColumn("{task.description}"),
+            console=screen, transient=True, disable=not screen.is_terminal)
+        self._running: list[str] = []
+
+    def __enter__(self) -> Terminal:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+
+    def planned(self, jobs) -> None:
+        self._count, self._done = len(jobs), 0
+        self._task = self._bar.add_task("", total=len(jobs))
+        self._console.print(f"{len(jobs)} engines to run, each in a process of its own")
+
+    def started(self, job) -> None:
+        self._running.append(job.name)
+        self._bar.update(self._task, description=", ".join(self._running))
+
+    def ended(self, job, seconds: float, failure: str | None) -> None:
+        self._done += 1
+        if job.name in self._running:
+            self._running.remove(job.name)
+        self._bar.update(self._task, advance=1, description=", ".join(self._running))
+        done = f"{self._done:>{len(str(self._count))}}/{self._count}"
+        self._console.print(f"[{done}] {job.name:<38} {seconds:6.1f} s"
+                            + (f"  FAILED: {failure}" if failure else ""), markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm():
+    """Within the block SIGTERM is what Ctrl-C is, so that the engines are stopped."""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,228 @@
+"""What alignment costs on one GPU: ``make gpu-cost``, or ``python benchmarks/cost.py`` with options.
+
+Rollout: 64 and 256 requests at once to vLLM in its default mode (torch.compile, CUDA graphs), prompts of 5 to 1500
+tokens or all of 32, 128 tokens sampled for each with their logprobs. Training: forward and backward of a Megatron-core
+model. The same random-weight Qwen3 throughout; each engine in a process of its own, one after the other; medians.
+
+benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, and
+``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
+Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
+fusions that it can run without TransformerEngine; "aligned".
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import profiles
+import torch
+from e2e import ROOT, SIZES, draw_lengths, merge
+
+from alignkit.check.machine import gpus, machine
+from alignkit.check.model import make_checkpoint
+from alignkit.check.plan import Job
+from alignkit.check.run import Progress, execute, prepare, write_json
+from alignkit.check.terminal import interrupted_by_sigterm
+
+PARTS = ("rollout", "training", "profile")
+ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
+TRAINING_ENGINES = ("stock", "stock_fused", "aligned")
+SHORT = 32
+"""Tokens of a prompt where decoding is what is measured."""
+KEY = ("what", "case", "engine", "unit")
+PROFILE_KEY = ("what", "case", "engine")
+
+
+class Lines(Progress):
+    """A line for each engine."""
+
+    def started(self, job: Job) -> None:
+        print(f"{job.name} ...", flush=True)
+
+    def ended(self, job: Job, seconds: float, failure: str | None) -> None:
+        print(f"{job.name}: {seconds:.1f} s" + (f"  FAILED: {failure}" if failure else ""), flush=True)
+
+
+def rollout_cases(concurrency: list[int], longest: int, measured: bool, profiled: bool) -> list[dict]:
+    """What the rollout engines are timed with; the profile is of the fewest requests."""
+    cases = []
+    for n in concurrency:
+        first = profiled and n == concurrency[0]
+        for name, lengths, part in ((f"{n} requests", draw_lengths(n, longest), "prefill"),
+                                    (f"{n} requests, short prompts", (SHORT,) * n, "decode")):
+            if measured or first:
+                cases.append({"name": name, "lengths": lengths, "profile": part if first else None})
+    return cases
+
+
+def rollout_rows(results: dict[str, dict]) -> list[dict]:
+    """Rows from the results of the engines by name."""
+    rows = []
+    for result in results.values():
+        for case in result["cases"]:
+            out = case["requests"] * case["max_tokens"]
+            seconds = statistics.median(case["seconds"])
+            for unit, tokens in (("output tokens/s", out), ("total tokens/s", out + case["prompt_tokens"])):
+                rows.append({"what": "rollout", "case": case["name"], "engine": result["engine"],
+                             "value": tokens / seconds, "unit": unit, "seconds": case["seconds"]})
+    return with_ratios(rows)
+
+
+def training_rows(results: dict[str, dict]) -> list[dict]:
+    """Rows from the results of the engines by name."""
+    rows = []
+    for result in results.values():
+        for case in result["cases"]:
+            common = {"what": "training", "case": f"{case['b']} x {case['s']} tokens", "engine": result["engine"]}
+            rows.append(common | {"value": case["b"] * case["s"] / statistics.median(case["seconds"]),
+                                  "unit": "tokens/s", "seconds": case["seconds"]})
+            rows.append(common | {"value": case["peak_bytes"] / 2**30, "unit": "GiB, peak"})
+    return with_ratios(rows)
+
+
+def with_ratios(rows: list[dict]) -> list[dict]:
+    """The rows with ``ratio_to_stock``; None where stock was not measured beside it."""
+    stock = {(row["case"], row["unit"]): row["value"] for row in rows if row["engine"] == "stock"}
+    ratios = []
+    for row in rows:
+        base = stock.get((row["case"], row["unit"]))
+        ratio = row["value"] / base if base else None
+        fields = {k: row[k] for k in ("what", "case", "engine", "value", "unit")}
+        ratios.append(fields | {"ratio_to_stock": ratio} | {k: v for k, v in row.items() if k not in fields})
+    return ratios
+
+
+class Bench:
+    """One command: its jobs, and what they gave."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.out = options.out.resolve()
+        self.name = datetime.datetime.now().isoformat(timespec="seconds")
+        self.info = machine() | {"size": options.size, "max_tokens": options.max_tokens, "repeats": options.repeats,
+                                 "seconds": {}, "engines": {}}
+        self.failures: list[str] = []
+
+    def run(self, name: str, module: str, spec: dict) -> dict | None:
+        """The result of a job; None if it failed."""
+        path = self.out / "results" / f"{name}.json"
+        job = Job(name, module, spec | {"tp": 1, "runs": [{"out": str(path)}]})
+        seconds, failures = execute([job], self.out, self.options.timeout, Lines(), keep_going=True)
+        self.info["seconds"] |= seconds
+        return None if failures else json.loads(path.read_text())
+
+    def rollout(self, model: Path) -> None:
+        options = self.options
+        measured, profiled = "rollout" in options.only, "profile" in options.only
+        cases = rollout_cases(options.concurrency, options.longest, measured, profiled)
+        results = {}
+        for engine in [e for e in ROLLOUT_ENGINES if e in options.engines]:
+            spec = {"engine": engine, "model": str(model), "eager": options.eager, "cases": cases,
+                    "max_tokens": options.max_tokens, "repeats": options.repeats if measured else 0}
+            attentions = ["FLASH_ATTN", "TRITON_ATTN"] if engine == "batch_invariant" else [None]
+            for attention in attentions:
+                result = self.run(f"rollout-{engine}" + (f"-{attention}" if attention else ""), "cost_rollout",
+                                  spec | {"attention": attention})
+                if result:
+                    results[engine] = result
+                    break
+            else:
+                self.failures.append(f"rollout {engine}")
+        for engine, result in results.items():
+            self.info["engines"][f"rollout {engine}"] = {
+                k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")}
+        self.save("rollout", rollout_rows(results) if measured else [], results)
+
+    def training(self, model: Path) -> None:
+        options = self.options
+        measured, profiled = "training" in options.only, "profile" in options.only
+        cases = [list(shape) for shape in options.shapes]
+        results = {}
+        for engine in [e for e in TRAINING_ENGINES if e in options.engines]:
+            spec = {"engine": engine, "model": str(model), "cases": cases, "repeats": options.repeats,
+                    "profile": profiled}
+            result = self.run(f"training-{engine}", "cost_training", spec)
+            if result is None:
+                self.failures.append(f"training {engine}")
+                continue
+            results[engine] = result
+            if engine == "stock":  # what fits it is what all are measured with
+                cases = [[case["b"], case["s"]] for case in result["cases"]]
+        self.save("training", training_rows(results) if measured else [], results)
+
+    def save(self, what: str, rows: list[dict], results: dict[str, dict]) -> None:
+        """Merges into cost.json and profile.json, and prints."""
+        for row in rows:
+            ratio = f"{row['ratio_to_stock']:.3f} of stock" if row["ratio_to_stock"] else ""
+            print(f"{row['what']:<8} {row['case']:<30} {row['engine']:<16} {row['value']:>10.1f} {row['unit']:<16} "
+                  f"{ratio}")
+        profiled = [{"what": what, "case": p["case"], "engine": result["engine"]}
+                    | profiles.summary(p["kernels"], p["wall_ms"]) for result in results.values()
+                    for p in result["profiles"]]
+        for row in profiled:
+            print(f"{what}, {row['case']}, {row['engine']}: {row['gpu_ms']:.2f} ms of {row['wall_ms']:.2f} ms; "
+                  + ", ".join(f"{k} {v:.2f}" for k, v in row["families"].items()))
+            for kernel in row["kernels"][:8]:
+                print(f"    {kernel['share']:6.1%} {kernel['ms']:9.3f} ms {kernel['calls']:>6} {kernel['name']}")
+        folder = self.options.json
+        for path, made, key in ((folder / "cost.json", rows, KEY), (folder / "profile.json", profiled, PROFILE_KEY)):
+            if made:
+                folder.mkdir(parents=True, exist_ok=True)
+                old = json.loads(path.read_text()) if path.exists() else {}
+                write_json(path, merge(old, self.name, self.info, made, key))
+
+
+def _shape(text: str) -> tuple[int, int]:
+    b, s = text.split("x")
+    return int(b), int(s)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 if an engine failed, after all others have run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--engines", nargs="+", choices=dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES),
+                        default=list(dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES)))
+    parser.add_argument("--size", choices=SIZES, default="large", help="of the model")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[64, 256], help="requests at once")
+    parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
+    parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=[(4, 2048), (8, 1024)],
+                        help="micro-batches of training, as 4x2048")
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
+    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available(),
+                        help="vLLM without torch.compile and CUDA graphs")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("check-results/cost"), help="logs")
+    options = parser.parse_args(arguments)
+
+    started = time.monotonic()
+    if len(gpus()) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus()[0]
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    bench = Bench(options)
+    prepare(bench.out)
+    (bench.out / "results").mkdir(exist_ok=True)
+    model = make_checkpoint(bench.out / "model", dtype=torch.bfloat16, **SIZES[options.size])
+    print(f"the model is made ({time.monotonic() - started:.0f} s)", flush=True)
+    with interrupted_by_sigterm():
+        if {"rollout", "profile"} & set(options.only):
+            bench.rollout(model)
+        if {"training", "profile"} & set(options.only):
+            bench.training(model)
+    for name in bench.failures:
+        print(f"failed: {name}")
+    print(f"{time.monotonic() - started:.0f} s; {options.json}")
+    return 2 if bench.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""One vLLM engine in this process, timed: ``cost.py`` runs ``python -m cost_rollout JOB.json``.
+
+JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``eager`` (bool),
+``attention`` (a backend's name, or null), ``cases``, ``max_tokens``, ``repeats`` and ``runs``, ``[{"out"}]``. A case
+is ``{"name", "lengths", "profile"}``: a prompt of each length, all sent at once, and "prefill", "decode" or null: what
+of it is profiled. OUT holds seconds for each case and repeat, profiles, and what ran. Every repeat has prompts of its
+own, and the prefix cache is off.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from alignkit.check import plan
+from alignkit.check.rollout import GPU_SHARE, cache_bytes
+from alignkit.vllm import patch_vllm, worker_status
+
+PROFILED_TOKENS = 32
+"""Decoded in a profile: long enough for the prompts to hardly count."""
+_ENV = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the profiler be started in the worker
+}
+
+
+def run(job: dict) -> None:
+    """Starts the engine, times every case, and writes the result."""
+    for name, value in _ENV.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_BATCH_INVARIANT"] = "1" if job["engine"] == "batch_invariant" else "0"
+    if job["engine"] == "aligned":
+        patch_vllm()
+    import vllm
+
+    vocab = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
+    sequences = max(len(case["lengths"]) for case in job["cases"])
+    longest = max(max(case["lengths"]) for case in job["cases"]) + job["max_tokens"] + 1
+    attention = {"attention_backend": job["attention"]} if job["attention"] else {}
+    started = time.perf_counter()
+    llm = vllm.LLM(job["model"], dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=job["eager"],
+                   max_model_len=longest, max_num_seqs=sequences, enable_prefix_caching=False, seed=0,
+                   kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", sequences, longest),
+                   gpu_memory_utilization=GPU_SHARE, **attention)
+    result = {"engine": job["engine"], "start_seconds": round(time.perf_counter() - started, 1), "cases": [],
+              "profiles": []}
+
+    def generate(case: dict, seed: int, max_tokens: int) -> float:
+        """Seconds for the prompts of a case."""
+        params = vllm.SamplingParams(max_tokens=max_tokens, temperature=1.0, ignore_eos=True, logprobs=0,
+                                     detokenize=False)
+        prompts = [{"prompt_token_ids": p} for p in plan.draw_prompts(vocab, seed, tuple(case["lengths"]))]
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        made = sum(len(o.outputs[0].logprobs) for o in outputs)
+        if made != len(prompts) * max_tokens:
+            raise RuntimeError(f"{made} logprobs instead of {len(prompts) * max_tokens}")
+        return seconds
+
+    for case in job["cases"]:
+        generate(case, 0, job["max_tokens"])  # the first time compiles kernels
+        if job["repeats"]:
+            result["cases"].append({
+                "name": case["name"], "requests": len(case["lengths"]), "prompt_tokens": sum(case["lengths"]),
+                "max_tokens": job["max_tokens"],
+                "seconds": [generate(case, 1 + i, job["max_tokens"]) for i in range(job["repeats"])]})
+        if case["profile"]:
+            tokens = 1 if case["profile"] == "prefill" else min(PROFILED_TOKENS, job["max_tokens"])
+            llm.collective_rpc(_start)
+            seconds = generate(case, 100, tokens)
+            result["profiles"].append({"case": f"{case['name']}: {case['profile']}", "wall_ms": seconds * 1e3,
+                                       "kernels": llm.collective_rpc(_stop)[0]})
+    config = llm.llm_engine.vllm_config
+    result |= {"mode": config.compilation_config.mode.name,
+               "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+               "v2_runner": config.use_v2_model_runner, "attention": llm.collective_rpc(_attention)[0],
+               "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+               "status": worker_status(llm)[0]}
+    Path(job["runs"][0]["out"]).write_text(json.dumps(result))
+    llm.llm_engine.engine_core.shutdown()
+
+
+# These run in the worker, which may be another process.
+
+def _start(worker) -> None:
+    import profiles
+
+    worker.running_profile = profiles.start()
+
+
+def _stop(worker) -> list[dict]:
+    import profiles
+
+    return profiles.stop(worker.running_profile)
+
+
+def _attention(worker) -> str:
+    found = {type(m.impl).__name__ for m in worker.model_runner.get_model().modules() if hasattr(m, "impl")}
+    return ", ".join(sorted(found))
+
+
+if __name__ == "__main__":
+    run(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,107 @@
+"""Forward and backward of a Megatron-core model, timed: ``cost.py`` runs ``python -m cost_training JOB.json``.
+
+JOB: ``engine`` ("stock" | "stock_fused" | "aligned"), ``model`` (HF directory), ``cases`` (``[b, s]`` each),
+``repeats``, ``profile`` (bool) and ``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns
+for its labels. A micro-batch that does not fit the memory is halved. OUT holds seconds and bytes for each case.
+
+"stock" is the local layer spec with Megatron-core's defaults; "stock_fused" switches on the fusions that it can run
+without TransformerEngine and Apex.
+"""
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+_WARM_UP = 3
+
+
+def run(job: dict) -> None:
+    """Builds the model, times every case, and writes the result."""
+    import profiles
+    from megatron.core import parallel_state, tensor_parallel
+
+    from alignkit.convert import read_architecture
+    from alignkit.megatron import cpu, patch_megatron
+    from alignkit.megatron.build import gpt_model
+
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with cpu.cpu_host():
+        parallel_state.initialize_model_parallel()
+        if gpu:
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
+        vocab = read_architecture(job["model"]).vocab
+        if job["engine"] == "aligned":
+            patch_megatron(vocab)
+        model = gpt_model(job["model"], torch.bfloat16, **(FUSIONS if job["engine"] == "stock_fused" else {})).train()
+        result = {"engine": job["engine"], "cases": [], "profiles": []}
+        for b, s in job["cases"]:
+            while (measured := _measure(model, b, s, vocab, job["repeats"])) is None:
+                if b == 1:
+                    raise RuntimeError(f"a micro-batch of one sequence of {s} tokens does not fit the memory")
+                b //= 2
+            result["cases"].append({"b": b, "s": s} | measured)
+            if job["profile"] and not result["profiles"]:
+                step = _step(model, b, s, vocab)
+                _seconds(step)
+                running = profiles.start()
+                seconds = _seconds(step)
+                result["profiles"].append({"case": f"{b} x {s}", "wall_ms": seconds * 1e3,
+                                           "kernels": profiles.stop(running)})
+    Path(job["runs"][0]["out"]).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _step(model, b: int, s: int, vocab: int) -> Callable[[], None]:
+    """Forward and backward of one micro-batch, its gradients fresh."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(b * s)
+    tokens, labels = (torch.randint(vocab, (b, s), generator=generator).to(device) for _ in range(2))
+    positions = torch.arange(s, device=device).expand(b, s)
+    mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)  # True hides
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(tokens, positions, mask, labels=labels).float().mean().backward()
+
+    return step
+
+
+def _measure(model, b: int, s: int, vocab: int, repeats: int) -> dict | None:
+    """Seconds of each step and the most memory in use; None if it did not fit."""
+    gpu = torch.cuda.is_available()
+    step = _step(model, b, s, vocab)
+    try:
+        for _ in range(_WARM_UP):
+            step()
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [_seconds(step) for _ in range(repeats)]
+    except torch.OutOfMemoryError:
+        seconds = None
+    if seconds is None:  # out here the error no longer holds the step's tensors
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        return None
+    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0}
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    """Of one step, from an idle device to an idle device."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    wait()
+    began = time.perf_counter()
+    step()
+    wait()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    run(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,199 @@
+"""Rollout against training on GPUs, pair by pair: ``make gpu-e2e``, or ``python benchmarks/e2e.py`` with options.
+
+Real vLLM and Megatron-core engines, each in a process of its own, on random-weight models of a real size: 64 prompts
+of 5 to 1500 tokens, 128 tokens sampled for each, bf16. The rows go to benchmarks/results/h200/e2e.json as they are
+made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
+
+The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``training_tp``, ``sequence_parallel`` and
+``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from alignkit.check import plan
+from alignkit.check.machine import family, gpus, machine
+from alignkit.check.model import make_checkpoint
+from alignkit.check.plan import Job, Row
+from alignkit.check.run import Compared, WorkerError, compare_rows, execute, prepare, write_json
+from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit.contract import contract_id
+from alignkit.convert import read_architecture
+
+ROOT = Path(__file__).parents[1]
+DTYPE = "bfloat16"
+SIZES = {
+    "large": {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 128, "intermediate": 3072,
+              "vocab": 151936},
+    "small": {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 512,
+              "vocab": 2000},
+}
+MODELS = {"qwen3": {"arch": "qwen3"}, "llama-tied": {"arch": "llama", "tied": True}}
+PARTS = ("modes", "tp", "stock")
+"""Every mode of rollout and training on one rank; the tensor-parallel sizes crossed; some pairs of stock engines, for
+one model unless asked for."""
+CHUNK = 256
+MICRO_BATCH = 16384
+"""Tokens with padding: stock Megatron keeps the logits of a micro-batch, 10 GB in fp32."""
+KEY = ("model", "dtype", "rollout", "training", "patched")
+
+
+def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
+    """The pairs of `parts`, with tensor-parallel sizes up to `tp`."""
+    sizes = [n for n in (2, 4) if n <= tp]
+    modes = ("one", "padded", "packed")
+    chosen: list[tuple[str, str, bool]] = []
+    if "modes" in parts:
+        rollouts = ["batch", "one", "prompt_logprobs", "prefix", "chunked"] + (["eager", "v1"] if gpu else [])
+        chosen += [(r, f"tp1-{mode}", True) for r in rollouts for mode in modes]
+    if "tp" in parts:
+        engines = ["tp1"] + [f"tp{n}{sp}" for n in sizes for sp in ("", "-sp")]
+        for r in ["batch"] + [f"tp{n}" for n in sizes]:
+            for engine in engines:
+                if r == "batch" and engine == "tp1":
+                    continue
+                few = r != "batch" and engine != "tp1"
+                chosen += [(r, f"{engine}-{mode}", True) for mode in (modes[1:] if few else modes)]
+    if "stock" in parts:
+        chosen += [(r, f"tp1-{mode}", False) for r in ("batch", "one", "prompt_logprobs") for mode in modes[:2]]
+        if sizes:
+            chosen += [(r, t, False) for r in ("batch", "tp2") for t in ("tp1-padded", "tp2-padded")]
+    return [Row(DTYPE, *row) for row in dict.fromkeys(chosen)]
+
+
+def draw_lengths(count: int, longest: int) -> tuple[int, ...]:
+    """Lengths of `count` prompts, from 5 to `longest` tokens, both of which occur."""
+    drawn = torch.randint(5, longest + 1, (count - 2,), generator=torch.Generator().manual_seed(0))
+    return 5, longest, *drawn.tolist()
+
+
+def merge(old: dict, name: str, info: dict, new: list[dict], key: tuple[str, ...] = KEY) -> dict:
+    """The contents of a result file after run `name` made the rows `new`; `key`: what tells rows apart."""
+    made = [row | {"run": name} for row in new]
+    keys = {tuple(row[k] for k in key) for row in made}
+    kept = [row for row in old.get("rows", []) if tuple(row[k] for k in key) not in keys]
+    merged = kept + made
+    runs = old.get("runs", {}) | {name: info}
+    used = {row["run"] for row in merged}
+    return {"runs": {k: v for k, v in runs.items() if k in used}, "rows": merged}
+
+
+def to_json(model: str, compared: Compared) -> dict:
+    """A row of e2e.json."""
+    row = compared.row
+    return {"model": model, "rollout_tp": row.rollout_tp, "training_tp": row.training_tp,
+            "sequence_parallel": row.sequence_parallel} | compared.to_json()
+
+
+class Harvest(Terminal):
+    """Compares and saves each row as soon as both its engines have written their files."""
+
+    def __init__(self, screen, path: Path, info: dict, waiting: dict[str, list[Row]], out: Path,
+                 prompts: list[list[int]]):
+        super().__init__(screen)
+        self.name = datetime.datetime.now().isoformat(timespec="seconds")
+        self.info, self.rows, self.problems = info, [], []
+        self._path, self._waiting, self._out, self._prompts = path, waiting, out, prompts
+
+    def ended(self, job: Job, seconds: float, failure: str | None) -> None:
+        super().ended(job, seconds, failure)
+        for model, waiting in self._waiting.items():
+            out = self._out / model
+            for row in list(waiting):
+                if not (plan.rollout_file(out, row).exists() and plan.training_file(out, row).exists()):
+                    continue
+                waiting.remove(row)
+                try:
+                    (compared,) = compare_rows([row], out, self._prompts)
+                except WorkerError as e:
+                    self.problems.append(f"{model} {row}: {e}")
+                    continue
+                self.rows.append(to_json(model, compared))
+                if row.patched and not compared.report.all_equal:
+                    self.problems.append(f"{model} {row}: {compared.report.first_difference}")
+        self.save()
+
+    def save(self) -> None:
+        if self.rows:
+            old = json.loads(self._path.read_text()) if self._path.exists() else {}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, merge(old, self.name, self.info, self.rows))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0 if every patched row is equal to the last bit, 1 if one is not, 2 if an engine
+    failed, after all others have run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; stock for the first model only")
+    parser.add_argument("--rollouts", nargs="+", help="only rows of these, as in the file; default: all")
+    parser.add_argument("--tp", type=int, default=min(4, len(gpus()) or 1), help="largest tensor-parallel size")
+    parser.add_argument("--size", choices=SIZES, default="large", help="of the models")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
+    parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
+    parser.add_argument("--per-gpu", type=int, default=2, help="engines that share a GPU")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/e2e.json")
+    parser.add_argument("--out", type=Path, default=Path("check-results/e2e"), help="logprob files and logs")
+    options = parser.parse_args(arguments)
+    if gpus() and options.tp > len(gpus()):
+        parser.error(f"--tp: {options.tp} ranks need as many GPUs, there are {len(gpus())}")
+
+    started = time.monotonic()
+    out = options.out.resolve()
+    prepare(out)
+    prompts = plan.draw_prompts(SIZES[options.size]["vocab"], 0, draw_lengths(options.prompts, options.longest))
+    parts = {model: options.parts or (PARTS if model == next(iter(MODELS)) else PARTS[:2]) for model in options.models}
+    wanted = {model: [row for row in rows(parts[model], options.tp, bool(gpus()))
+                      if row.rollout in (options.rollouts or [row.rollout])] for model in options.models}
+    jobs, shapes = [], {}
+    for model in options.models:
+        path = make_checkpoint(out / model / "model", dtype=getattr(torch, DTYPE), **SIZES[options.size],
+                               **MODELS[model])
+        shapes[model] = asdict(read_architecture(path))
+        (out / model / "logprobs").mkdir(exist_ok=True)
+        jobs += plan.jobs(wanted[model], out / model, {DTYPE: path}, prompts, max_tokens=options.max_tokens,
+                          temperature=1.0, seed=0, gpu=bool(gpus()), chunk=CHUNK, micro_batch=MICRO_BATCH,
+                          prefix=f"{model}-")
+    jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
+    screen = console()
+    screen.print(f"{' and '.join(options.models)}: {sum(map(len, wanted.values()))} rows; the models are made "
+                 f"({time.monotonic() - started:.0f} s)")
+    info = machine() | {
+        "contract": contract_id(family()), "models": shapes, "parts": parts, "tp": options.tp,
+        "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts)), "longest_prompt": options.longest,
+        "max_tokens": options.max_tokens, "temperature": 1.0, "seed": 0, "chunk": CHUNK, "micro_batch": MICRO_BATCH}
+    harvest = Harvest(screen, options.json, info, {k: list(v) for k, v in wanted.items()}, out, prompts)
+    with interrupted_by_sigterm(), harvest:
+        seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True,
+                                    per_gpu=options.per_gpu)
+    info["seconds"] = seconds | {"all": round(time.monotonic() - started, 1)}
+    harvest.save()
+
+    for patched in (False, True):
+        mine = [row for row in harvest.rows if row["patched"] == patched]
+        if mine:
+            screen.print(f"{'aligned' if patched else 'stock'}: {sum(r['bit_equal'] for r in mine)} of "
+                         f"{sum(r['tokens'] for r in mine)} logprobs are bit-equal, in {len(mine)} of "
+                         f"{sum(row.patched == patched for mine in wanted.values() for row in mine)} rows; "
+                         f"largest difference {max(r['max_abs'] for r in mine):.1e}")
+    for problem in harvest.problems:
+        screen.print(f"not equal: {problem}", soft_wrap=True, markup=False)
+    for name in failures:
+        screen.print(f"failed: {name}", soft_wrap=True, markup=False)
+    screen.print(f"{info['seconds']['all']} s; {options.json}", soft_wrap=True)
+    return 2 if failures else int(bool(harvest.problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

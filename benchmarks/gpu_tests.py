@@ -1,0 +1,73 @@
+"""The tests that need a GPU: ``make gpu-test``, or ``python benchmarks/gpu_tests.py [--suites ...] [for pytest]``.
+
+Each suite is a pytest process of its own. Their counts go to benchmarks/results/h200/gpu_test.json as ``rows``, with
+``runs``: by the rows' ``run``, the date, commit, versions and GPUs. Exit status 1 if a test failed or none ran.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from e2e import ROOT, merge
+
+from alignkit.check.machine import machine
+from alignkit.check.run import write_json
+
+SUITES = {
+    "ops": (["tests/ops"], {"ALIGNKIT_TEST_DEVICE": "cuda"}),  # the default device of the whole process
+    "vllm": (["tests/vllm/test_cuda.py"], {}),
+    "megatron": (["tests/megatron/test_cuda.py"], {}),
+}
+"""Paths, and environment, of each."""
+
+
+def counts(junit: str) -> dict:
+    """``{"passed", "failed", "skipped", "failures"}`` of a junit report; failures names those that failed, or broke
+    before or after the test itself."""
+    cases = list(ET.fromstring(junit).iter("testcase"))
+    bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    skipped = [c for c in cases if c.find("skipped") is not None]
+    return {"passed": len(cases) - len(bad) - len(skipped), "failed": len(bad), "skipped": len(skipped),
+            "failures": [f"{c.get('classname')}.{c.get('name')}" for c in bad]}
+
+
+def run(suite: str, arguments: list[str]) -> dict:
+    """Runs a suite, its output as it comes; a row of gpu_test.json."""
+    paths, env = SUITES[suite]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", "pytest", *paths, f"--junitxml={report}", *arguments],
+                              cwd=ROOT, env=os.environ | env, check=False)
+        row = counts(report.read_text()) if report.exists() else counts("<testsuites/>")
+    return {"suite": suite, "exit_status": done.returncode} | row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gpu_test.json")
+    options, rest = parser.parse_known_args(arguments)
+    name = datetime.datetime.now().isoformat(timespec="seconds")
+    rows = []
+    for suite in options.suites:
+        rows.append(run(suite, rest))
+        old = json.loads(options.json.read_text()) if options.json.exists() else {}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, merge(old, name, machine(), rows, ("suite",)))
+    for row in rows:
+        print(f"{row['suite']:<10} {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped, "
+              f"{row['seconds']:.0f} s" + (f", exit status {row['exit_status']}" if row["exit_status"] else ""))
+    return int(any(row["exit_status"] or not row["passed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The op tests under NVIDIA's compute-sanitizer: ``make gpu-sanitize``, or ``python benchmarks/sanitize.py``.
+
+memcheck (accesses outside of an allocation), racecheck (races in shared memory) and initcheck (reads of memory that
+nothing wrote), each over a few drawn examples of the tests. The counts go to benchmarks/results/h200/sanitize.json.
+Exit status 1 if a tool found something, or a test failed or none ran.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from e2e import ROOT, merge
+
+from alignkit.check.machine import machine
+from alignkit.check.run import stop, write_json
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+TESTS = ["tests/ops/test_accuracy.py", "tests/ops/test_invariance.py"]
+_FOUND = 99
+"""The exit status that compute-sanitizer is asked for when it found something."""
+_ENV = {
+    "ALIGNKIT_TEST_DEVICE": "cuda",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # one allocation for each tensor, so that its borders are seen
+}
+
+
+def summary(log: str) -> tuple[int, str]:
+    """(Number of errors, the summary line) in a tool's log; (-1, "") if it has none."""
+    lines = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", log, re.MULTILINE)
+    if not lines:
+        return -1, ""
+    return int(re.search(r"(\d+) (?:error|hazard)", lines[-1])[1]), lines[-1]
+
+
+def run(tool: str, tests: list[str], examples: int, timeout: float, out: Path) -> dict:
+    """A row of sanitize.json."""
+    log = out / f"{tool}.log"
+    log.unlink(missing_ok=True)
+    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only",
+               "--error-exitcode", str(_FOUND), "--log-file", str(log),
+               sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    started = time.monotonic()
+    print(" ".join(command), flush=True)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True,
+                               env=os.environ | _ENV | {"ALIGNKIT_TEST_EXAMPLES": str(examples)})
+    try:
+        status = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        stop(process)  # the tests too
+    text = log.read_text(errors="replace") if log.exists() else ""
+    errors, line = summary(text)
+    if errors:
+        print("\n".join(text.splitlines()[:60]))
+    stopped = f"; stopped after {timeout:.0f} s" if status is None else ""
+    print(f"{tool}: {line or 'no summary'}{stopped}", flush=True)
+    return {"tool": tool, "errors": errors, "summary": line, "exit_status": status,
+            "seconds": round(time.monotonic() - started, 1)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--examples", type=int, default=2, help="drawn for each test")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each tool")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/sanitize.json")
+    parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="logs")
+    parser.add_argument("tests", nargs="*", default=TESTS)
+    options = parser.parse_args(arguments)
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer, a part of the CUDA toolkit, is not on the PATH", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = datetime.datetime.now().isoformat(timespec="seconds")
+    rows = [run(tool, options.tests, options.examples, options.timeout, options.out.resolve())
+            for tool in options.tools]
+    old = json.loads(options.json.read_text()) if options.json.exists() else {}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    info = machine() | {"tests": options.tests, "examples": options.examples}
+    write_json(options.json, merge(old, name, info, rows, ("tool",)))
+    return int(any(row["exit_status"] != 0 or row["errors"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

