@@ -65,11 +65,11 @@ def _equal(rows: list[dict]) -> str:
 def _trainings(rows: list[dict]) -> str:
     """``TP 1: one, padded; TP 2 SP: packed``."""
     modes: dict[str, list[str]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["training"].rpartition("-")[0]):
         engine, _, mode = row["training"].rpartition("-")
         modes.setdefault(engine.replace("tp", "TP ").replace("-sp", " SP"), []).append(mode)
     same: dict[str, list[str]] = {}
-    for engine, found in modes.items():
+    for engine, found in sorted(modes.items()):
         same.setdefault(", ".join(found), []).append(engine)
     return "; ".join(f"{', '.join(engines)}: {found}" for found, engines in same.items())
 
