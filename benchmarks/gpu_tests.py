@@ -1,6 +1,6 @@
 """The tests that need a GPU: ``make gpu-test``, or ``python benchmarks/gpu_tests.py [--suites ...] [for pytest]``.
 
-Each suite is a pytest process of its own. Their counts go to benchmarks/results/h200/gpu_test.json as ``rows``, with
+Each test file is a pytest process of its own, some side by side. The suites' counts go to benchmarks/results/h200/gpu_test.json as ``rows``, with
 ``runs``: by the rows' ``run``, the date, commit, versions and GPUs. Exit status 1 if a test failed or none ran.
 """
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from e2e import ROOT, merge
@@ -22,11 +23,11 @@ from alignkit.check.machine import machine
 from alignkit.check.run import write_json
 
 SUITES = {
-    "ops": (["tests/ops"], {"ALIGNKIT_TEST_DEVICE": "cuda"}),  # the default device of the whole process
-    "vllm": (["tests/vllm/test_cuda.py"], {}),
-    "megatron": (["tests/megatron/test_cuda.py"], {}),
+    "ops": ("tests/ops/test_*.py", {"ALIGNKIT_TEST_DEVICE": "cuda"}),  # the default device of the whole process
+    "vllm": ("tests/vllm/test_cuda.py", {}),
+    "megatron": ("tests/megatron/test_cuda.py", {}),
 }
-"""Paths, and environment, of each."""
+"""Files, and environment, of each."""
 
 
 def counts(junit: str) -> dict:
@@ -39,27 +40,41 @@ def counts(junit: str) -> dict:
             "failures": [f"{c.get('classname')}.{c.get('name')}" for c in bad]}
 
 
-def run(suite: str, arguments: list[str]) -> dict:
-    """Runs a suite, its output as it comes; a row of gpu_test.json."""
-    paths, env = SUITES[suite]
+def run(file: str, env: dict[str, str], arguments: list[str]) -> dict:
+    """Runs a test file; prints its output when it has ended."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        started = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "pytest", *paths, f"--junitxml={report}", *arguments],
-                              cwd=ROOT, env=os.environ | env, check=False)
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", file, f"--junitxml={report}", *arguments],
+                              cwd=ROOT, env=os.environ | env, check=False, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+        print(f"== {file}\n{done.stdout}", flush=True)
         row = counts(report.read_text()) if report.exists() else counts("<testsuites/>")
-    return {"suite": suite, "exit_status": done.returncode} | row | {"seconds": round(time.monotonic() - started, 1)}
+    return {"exit_status": done.returncode} | row
+
+
+def run_suite(suite: str, at_once: int, arguments: list[str]) -> dict:
+    """A row of gpu_test.json."""
+    path, env = SUITES[suite]
+    started = time.monotonic()
+    files = sorted(str(f.relative_to(ROOT)) for f in (ROOT / path).parent.glob(Path(path).name))
+    with ThreadPoolExecutor(at_once) as pool:
+        done = list(pool.map(lambda file: run(file, env, arguments), files))
+    row = {key: sum((d[key] for d in done), [] if key == "failures" else 0)
+           for key in ("passed", "failed", "skipped", "failures")}
+    return {"suite": suite, "exit_status": max(d["exit_status"] for d in done)} | row | {
+        "seconds": round(time.monotonic() - started, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--at-once", type=int, default=6, help="test files at a time")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gpu_test.json")
     options, rest = parser.parse_known_args(arguments)
     name = datetime.datetime.now().isoformat(timespec="seconds")
     rows = []
     for suite in options.suites:
-        rows.append(run(suite, rest))
+        rows.append(run_suite(suite, options.at_once, rest))
         old = json.loads(options.json.read_text()) if options.json.exists() else {}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.json, merge(old, name, machine(), rows, ("suite",)))
