@@ -27,7 +27,8 @@ def name(device: torch.device | str = "cpu") -> str:
     """The backend that ops on `device` run on: ``cpu`` (C++), ``reference`` (torch) or ``triton``.
     Raises BackendError for a device without one."""
     global _warned
-    device = torch.device(device)
+    if not isinstance(device, torch.device):
+        device = torch.device(device)
     if _choice not in CHOICES:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r}: choose one of {', '.join(CHOICES)}")
     if device.type == "cuda":
@@ -64,7 +65,12 @@ def family(device: torch.device | str) -> str:
 
 def select(op: str, device: torch.device | str) -> ModuleType:
     """The module that implements `op` (a folder of alignkit.ops) for tensors on `device`."""
-    return importlib.import_module(f"alignkit.ops.{op}.{name(device)}")
+    return _module(op, name(device))
+
+
+@functools.cache
+def _module(op: str, backend: str) -> ModuleType:
+    return importlib.import_module(f"alignkit.ops.{op}.{backend}")
 
 
 @contextlib.contextmanager

@@ -26,19 +26,24 @@ def looks(device: torch.device) -> bool:
 
 def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
     """`t` is a dense tensor of one of `dtypes`, with `ndim` dimensions (at least one if None)."""
-    require(isinstance(t, torch.Tensor), f"{name}: expected a tensor, got {type(t).__name__}")
-    require(t.layout == torch.strided, f"{name}: expected a dense tensor, got layout {t.layout}")
-    require(t.dtype in dtypes, f"{name}: dtype {t.dtype} is none of {', '.join(map(str, dtypes))}")
-    if ndim is None:
-        require(t.ndim >= 1, f"{name}: expected at least one dimension")
-    else:
-        require(t.ndim == ndim, f"{name}: expected {ndim} dimensions, got shape {tuple(t.shape)}")
+    if not isinstance(t, torch.Tensor):
+        raise InputError(f"{name}: expected a tensor, got {type(t).__name__}")
+    if t.layout != torch.strided:
+        raise InputError(f"{name}: expected a dense tensor, got layout {t.layout}")
+    if t.dtype not in dtypes:
+        raise InputError(f"{name}: dtype {t.dtype} is none of {', '.join(map(str, dtypes))}")
+    if ndim is None and t.ndim == 0:
+        raise InputError(f"{name}: expected at least one dimension")
+    if ndim is not None and t.ndim != ndim:
+        raise InputError(f"{name}: expected {ndim} dimensions, got shape {tuple(t.shape)}")
 
 
 def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
     """`t` has the type and device of `like`."""
-    require(t.dtype == like.dtype, f"{name}: dtype {t.dtype} differs from {like_name}'s {like.dtype}")
-    require(t.device == like.device, f"{name}: device {t.device} differs from {like_name}'s {like.device}")
+    if t.dtype != like.dtype:
+        raise InputError(f"{name}: dtype {t.dtype} differs from {like_name}'s {like.dtype}")
+    if t.device != like.device:
+        raise InputError(f"{name}: device {t.device} differs from {like_name}'s {like.device}")
 
 
 def check_weight(x: torch.Tensor, weight, bias, name: str = "x") -> None:
@@ -46,14 +51,21 @@ def check_weight(x: torch.Tensor, weight, bias, name: str = "x") -> None:
     check_tensor(name, x)
     check_tensor("weight", weight, 2)
     check_like("weight", weight, name, x)
-    require(weight.shape[1] == x.shape[-1],
-            f"weight: shape {tuple(weight.shape)} does not fit {name} of shape {tuple(x.shape)}")
-    require(min(weight.shape) > 0, f"weight: empty, shape {tuple(weight.shape)}")
+    if weight.shape[1] != x.shape[-1]:
+        raise InputError(f"weight: shape {tuple(weight.shape)} does not fit {name} of shape {tuple(x.shape)}")
+    if min(weight.shape) == 0:
+        raise InputError(f"weight: empty, shape {tuple(weight.shape)}")
     if bias is not None:
         check_tensor("bias", bias)
-        require(tuple(bias.shape) == (weight.shape[0],),
-                f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise InputError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         check_like("bias", bias, "weight", weight)
+
+
+def rows(t: torch.Tensor) -> torch.Tensor:
+    """t [..., N] as [rows, N] with unit stride in the last dim; copied only where no view is that."""
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()
 
 
 @contextlib.contextmanager

@@ -2,18 +2,25 @@
 
 A compiler sees one opaque node with a known output shape and can neither look inside nor change the arithmetic. Each
 computes what the op of its name in `alignkit.ops` does, forward only; outputs never share memory with inputs.
+
+An engine calls these many times a step and between them the GPU waits for the host. So an op compares what could
+differ between two calls, shapes and types, and leaves the rest of its checks to the case that these do not fit.
 """
 from __future__ import annotations
 
 import torch
 
+from .. import backends
+from ..contract import k_leaves
 from ..errors import InputError
 from ..tp import TP
-from .linear import linear as _linear
-from .linear import row_parallel_linear as _row_parallel_linear
-from .rms_norm import rms_norm as _rms_norm
-from .rope import rope as _rope
-from .silu_mul import silu_mul as _silu_mul
+from ._common import check_weight, looks, rows
+from .linear import matmul
+from .linear import row_parallel_linear as _parallel
+from .rms_norm import check as _check_norm
+from .rope import check as _check_rope
+from .rope import unit
+from .silu_mul import check as _check_silu
 
 _groups: dict[str, TP] = {}
 _library = torch.library.Library("alignkit", "DEF")
@@ -49,18 +56,69 @@ def _like(x, *_):
     return x.new_empty(x.shape)
 
 
-linear = _define(
-    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _rows)
+def _product(x, weight, bias, leaves):
+    if (x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype
+            or bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype)):
+        check_weight(x, weight, bias)
+    if x.ndim == 2:
+        return matmul(x, weight, leaves=leaves, bias=bias, out_dtype=x.dtype)
+    y = matmul(x.reshape(-1, x.shape[-1]), weight, leaves=leaves, bias=bias, out_dtype=x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _linear(x, weight, bias):
+    return _product(x, weight, bias, 1)
+
+
+def _row_parallel_linear(x, weight, bias, group):
+    if group:
+        return _parallel(x, weight, bias, tp=_group(group))
+    return _product(x, weight, bias, k_leaves(x.shape[-1]))
+
+
+def _add_rms_norm(x, residual, weight, eps):
+    if (x.shape[-1] != weight.shape[0] or x.dtype != weight.dtype
+            or residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype)):
+        _check_norm(x, weight, eps, residual)
+    total, y, _ = backends.select("rms_norm", x.device).forward(x, weight.contiguous(), eps, residual)
+    return y, total
+
+
+def _rms_norm(x, weight, eps):
+    return _add_rms_norm(x, None, weight, eps)[0]
+
+
+def _check_rotation(x, positions, table):
+    if looks(x.device) or x.ndim != 3 or x.shape[0] != positions.shape[0] or x.shape[2] != table.shape[1]:
+        _check_rope(x, positions, table)
+
+
+def _rope(x, positions, table):
+    _check_rotation(x, positions, table)
+    return backends.select("rope", x.device).apply(unit(x), positions.contiguous(), table.contiguous(), False)
+
+
+def _rope_qk(q, k, positions, table):
+    _check_rotation(q, positions, table)
+    _check_rotation(k, positions, table)
+    return backends.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
+
+
+def _silu_mul(gate, up):
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        _check_silu(gate, up)
+    return backends.select("silu_mul", gate.device).forward(rows(gate), rows(up)).view(gate.shape)
+
+
+linear = _define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _rows)
 row_parallel_linear = _define(
-    "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor",
-    lambda x, weight, bias, group: _row_parallel_linear(x, weight, bias, tp=_group(group)), _rows)
-rms_norm = _define(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _like)
+    "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor", _row_parallel_linear, _rows)
+rms_norm = _define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _like)
 add_rms_norm = _define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    lambda x, residual, weight, eps: _rms_norm(x, weight, eps, residual),
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", _add_rms_norm,
     lambda x, residual, weight, eps: (_like(x), _like(x)))
-rope = _define(
-    "rope(Tensor x, Tensor positions, Tensor table) -> Tensor", _rope, _like)
-silu_mul = _define(
-    "silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul, _like)
+rope = _define("rope(Tensor x, Tensor positions, Tensor table) -> Tensor", _rope, _like)
+rope_qk = _define(
+    "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table) -> (Tensor, Tensor)", _rope_qk,
+    lambda q, k, positions, table: (_like(q), _like(k)))
+silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul, _like)

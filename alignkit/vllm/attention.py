@@ -1,7 +1,7 @@
 """vLLM's attention backend, with `ops.paged_attention` inside."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,18 +18,21 @@ from vllm.v1.attention.backend import (
 
 from alignkit import ops
 from alignkit.errors import UnsupportedError
+from alignkit.ops.attention import attend
 from alignkit.vllm import seams
 
 
 @dataclass
 class AlignedAttentionMetadata(AttentionMetadata):
     """num_tokens: rows of q that are looked at. In a CUDA graph some of them are padding, which follows the rows of the
-    last sequence, and some sequences have no rows. The rest is as `ops.paged_attention` takes it."""
+    last sequence, and some sequences have no rows. The rest is as `ops.paged_attention` takes it, and `checked` once it
+    has: every layer of the step gives it the same shapes and integers."""
 
     num_tokens: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    checked: bool = field(default=False, init=False)
 
 
 class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionMetadata]):
@@ -109,8 +112,12 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
             return output.zero_()
         n = attn_metadata.num_tokens
         k_cache, v_cache = _split(kv_cache)
-        ops.paged_attention(query[:n], k_cache, v_cache, attn_metadata.block_table, attn_metadata.query_start_loc,
-                            attn_metadata.seq_lens, self.scale, out=output[:n])
+        integers = attn_metadata.block_table, attn_metadata.query_start_loc, attn_metadata.seq_lens
+        if attn_metadata.checked:
+            attend(query[:n], k_cache, v_cache, *integers, self.scale, output[:n])
+        else:
+            ops.paged_attention(query[:n], k_cache, v_cache, *integers, self.scale, out=output[:n])
+            attn_metadata.checked = query.is_cuda  # elsewhere the check also converts the integers
         return output
 
 

@@ -149,11 +149,9 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
         if positions.dim() != 1 or key is None:
             raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
-        return self._rotate(positions, query), self._rotate(positions, key)
-
-    def _rotate(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        heads = x.view(positions.shape[0], -1, self.head_size)
-        return library.rope(heads, positions, self.cos_sin_cache).view(x.shape)
+        heads = (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
+        q, k = library.rope_qk(*heads, positions, self.cos_sin_cache)
+        return q.view(query.shape), k.view(key.shape)
 
 
 class AlignedLogitsProcessor(LogitsProcessor):

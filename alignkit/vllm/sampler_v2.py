@@ -36,7 +36,7 @@ def _calling(function: Callable, **names: Callable) -> Callable:
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """logits fp32 [n, V], token_ids int [n, k] -> logprobs fp32 [n, k]."""
     require_fp32(logits)
-    return token_logp(logits, token_ids.to(torch.int64))
+    return token_logp(logits, token_ids)
 
 
 _topk_scores = _calling(logprob.compute_topk_scores, compute_token_logprobs=token_logprobs)

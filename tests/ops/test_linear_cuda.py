@@ -236,17 +236,39 @@ def test_capture(fresh, m, known):
 
 
 @gpu
-def test_the_current_stream_is_used():
-    a, b = operands(4096, 4096, 1024)
-    want = by_triton(a, b)
-    matmul(a, b, out_dtype=BF16)
+@pytest.mark.parametrize("m", [64, 256, 1000])
+@pytest.mark.parametrize("leaves,has_bias", [(8, False), (8, True), (1, True)])
+def test_capture_of_the_other_products(m, leaves, has_bias):
+    """Those that cuBLASLt has no part in; what the graph reads is changed before it is replayed."""
+    from alignkit.ops.linear.triton import tiles
+    (a, b), bias = operands(m, 1024, 1024), randn(1024, dtype=BF16) if has_bias else None
+    matmul(a, b, leaves=leaves, bias=bias, out_dtype=BF16)
+    out = torch.zeros(m, 1024, dtype=BF16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(matmul(a, b, leaves=leaves, bias=bias, out_dtype=BF16))
+    for _ in range(2):
+        a.copy_(randn(m, 1024, dtype=BF16))
+        graph.replay()
+        want = torch.empty_like(out)
+        tiles(a, b, leaves, bias, want, False)
+        assert_bitwise_equal(out, want)
+
+
+@gpu
+@pytest.mark.parametrize("leaves", [1, 8])
+def test_the_current_stream_is_used(leaves):
+    from alignkit.ops.linear.triton import tiles
+    (a, b), want = operands(4096, 4096, 1024), torch.empty(4096, 4096, dtype=BF16)
+    tiles(a, b, leaves, None, want, False)
+    matmul(a, b, leaves=leaves, out_dtype=BF16)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         late = torch.zeros_like(a)
         torch.cuda._sleep(50_000_000)
         late.copy_(a)
-        got = matmul(late, b, out_dtype=BF16)
+        got = matmul(late, b, leaves=leaves, out_dtype=BF16)
     stream.synchronize()
     assert_bitwise_equal(got, want)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ... import backends
+from ...errors import InputError
 from .._common import check_like, check_tensor, looks, require
 from .paging import check_pages
 
@@ -134,14 +135,20 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     else:
         check_like("out", out, "q", q)
         require(out.shape == q.shape and out.is_contiguous(), "out: not contiguous or not of q's shape")
+    return attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale, out)
+
+
+def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out):
+    """`paged_attention` of what it has checked: the integers dense in their last dim, and int64 on the CPU."""
     k, v = (_rows_view(c) for c in (k_cache, v_cache))
-    backends.select("attention", q.device).paged(_unit(q), k, v, block_table, starts, seq_lens, block_size, scale, out)
+    backends.select("attention", q.device).paged(_unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale,
+                                                 out)
     return out
 
 
 def _rows_view(cache: torch.Tensor) -> torch.Tensor:
     """[num_blocks, block_size, H, D] as [rows, H, D] without a copy."""
-    require(cache.stride(3) == 1 and (cache.shape[0] <= 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)),
-            f"k_cache, v_cache: strides {cache.stride()} cannot be viewed as rows")
-    return cache.as_strided((cache.shape[0] * cache.shape[1], *cache.shape[2:]), cache.stride()[1:],
-                            cache.storage_offset())
+    (blocks, size, *row), (block_stride, *strides) = cache.shape, cache.stride()
+    if strides[-1] != 1 or blocks > 1 and block_stride != size * strides[0]:
+        raise InputError(f"k_cache, v_cache: strides {cache.stride()} cannot be viewed as rows")
+    return cache.as_strided((blocks * size, *row), strides)

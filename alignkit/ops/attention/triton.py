@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ... import contract
-from .._triton import EXACT, LOG2E, next_power_of_2
+from .._triton import EXACT, LOG2E, launch, next_power_of_2
 
 KV_BLOCK = contract.KV_BLOCK["sm90"]
 _PAD = tl.constexpr(128)
@@ -131,7 +131,7 @@ def _attend(Q, K, V, O, SHIFT, TABLE, factor, q0, q_len, context, first, s, hk, 
 
 @triton.jit(do_not_specialize=_VALUES)
 def _tiles(Q, K, V, O, SHIFT, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles, pads, pages, width, table_row, most,
-           sqt: tl.constexpr, sqh, skt: tl.constexpr, skh, svt: tl.constexpr, svh, PAGE: tl.constexpr,
+           sqh, skh, svh, sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, PAGE: tl.constexpr,
            GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_Q: tl.constexpr, KVB: tl.constexpr, KEEP: tl.constexpr):
     """The sequences of more than `most` queries, tile by tile; the last tiles, which have most keys, begin first."""
@@ -159,7 +159,7 @@ def _tiles(Q, K, V, O, SHIFT, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles
 
 @triton.jit(do_not_specialize=_VALUES)
 def _short(Q, K, V, O, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles, pages, width, table_row, most,
-           sqt: tl.constexpr, sqh, skt: tl.constexpr, skh, svt: tl.constexpr, svh, PAGE: tl.constexpr,
+           sqh, skh, svh, sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, PAGE: tl.constexpr,
            GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_Q: tl.constexpr, KVB: tl.constexpr):
     """The sequences of at most `most` queries, each by one program a head group. It also fills the rows that hold no
@@ -313,7 +313,7 @@ def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
     if "BLOCK_M" in options:
         options["BLOCK_M"] = max(options["BLOCK_M"], next_power_of_2(group))
         options["BLOCK_Q"] = options["BLOCK_M"] // group
-    return options | EXACT
+    return options
 
 
 def _factor(scale: float) -> float:
@@ -345,9 +345,8 @@ def forward(q, k, v, starts, scale, **schedule):
     if tokens:
         options = _schedule("tiles", q, heads // kv, schedule)
         tiles = tokens // options["BLOCK_Q"] + seqs + 1
-        _tiles[(tiles * kv,)](q, k, v, out, shift, starts, starts, starts, _factor(scale), tokens, seqs, tiles, pads,
-                              0, 0, 0, 0, *_strides(q, k, v), PAGE=0, KVB=KV_BLOCK, KEEP=True, **_shape(q, k),
-                              **options)
+        _run(_tiles, tiles, (q, k, v, out, shift, starts, starts, starts, _factor(scale), tokens, seqs, tiles, pads, 0,
+                             0, 0, 0), q, k, v, {"PAGE": 0, "KEEP": True} | options)
     return out, shift
 
 
@@ -357,18 +356,27 @@ def paged(q, k, v, block_table, starts, seq_lens, block_size, scale, out, short=
     if not tokens:
         return
     seqs, width = block_table.shape
-    shared = {"PAGE": block_size, "KVB": KV_BLOCK} | _shape(q, k)
     few = _schedule("short", q, heads // kv, short or {})
-    many = _schedule("tiles", q, heads // kv, schedule)
     alone = tokens <= seqs  # most likely one query each; `_short` takes any number, one tile after the other
     most = tokens if alone else few["BLOCK_Q"]
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs
-    rest = k.shape[0] // block_size, width, block_table.stride(0), most, *_strides(q, k, v)
+    pages = k.shape[0] // block_size, width, block_table.stride(0), most
     programs = max(seqs, 1)
-    _short[(programs * kv,)](q, k, v, out, *lengths, programs, *rest, **shared, **few)
+    _run(_short, programs, (q, k, v, out, *lengths, programs, *pages), q, k, v, {"PAGE": block_size} | few)
     if not alone:
+        many = _schedule("tiles", q, heads // kv, schedule)
         tiles = tokens // many["BLOCK_Q"] + seqs
-        _tiles[(tiles * kv,)](q, k, v, out, out, *lengths, tiles, 0, *rest, KEEP=False, **shared, **many)
+        _run(_tiles, tiles, (q, k, v, out, out, *lengths, tiles, 0, *pages), q, k, v,
+             {"PAGE": block_size, "KEEP": False} | many)
+
+
+def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
+    """Launch `kernel`, `_tiles` or `_short`, with `programs` for each head of k; `args` end where strides begin."""
+    strides = [t.stride() for t in (q, k, v)]
+    constants = {name: of[0] for name, of in zip(("sqt", "skt", "svt"), strides)}
+    constants |= {"KVB": KV_BLOCK} | _shape(q, k) | options
+    own = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    launch(kernel, (programs * k.shape[1],), (*args, *(of[1] for of in strides)), own, **constants)
 
 
 def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule):
@@ -387,7 +395,7 @@ def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule
         def values(tiles):
             return starts, _factor(scale), scale, tokens, seqs, tiles, pads, *_strides(q, k, v)
         tiles = tokens // by_query["BLOCK_Q"] + seqs + 1
-        _grad_q[(tiles * kv,)](q, k, v, d_out, shift, delta, dq, *values(tiles), **shape, **by_query)
+        _grad_q[(tiles * kv,)](q, k, v, d_out, shift, delta, dq, *values(tiles), **shape, **by_query, **EXACT)
         tiles = tokens // by_key["BLOCK_N"] + seqs + 1
-        _grad_kv[(tiles * kv,)](q, k, v, d_out, shift, delta, dk, dv, *values(tiles), **shape, **by_key)
+        _grad_kv[(tiles * kv,)](q, k, v, d_out, shift, delta, dk, dv, *values(tiles), **shape, **by_key, **EXACT)
     return dq, dk, dv

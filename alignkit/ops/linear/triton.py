@@ -2,21 +2,26 @@
 
 The tensor core's result depends on the order of k alone, whatever the tile, so every schedule below is a chain. fp32
 inputs take fused multiply-adds in the same order. Chains of bf16 without a bias go to cuBLASLt where its bits are
-these.
+these, other products of many rows to hopper.py.
 
 The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which is another order. It cannot where the dot's sum goes
 round a loop, so the number of steps is never a constant to it.
 """
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 import triton
 import triton.language as tl
 
-from .._triton import EXACT, tree_sum
-from . import cublaslt
+from .._triton import tree_sum
+from . import cublaslt, hopper
+from .launch import MOST, Launch, Operand, operand
+
+FEW = 256
+"""Up to so many rows, hopper.py's tiles of 128 x 128 would leave most of the device's multiprocessors idle."""
 
 
 @triton.jit
@@ -110,7 +115,8 @@ def _chain_schedule(m: int) -> dict:
 
 
 def _tree_schedule(m: int, n: int, leaf: int) -> dict:
-    """Few rows make few tiles; then a tile's leaves are dealt out, which costs the time of joining them."""
+    """Few rows make few tiles; then a tile's leaves are dealt out, which costs the time of joining them. Many rows come
+    here if hopper.py does not take the operands."""
     if m <= 64 and leaf <= 256:
         return _tile(16, 32, 128)
     if m > 256:
@@ -122,31 +128,43 @@ def _tree_schedule(m: int, n: int, leaf: int) -> dict:
     return _tile(bm, bn, 128, 1 if count > 64 and leaf < 1024 else 1 << (256 // count).bit_length() - 1)
 
 
+@functools.lru_cache(MOST)
+def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Operand, leaves: int, accumulate: bool,
+            schedule: tuple) -> tuple[Launch, Launch | None, int]:
+    """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
+    ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
+    if dtype == torch.float32:
+        chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
+    else:
+        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
+    chosen |= dict(schedule)
+    parts = min(chosen["parts"], leaves)
+    whole = parts == 1
+    step = chosen["BLOCK_K"]
+    if leaves > 1:  # a step of the loop stays inside a leaf, which is a multiple of 16
+        step = math.gcd(step, k // leaves)
+    rest = (m, n, k // parts, triton.cdiv(k // parts, step), *a_strides, *b_strides, row if whole else n, leaves // parts,
+            whole and bias is not None, accumulate, chosen["BLOCK_M"], chosen["BLOCK_N"], step, 8)
+    grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
+    product = Launch(_matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
+    rest = (m, n, row, parts.bit_length() - 1, bias is not None, 512)
+    return product, None if whole else Launch(_join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
+
+
 def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
           accumulate: bool, **schedule) -> None:
     """The kernels above. `schedule` overrides the choice: the tile, and into how many parts the leaves are dealt out to
     blocks of their own. No choice changes a bit."""
-    m, k = a.shape
-    n = b.shape[0]
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
-    if a.dtype == torch.float32:
-        chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
+    product, join, parts = _choose(torch.cuda.current_device(), operand(a), operand(b), operand(bias), operand(out), leaves,
+                                   accumulate, tuple(schedule.items()))
+    if join is None:
+        product(a, b, out, bias)
     else:
-        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
-    chosen |= schedule
-    parts = min(chosen.pop("parts"), leaves)
-    if leaves > 1:  # a step of the loop stays inside a leaf, which is a multiple of 16
-        chosen["BLOCK_K"] = math.gcd(chosen["BLOCK_K"], k // leaves)
-    whole = parts == 1
-    c = out if whole else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
-    grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts)
-    _matmul[grid](a, b, c, bias if whole else None, m, n, k // parts, triton.cdiv(k // parts, chosen["BLOCK_K"]),
-                  *a.stride(), *b.stride(), c.stride(-2), LEAVES=leaves // parts,
-                  HAS_BIAS=whole and bias is not None, ACCUMULATE=accumulate, GROUP=8, **chosen, **EXACT)
-    if not whole:
-        _join[(triton.cdiv(m * n, 512),)](c, out, bias, m, n, out.stride(0), LEVELS=parts.bit_length() - 1,
-                                          HAS_BIAS=bias is not None, BLOCK=512, **EXACT)
+        sums = torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device)
+        product(a, b, sums, None)
+        join(sums, out, bias)
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
@@ -156,5 +174,9 @@ def _chain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool
 
 def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
            accumulate: bool) -> None:
-    if leaves > 1 or bias is not None or not cublaslt.matmul(a, b, out, accumulate, _chain):
+    if leaves == 1 and bias is None and cublaslt.matmul(a, b, out, accumulate, _chain):
+        return
+    if bias is not None:
+        bias = bias.contiguous()
+    if accumulate or out.shape[0] <= FEW or not hopper.matmul(a, b, leaves, bias, out):
         tiles(a, b, leaves, bias, out, accumulate)

@@ -13,6 +13,7 @@ import torch
 
 from ... import backends
 from ...contract import HEAD_COLUMNS, HEAD_ROWS, VOCAB_TILE
+from ...errors import InputError
 from ...tp import SINGLE, TP
 from .._common import check_tensor, check_weight, looks, require
 from ..linear import matmul, row_sum
@@ -77,7 +78,8 @@ class _Head:
 
 
 def _head(hidden, weight, bias, soft_cap, logit_scale) -> _Head:
-    return _Head(hidden, weight, _Transform(None if bias is None else bias.detach().float().contiguous(), soft_cap, logit_scale))
+    bias = None if bias is None else bias.detach().float().contiguous()
+    return _Head(hidden, weight, _Transform(bias, soft_cap, logit_scale))
 
 
 class _Given:
@@ -277,6 +279,8 @@ def _is_number(temperature) -> bool:
 
 def _check_temperature(temperature, shape: torch.Size, device) -> None:
     if _is_number(temperature):
+        if temperature == 1.0:
+            return
         bad = [t for t in torch.tensor([float(temperature)], dtype=torch.float32, device="cpu").tolist()
                if not 0 < t < math.inf]
     else:
@@ -308,15 +312,19 @@ def _check_rows(target, temperature, shape, device, ignore_index: int) -> tuple[
 def _rows(target, temperature, shape, device, ignore_index: int, vocab: int):
     """What is given per row, flat: target int64 [N], and temperature fp32 [N] or None for 1. Where their values were
     not looked at, the device is to check them."""
-    if _is_number(temperature):
-        t = None if float(temperature) == 1.0 else torch.full((shape.numel(),), float(temperature), dtype=torch.float32,
-                                                              device=device)
-    else:
-        t = temperature.detach().float().expand(shape).reshape(-1).contiguous()
+    t = _temperatures(temperature, shape, device)
     target = None if target is None else target.reshape(-1).contiguous()
     if not looks(device) and (target is not None or t is not None):
         backends.select("linear_logp", device).check_rows(target, t, vocab, ignore_index)
     return target, t
+
+
+def _temperatures(temperature, shape, device) -> torch.Tensor | None:
+    """fp32 [N], or None for 1."""
+    if not _is_number(temperature):
+        return temperature.detach().float().expand(shape).reshape(-1).contiguous()
+    return None if temperature == 1.0 else torch.full((shape.numel(),), float(temperature), dtype=torch.float32,
+                                                      device=device)
 
 
 def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None,
@@ -417,6 +425,9 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     """
     check_weight(hidden, weight, bias, "hidden")
     _check_transform(soft_cap, logit_scale)
+    if bias is None and soft_cap is None and logit_scale == 1.0:
+        z = matmul(hidden.reshape(-1, hidden.shape[-1]), weight)
+        return z if hidden.ndim == 2 else z.view(*hidden.shape[:-1], len(weight))
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
     head = _head(flat, weight.detach(), bias, None if soft_cap is None else float(soft_cap),
                  None if logit_scale == 1.0 else float(logit_scale))
@@ -438,7 +449,7 @@ def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
     Raises:
         InputError: an argument is outside the above.
     """
-    flat, t, shards = _whole(logits, temperature, vocab_size, "log_softmax")
+    flat, t, shards = _whole(logits, temperature, vocab_size)
     out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
     source, backend = _Given(flat), backends.select("linear_logp", flat.device)
     for rows, m, sums in _row_sums(source, flat.device, len(flat), None, t, shards, SINGLE, False):
@@ -453,7 +464,7 @@ def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
 
     Args:
         logits: [..., V], fp32 or bf16, the whole vocabulary; -inf masks an id.
-        token_ids: int64 [..., K], in [0, V). On a GPU an id outside gives NaN.
+        token_ids: int64 or int32 [..., K], in [0, V). On a GPU an id outside gives NaN.
         temperature: positive, a number or fp32 [...].
 
     Returns:
@@ -462,27 +473,37 @@ def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
     Raises:
         InputError: an argument is outside the above.
     """
-    flat, t, shards = _whole(logits, temperature, None, "token_logp")
-    check_tensor("token_ids", token_ids, logits.ndim, (torch.int64,))
-    require(token_ids.shape[:-1] == logits.shape[:-1] and token_ids.device == logits.device,
-            f"token_ids: shape {tuple(token_ids.shape)} on {token_ids.device} does not fit logits of shape "
-            f"{tuple(logits.shape)} on {logits.device}")
-    if looks(logits.device):
-        bad = token_ids[(token_ids < 0) | (token_ids >= shards.vocab_size)][:1].tolist()
-        require(not bad, f"token_ids: {bad} is not in [0, {shards.vocab_size})")
-    ids = token_ids.reshape(-1, token_ids.shape[-1]).contiguous()
-    out = torch.empty(ids.shape, dtype=torch.float32, device=flat.device)
-    source, backend = _Given(flat), backends.select("linear_logp", flat.device)
-    for rows, m, sums in _row_sums(source, flat.device, len(flat), None, t, shards, SINGLE, False):
-        backend.pick(source.products(rows, slice(0, shards.vocab_size)), _part(t, rows), ids[rows], m, sums, out[rows])
-    return out.reshape(token_ids.shape)
+    check_tensor("logits", logits)
+    check_tensor("token_ids", token_ids, logits.ndim, (torch.int64, torch.int32))
+    rows, (vocab, k), device = logits.shape[:-1], (logits.shape[-1], token_ids.shape[-1]), logits.device
+    require(vocab > 0, "logits: the vocabulary is empty")
+    if token_ids.shape[:-1] != rows or token_ids.device != device:
+        raise InputError(f"token_ids: shape {tuple(token_ids.shape)} on {token_ids.device} does not fit logits of "
+                         f"shape {tuple(logits.shape)} on {device}")
+    _check_temperature(temperature, rows, device)
+    backend, t = backends.select("linear_logp", device), _temperatures(temperature, rows, device)
+    if looks(device):
+        bad = token_ids[(token_ids < 0) | (token_ids >= vocab)][:1].tolist()
+        require(not bad, f"token_ids: {bad} is not in [0, {vocab})")
+    elif t is not None:
+        backend.check_rows(None, t, vocab, -1)
+    source, ids = _Given(logits.detach().reshape(-1, vocab)), token_ids.reshape(-1, k).contiguous()
+    out = torch.empty(ids.shape, dtype=torch.float32, device=device)
+    tiles = -(-vocab // VOCAB_TILE)
+    for part in _cuts(0, len(ids), source.blocks(len(ids), vocab)[0]):
+        z, of_part, n = source.given[part], _part(t, part), part.stop - part.start
+        m, q = (torch.empty(n, tiles, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+        backend.statistics(z, source.how, of_part, None, 0, m, q, None, None)
+        backend.pick(z, of_part, ids[part], m, q, out[part])
+    return out if logits.ndim == 2 else out.reshape(token_ids.shape)
 
 
-def _whole(logits, temperature, vocab_size: int | None, op: str):
+def _whole(logits, temperature, vocab_size: int | None):
     """Checked logits of the whole vocabulary as [N, V], their temperature, and the vocabulary."""
     check_tensor("logits", logits)
     rows = logits.shape[:-1]
     _check_temperature(temperature, rows, logits.device)
-    shards = Shards.agree(SINGLE, op, lambda: (Shards.describe(0, logits.shape[-1], vocab_size), (), (-1, ())))
+    shards = Shards.agree(SINGLE, "log_softmax", lambda: (
+        Shards.describe(0, logits.shape[-1], vocab_size), (), (-1, ())))
     _, t = _rows(None, temperature, rows, logits.device, -1, shards.vocab_size)
     return logits.detach().reshape(-1, logits.shape[-1]), t, shards

@@ -82,11 +82,12 @@ def spread(z, temperature, m, sums, out) -> None:
     out[:, z.shape[1]:] = -INF
 
 
-def pick(z, temperature, ids, m, sums, out) -> None:
-    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C]."""
-    z = z.gather(1, ids).float()
+def pick(z, temperature, ids, m, q, out) -> None:
+    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C], whose tiles have the statistics m and q."""
+    top, sums = join(m, q, None, None, None)
+    z = z.gather(1, ids.to(torch.int64)).float()
     z = z if temperature is None else z / temperature[:, None]
-    out.copy_(z.double() - _kernels().lse(m, sums[0])[:, None])
+    out.copy_(z.double() - _kernels().lse(top, sums[0])[:, None])
 
 
 def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp, g_entropy) -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ...contract import VOCAB_TILE
-from .._triton import EXACT, fixed
+from .._triton import EXACT, fixed, launch
 from .._triton import exp as _exp
 
 INF = tl.constexpr(float("inf"))
@@ -116,37 +116,52 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
     if not z.numel():
         return
     r, warps = (16, 4) if rows >= 16 else (1, 1)
-    _logp_statistics[(m.shape[1] * triton.cdiv(rows, r),)](
-        z, how.bias, temperature, target, m, q, u, z_target, rows, cols, first, m.shape[1], z.stride(0), m.stride(0),
-        how.soft_cap, how.logit_scale, TILE=VOCAB_TILE, R=r, num_warps=warps, **EXACT)
+    launch(_logp_statistics, (m.shape[1] * triton.cdiv(rows, r),),
+           (z, how.bias, temperature, target, m, q, u, z_target, rows, cols, first, m.shape[1], z.stride(0),
+            m.stride(0), how.soft_cap, how.logit_scale), {"num_warps": warps}, TILE=VOCAB_TILE, R=r)
 
 
 @triton.jit
-def _logp_join(M, Q, U, TOP, ZT, SUMS, n, tiles, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
+def _top(M, tiles, BLOCK: tl.constexpr):
+    """The maximum of a row: of M [tiles]."""
     i = tl.arange(0, BLOCK)
-    if GIVEN:
-        m = tl.load(TOP + r)
-    else:
-        best = tl.full((BLOCK,), -INF, tl.float32)
-        for t in range(0, tiles, BLOCK):
-            best = _maximum(best, tl.load(M + r * tiles + t + i, mask=t + i < tiles, other=-INF))
-        m = tl.reduce(best, 0, _maximum)
-        tl.store(TOP + r, m)
+    best = tl.full((BLOCK,), -INF, tl.float32)
+    for t in range(0, tiles, BLOCK):
+        best = _maximum(best, tl.load(M + t + i, mask=t + i < tiles, other=-INF))
+    return tl.reduce(best, 0, _maximum)
+
+
+@triton.jit
+def _sums(M, Q, U, m, tiles, BLOCK: tl.constexpr):
+    """The integers s and u of a row with maximum m, from M, Q and U [tiles]; u is 0 without U."""
+    i = tl.arange(0, BLOCK)
     s, u = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for t in range(0, tiles, BLOCK):
-        tm = tl.load(M + r * tiles + t + i, mask=t + i < tiles, other=-INF)
-        q = tl.load(Q + r * tiles + t + i, mask=t + i < tiles, other=0).to(tl.float64)
+        tm = tl.load(M + t + i, mask=t + i < tiles, other=-INF)
+        q = tl.load(Q + t + i, mask=t + i < tiles, other=0).to(tl.float64)
         d = tm - m
         live = d > -INF  # not so if d is NaN: then m is NaN or infinite, and so is the result
         w = _exp(tl.where(live, d, -INF)).to(tl.float64)
         s += tl.where(live, (w * q * 65536.0 + ROUND).to(tl.int64, bitcast=True) - ROUND_BITS, 0)
         if U is not None:
             gap = m.to(tl.float64) - tm.to(tl.float64)
-            v = w * (tl.load(U + r * tiles + t + i, mask=t + i < tiles, other=0).to(tl.float64) + q * gap)
+            v = w * (tl.load(U + t + i, mask=t + i < tiles, other=0).to(tl.float64) + q * gap)
             u += tl.where(live, (v * 65536.0 + ROUND).to(tl.int64, bitcast=True) - ROUND_BITS, 0)
-    tl.store(SUMS + r, tl.sum(s, axis=0))
-    tl.store(SUMS + n + r, tl.sum(u, axis=0))
+    return tl.sum(s, axis=0), tl.sum(u, axis=0)
+
+
+@triton.jit
+def _logp_join(M, Q, U, TOP, ZT, SUMS, n, tiles, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    at = r * tiles
+    if GIVEN:
+        m = tl.load(TOP + r)
+    else:
+        m = _top(M + at, tiles, BLOCK)
+        tl.store(TOP + r, m)
+    s, u = _sums(M + at, Q + at, None if U is None else U + at, m, tiles, BLOCK)
+    tl.store(SUMS + r, s)
+    tl.store(SUMS + n + r, u)
     if ZT is not None:
         tl.store(SUMS + 2 * n + r, tl.load(ZT + r).to(tl.int32, bitcast=True).to(tl.int64))
 
@@ -158,7 +173,7 @@ def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, tor
     top = top if given else torch.empty(n, dtype=torch.float32, device=m.device)
     sums = torch.empty(3, n, dtype=torch.int64, device=m.device)
     if n:
-        _logp_join[(n,)](m, q, u, top, z_target, sums, n, tiles, GIVEN=given, BLOCK=1024, num_warps=4, **EXACT)
+        launch(_logp_join, (n,), (m, q, u, top, z_target, sums, n, tiles), {"num_warps": 4}, GIVEN=given, BLOCK=1024)
     return top, sums
 
 
@@ -207,21 +222,27 @@ def spread(z, temperature, m, sums, out) -> None:
 
 
 @triton.jit
-def _pick(Z, TEMPERATURE, IDS, TOP, SUMS, OUT, n, k, cols, sz, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok, r = i < n, i // k
-    c = tl.load(IDS + i, mask=ok, other=-1)
-    x = tl.load(Z + r * sz + c, mask=(c >= 0) & (c < cols), other=float("nan")).to(tl.float32)
-    z, _ = _logit(x, None, None, None, None if TEMPERATURE is None else tl.load(TEMPERATURE + r, mask=ok, other=1.0))
-    lse = _lse(tl.load(TOP + r, mask=ok, other=0.0), tl.load(SUMS + r, mask=ok, other=1))
-    tl.store(OUT + i, (z.to(tl.float64) - lse).to(tl.float32), mask=ok)
+def _logp_pick(Z, TEMPERATURE, IDS, M, Q, OUT, k, cols, tiles, sz, BLOCK: tl.constexpr, PICKS: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    m = _top(M + r * tiles, tiles, BLOCK)
+    s, _u = _sums(M + r * tiles, Q + r * tiles, None, m, tiles, BLOCK)
+    lse = _lse(m, s)
+    temperature = None if TEMPERATURE is None else tl.load(TEMPERATURE + r)
+    for first in range(0, k, PICKS):
+        i = first + tl.arange(0, PICKS)
+        c = tl.load(IDS + r * k + i, mask=i < k, other=-1).to(tl.int64)
+        x = tl.load(Z + r * sz + c, mask=(c >= 0) & (c < cols), other=float("nan")).to(tl.float32)
+        z, _ = _logit(x, None, None, None, temperature)
+        tl.store(OUT + r * k + i, (z.to(tl.float64) - lse).to(tl.float32), mask=i < k)
 
 
-def pick(z, temperature, ids, m, sums, out) -> None:
-    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C]; NaN for an id outside [0, C)."""
+def pick(z, temperature, ids, m, q, out) -> None:
+    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C], whose tiles have the statistics m and q; NaN for
+    an id outside [0, C)."""
     if out.numel():
-        _pick[(triton.cdiv(out.numel(), 128),)](z, temperature, ids, m, sums, out, out.numel(), out.shape[1],
-                                                z.shape[1], z.stride(0), BLOCK=128, num_warps=4, **EXACT)
+        n, k = out.shape
+        launch(_logp_pick, (n,), (z, temperature, ids, m, q, out, k, z.shape[1], m.shape[1], z.stride(0)),
+               {"num_warps": 4}, BLOCK=1024, PICKS=16)
 
 
 @triton.jit

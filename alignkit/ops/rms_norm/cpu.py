@@ -4,17 +4,21 @@ from __future__ import annotations
 import torch
 
 from ... import native
+from .._common import rows
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None):
-    """The normalised sum x + residual (x itself without one), y, and rstd fp32 [rows]."""
-    x = x if residual is None else x + residual
-    y, rstd = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape[0], dtype=torch.float32)
-    native.rms_norm(x, weight, eps, y, rstd)
+    """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
+    x = x if residual is None else (x + residual).contiguous()
+    flat = rows(x)
+    y, rstd = torch.empty(x.shape, dtype=x.dtype), torch.empty(flat.shape[0], dtype=torch.float32)
+    native.rms_norm(flat, weight, eps, y.view(flat.shape), rstd)
     return x, y, rstd
 
 
 def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
-    dx, dw = torch.empty_like(x), torch.zeros(x.shape[1], dtype=torch.float32)
-    native.rms_norm_grad(dy, x, weight, rstd, dx, dw)
+    """dx [..., H] and dweight fp32 [H]; dy is contiguous."""
+    flat = rows(x).contiguous()
+    dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.zeros(x.shape[-1], dtype=torch.float32)
+    native.rms_norm_grad(rows(dy), flat, weight, rstd, dx.view(flat.shape), dw)
     return dx, dw

@@ -5,21 +5,27 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import EXACT, next_power_of_2, tree_sum
+from .._triton import launch, next_power_of_2, tree_sum
 
 DW_ROWS = 16
 """Rows of one chain of dweight; the chains join by the balanced tree, in row order. In the contract."""
 
 
 @triton.jit
-def _rms_norm(X, RESIDUAL, W, TOTAL, Y, RSTD, rows, sx, sr, eps, H: tl.constexpr, BLOCK: tl.constexpr,
-             LEVELS: tl.constexpr, R: tl.constexpr):
+def _at(r, heads, st, sh):
+    """Where row r begins, in a tensor of `heads` rows a token."""
+    return (r // heads * st + r % heads * sh)[:, None]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(X, RESIDUAL, W, TOTAL, Y, RSTD, rows, heads, sxt, sxh, srt, srh, eps, H: tl.constexpr,
+              BLOCK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
     ok = (r < rows)[:, None] & (j < H)[None, :]
-    x = tl.load(X + r[:, None] * sx + j[None, :], mask=ok, other=0.0).to(tl.float32)
+    x = tl.load(X + _at(r, heads, sxt, sxh) + j[None, :], mask=ok, other=0.0).to(tl.float32)
     if RESIDUAL is not None:
-        x += tl.load(RESIDUAL + r[:, None] * sr + j[None, :], mask=ok, other=0.0).to(tl.float32)
+        x += tl.load(RESIDUAL + _at(r, heads, srt, srh) + j[None, :], mask=ok, other=0.0).to(tl.float32)
         total = x.to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + r[:, None] * H + j[None, :], total, mask=ok)
         x = total.to(tl.float32)
@@ -29,41 +35,60 @@ def _rms_norm(X, RESIDUAL, W, TOTAL, Y, RSTD, rows, sx, sr, eps, H: tl.constexpr
     tl.store(RSTD + r, rstd, mask=r < rows)
 
 
+def _by_head(t: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """t [..., H]; how many rows a token has, and the strides of tokens and of these rows. Copied only if no two strides
+    describe it."""
+    if t.ndim > 3:
+        t = t.reshape(-1, *t.shape[-2:])
+    if t.stride(-1) != 1:
+        t = t.contiguous()
+    if t.ndim == 3:
+        return t, t.shape[1], t.stride(0), t.stride(1)
+    return t, 1, t.stride(0) if t.ndim == 2 else 0, 0
+
+
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None):
-    """The normalised sum x + residual (x itself without one), y, and rstd fp32 [rows]."""
-    rows, h = x.shape
-    y = torch.empty(rows, h, dtype=x.dtype, device=x.device)
+    """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
+    h = x.shape[-1]
+    rows = x.numel() // h
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(y)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
+        x, heads, sxt, sxh = _by_head(x)
+        srt = srh = 0
+        if residual is not None:
+            residual, _, srt, srh = _by_head(residual)
         block = next_power_of_2(h)
         r = max(1, 1024 // block)
-        _rms_norm[(triton.cdiv(rows, r),)](
-            x, residual, weight, total, y, rstd, rows, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-            H=h, BLOCK=block, LEVELS=block.bit_length() - 1, R=r, num_warps=max(1, min(16, block * r // 1024)), **EXACT)
+        launch(_rms_norm, (triton.cdiv(rows, r),),
+               (x, residual, weight, total, y, rstd, rows, heads, sxt, sxh, srt, srh, eps),
+               {"num_warps": max(1, min(16, block * r // 1024))},
+               H=h, BLOCK=block, LEVELS=block.bit_length() - 1, R=r)
     return total, y, rstd
 
 
 @triton.jit
-def _load(DY, X, RSTD, r, ok, j, H: tl.constexpr):
-    at, here = r[:, None] * H + j[None, :], ok[:, None] & (j < H)[None, :]
-    return (tl.load(DY + at, mask=here, other=0.0), tl.load(X + at, mask=here, other=0.0),
+def _load(DY, X, RSTD, r, ok, j, heads, sxt, sxh, H: tl.constexpr):
+    here = ok[:, None] & (j < H)[None, :]
+    return (tl.load(DY + r[:, None] * H + j[None, :], mask=here, other=0.0),
+            tl.load(X + _at(r, heads, sxt, sxh) + j[None, :], mask=here, other=0.0),
             tl.load(RSTD + r, mask=ok, other=0.0))
 
 
-@triton.jit
-def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
-              ROWS: tl.constexpr, R: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "chains"])
+def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, heads, sxt, sxh, H: tl.constexpr, BLOCK: tl.constexpr,
+                   LEVELS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr):
     chain = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
     w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros((R, BLOCK), tl.float32)
     r = chain * ROWS
-    next_dy, next_x, next_rstd = _load(DY, X, RSTD, r, r < rows, j, H)
+    next_dy, next_x, next_rstd = _load(DY, X, RSTD, r, r < rows, j, heads, sxt, sxh, H)
     for i in range(ROWS):
         dy, x, rstd = next_dy.to(tl.float32), next_x.to(tl.float32), next_rstd[:, None]
         # The next rows are on their way while these are reduced.
-        next_dy, next_x, next_rstd = _load(DY, X, RSTD, r + 1, (r + 1 < rows) & (i + 1 < ROWS), j, H)
+        next_dy, next_x, next_rstd = _load(DY, X, RSTD, r + 1, (r + 1 < rows) & (i + 1 < ROWS), j, heads, sxt, sxh, H)
         g = dy * w
         c = tl.div_rn(tree_sum(g * x, LEVELS), H * 1.0)[:, None] * rstd * rstd
         dx = rstd * tl.fma(tl.broadcast_to(-c, (R, BLOCK)), x, g)
@@ -83,19 +108,23 @@ def _rms_norm_join(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVEL
 
 
 def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, h = x.shape
-    dx = torch.empty_like(x)
+    """dx [..., H] and dweight fp32 [H]; dy is contiguous."""
+    h = x.shape[-1]
+    rows = x.numel() // h
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not rows:
         return dx, torch.zeros(h, dtype=torch.float32, device=x.device)
     block, chains = next_power_of_2(h), triton.cdiv(rows, DW_ROWS)
     r = max(1, 1024 // block)
     parts = torch.empty(chains, h, dtype=torch.float32, device=x.device)
-    _rms_norm_grad[(triton.cdiv(chains, r),)](dy, x, weight, rstd, dx, parts, rows, chains, H=h, BLOCK=block,
-                                         LEVELS=block.bit_length() - 1, ROWS=DW_ROWS, R=r,
-                                         num_warps=max(1, min(16, r * block // 512)), **EXACT)
+    x, heads, sxt, sxh = _by_head(x)
+    launch(_rms_norm_grad, (triton.cdiv(chains, r),),
+           (dy, x, weight, rstd, dx, parts, rows, chains, heads, sxt, sxh),
+           {"num_warps": max(1, min(16, r * block // 512))},
+           H=h, BLOCK=block, LEVELS=block.bit_length() - 1, ROWS=DW_ROWS, R=r)
     while len(parts) > 1:
         joined = parts.new_empty(triton.cdiv(len(parts), 64), h)
-        _rms_norm_join[(triton.cdiv(h, 32), len(joined))](parts, joined, len(parts), H=h, BLOCK=32, LEVELS=6, num_warps=4,
-                                                 **EXACT)
+        launch(_rms_norm_join, (triton.cdiv(h, 32), len(joined)), (parts, joined, len(parts)), {"num_warps": 4},
+               H=h, BLOCK=32, LEVELS=6)
         parts = joined
     return dx, parts[0]

@@ -21,9 +21,12 @@ class _Rope(torch.autograd.Function):
 
 
 def _apply(x, positions, table, inverse):
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    return backends.select("rope", x.device).apply(x, positions, table, inverse)
+    return backends.select("rope", x.device).apply(unit(x), positions, table, inverse)
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """x with unit stride in the last dim."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.lru_cache(maxsize=8)
@@ -57,6 +60,12 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch
         InputError: shapes or types do not fit, or a position is outside the table. A GPU is not waited for to find the
             latter, unless ``ALIGNKIT_STRICT=1``: the rows of such a token are NaN.
     """
+    check(x, positions, table)
+    return _Rope.apply(x, positions.contiguous(), table.contiguous())
+
+
+def check(x, positions, table) -> None:
+    """Raise InputError unless `rope` takes these arguments."""
     check_tensor("x", x, 3)
     check_tensor("positions", positions, 1, (torch.int64,))
     check_tensor("table", table, 2, (torch.float32,))
@@ -66,4 +75,3 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch
         low, high = int(positions.min()), int(positions.max())
         require(0 <= low and high < table.shape[0],
                 f"positions: {low} to {high} leave the table of {table.shape[0]} positions")
-    return _Rope.apply(x, positions.contiguous(), table.contiguous())

@@ -16,3 +16,9 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse
     y = torch.empty(x.shape, dtype=x.dtype)
     native.rope(x, positions, table, inverse, y)
     return y
+
+
+def apply_qk(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor,
+             table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`apply` to both."""
+    return apply(q, positions, table, False), apply(k, positions, table, False)

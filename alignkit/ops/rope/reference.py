@@ -20,3 +20,9 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse
     if inverse:
         sin = -sin
     return torch.cat([fma(a, cos, -(b * sin)), fma(b, cos, a * sin)], dim=-1).to(x.dtype)
+
+
+def apply_qk(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor,
+             table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`apply` to both."""
+    return apply(q, positions, table, False), apply(k, positions, table, False)

@@ -4,24 +4,20 @@ from __future__ import annotations
 import torch
 
 from ... import backends
-from .._common import check_like, check_tensor, require
-
-
-def _rows(t: torch.Tensor) -> torch.Tensor:
-    t = t.reshape(-1, t.shape[-1])
-    return t if t.stride(1) == 1 else t.contiguous()
+from ...errors import InputError
+from .._common import check_like, check_tensor, rows
 
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return backends.select("silu_mul", gate.device).forward(_rows(gate), _rows(up)).reshape(gate.shape)
+        return backends.select("silu_mul", gate.device).forward(rows(gate), rows(up)).reshape(gate.shape)
 
     @staticmethod
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        grads = backends.select("silu_mul", dy.device).backward(_rows(gate), _rows(up), _rows(dy).contiguous())
+        grads = backends.select("silu_mul", dy.device).backward(rows(gate), rows(up), rows(dy).contiguous())
         return tuple(g.reshape(gate.shape) for g in grads)
 
 
@@ -37,8 +33,14 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     Raises:
         InputError: shapes, types or devices differ.
     """
+    check(gate, up)
+    return _SiluMul.apply(gate, up)
+
+
+def check(gate, up) -> None:
+    """Raise InputError unless `silu_mul` takes these arguments."""
     check_tensor("gate", gate)
     check_tensor("up", up)
     check_like("up", up, "gate", gate)
-    require(gate.shape == up.shape, f"up: shape {tuple(up.shape)} differs from gate's {tuple(gate.shape)}")
-    return _SiluMul.apply(gate, up)
+    if gate.shape != up.shape:
+        raise InputError(f"up: shape {tuple(up.shape)} differs from gate's {tuple(gate.shape)}")
