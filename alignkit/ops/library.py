@@ -93,11 +93,6 @@ def _check_rotation(x, positions, table):
         _check_rope(x, positions, table)
 
 
-def _rope(x, positions, table):
-    _check_rotation(x, positions, table)
-    return backends.select("rope", x.device).apply(unit(x), positions.contiguous(), table.contiguous(), False)
-
-
 def _rope_qk(q, k, positions, table):
     _check_rotation(q, positions, table)
     _check_rotation(k, positions, table)
@@ -117,7 +112,6 @@ rms_norm = _define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rm
 add_rms_norm = _define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", _add_rms_norm,
     lambda x, residual, weight, eps: (_like(x), _like(x)))
-rope = _define("rope(Tensor x, Tensor positions, Tensor table) -> Tensor", _rope, _like)
 rope_qk = _define(
     "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table) -> (Tensor, Tensor)", _rope_qk,
     lambda q, k, positions, table: (_like(q), _like(k)))

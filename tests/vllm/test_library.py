@@ -21,10 +21,13 @@ def trunk(of, x, residual, positions):
     either `library` or `ops`."""
     add_norm = of.add_rms_norm if of is library else lambda x, r, w, eps: ops.rms_norm(x, w, eps, r)
     extra = ("",) if of is library else ()
+
+    def rotate(q):
+        return library.rope_qk(q, q, positions, TABLE)[1] if of is library else ops.rope(q, positions, TABLE)
     x, residual = add_norm(x, residual, NORM, 1e-6)
     q, k = of.linear(x, UP, BIAS).split(64, dim=-1)
     q = of.rms_norm(q.view(-1, 4, 16), HEAD_NORM, 1e-6)
-    q = of.rope(q, positions, TABLE).view(k.shape)
+    q = rotate(q).view(k.shape)
     return of.row_parallel_linear(of.silu_mul(q, k), DOWN, None, *extra), residual
 
 
@@ -46,7 +49,7 @@ def test_compiled_is_eager_is_ops(backend):
     (library.rms_norm, (drawn(3, 4, 16), drawn(16), 1e-6)),
     (library.rms_norm, (drawn(3, 128).view(3, 8, 16)[:, :4], drawn(16), 1e-6)),
     (library.add_rms_norm, (drawn(3, 64), drawn(3, 64), drawn(64), 1e-6)),
-    (library.rope, (drawn(3, 4, 16), torch.arange(3), TABLE)),
+    (library.rope_qk, (drawn(3, 4, 16), drawn(3, 2, 16), torch.arange(3), TABLE)),
     (library.silu_mul, tuple(drawn(3, 128).chunk(2, dim=-1))),
 ], ids=lambda v: str(v).split(".")[1] if isinstance(v, torch._ops.OpOverload) else "")
 def test_declared_as_they_are(op, arguments):
@@ -57,3 +60,21 @@ def test_declared_as_they_are(op, arguments):
 def test_unknown_ranks():
     with pytest.raises(InputError, match="no ranks are named 'mine'"):
         library.row_parallel_linear(drawn(3, 64), drawn(8, 64), None, "mine")
+
+
+def test_rotated_together():
+    q, k = drawn(3, 96).view(3, 6, 16).split([4, 2], dim=1)
+    for together, alone in zip(library.rope_qk(q, k, torch.arange(3), TABLE), (q, k)):
+        assert_bitwise_equal(together, ops.rope(alone, torch.arange(3), TABLE))
+
+
+@pytest.mark.parametrize("call", [
+    lambda: library.linear(drawn(3, 32), drawn(8, 64), None),
+    lambda: library.rms_norm(drawn(3, 32), drawn(64), 1e-6),
+    lambda: library.add_rms_norm(drawn(3, 64), drawn(2, 64), drawn(64), 1e-6),
+    lambda: library.rope_qk(drawn(3, 4, 16), drawn(2, 2, 16), torch.arange(3), TABLE),
+    lambda: library.silu_mul(drawn(3, 8), drawn(3, 4)),
+])
+def test_shapes_that_do_not_fit(call):
+    with pytest.raises(InputError):
+        call()

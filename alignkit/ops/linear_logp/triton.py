@@ -41,7 +41,7 @@ def _lse(m, s):
     return m.to(tl.float64) + tl.log(s.to(tl.float64) * 2.0**-39)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _check_rows(TARGET, TEMPERATURE, n, vocab, ignore, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if TARGET is not None:
@@ -78,9 +78,9 @@ def transform(z: torch.Tensor, how) -> None:
                                                              how.logit_scale, BLOCK=1024, num_warps=4, **EXACT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _logp_statistics(Z, BIAS, TEMPERATURE, TARGET, M, Q, U, ZT, rows, cols, first, tiles, sz, sm, cap, scale,
-                TILE: tl.constexpr, R: tl.constexpr):
+                     TILE: tl.constexpr, R: tl.constexpr):
     t = tl.program_id(0) % tiles
     r = (tl.program_id(0) // tiles).to(tl.int64) * R + tl.arange(0, R)
     j = t * TILE + tl.arange(0, TILE)
@@ -150,7 +150,7 @@ def _sums(M, Q, U, m, tiles, BLOCK: tl.constexpr):
     return tl.sum(s, axis=0), tl.sum(u, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _logp_join(M, Q, U, TOP, ZT, SUMS, n, tiles, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     at = r * tiles
@@ -177,7 +177,7 @@ def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, tor
     return top, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _logp_finish(TOP, SUMS, TARGET, LOGP, LSE, ENT, n, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = r < n
@@ -247,7 +247,7 @@ def pick(z, temperature, ids, m, q, out) -> None:
 
 @triton.jit
 def _logp_gradient(Z, BIAS, TEMPERATURE, TARGET, LSE, ENT, GL, GE, DZ, cols, first, sz, sd, cap, scale,
-              BLOCK: tl.constexpr):
+                   BLOCK: tl.constexpr):
     r = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = j < cols

@@ -99,7 +99,7 @@ def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, heads, sxt, sxh, H: t
     tl.store(PART + chain[:, None] * H + j[None, :], dw, mask=(chain < chains)[:, None] & (j < H)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _rms_norm_join(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = tl.program_id(1).to(tl.int64) * 2**LEVELS + tl.arange(0, 2**LEVELS)
