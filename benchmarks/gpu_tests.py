@@ -1,7 +1,8 @@
 """The tests that need a GPU: ``make gpu-test``, or ``python benchmarks/gpu_tests.py [--suites ...] [for pytest]``.
 
-Each test file is a pytest process of its own, some side by side. The suites' counts go to benchmarks/results/h200/gpu_test.json as ``rows``, with
-``runs``: by the rows' ``run``, the date, commit, versions and GPUs. Exit status 1 if a test failed or none ran.
+Each test file is a pytest process of its own, some side by side. The suites' counts go to
+benchmarks/results/h200/gpu_test.json as ``rows``, with ``runs``: by the rows' ``run``, the date, commit, versions and
+GPUs. Exit status 1 if a test failed or none ran.
 """
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
-settings.register_profile("alignkit", deadline=None, max_examples=int(os.environ.get("ALIGNKIT_TEST_EXAMPLES", "20")), print_blob=True,
+settings.register_profile("alignkit", deadline=None, print_blob=True,
+                          max_examples=int(os.environ.get("ALIGNKIT_TEST_EXAMPLES", "20")),
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("alignkit")
 
