@@ -58,12 +58,13 @@ def _serve(rank: int, world: int, port: int, inbox, outbox) -> None:
 class Ranks:
     """`world` processes joined by gloo, kept alive between calls. A context manager."""
 
-    def __init__(self, world: int):
+    def __init__(self, world: int, serve: Callable = _serve):
+        """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``."""
         context = mp.get_context("spawn")
         self.inboxes = [context.Queue() for _ in range(world)]
         self.outbox = context.Queue()
         port = free_port()
-        self.processes = [context.Process(target=_serve, args=(r, world, port, box, self.outbox), daemon=True)
+        self.processes = [context.Process(target=serve, args=(r, world, port, box, self.outbox), daemon=True)
                           for r, box in enumerate(self.inboxes)]
         for p in self.processes:
             p.start()

@@ -62,10 +62,14 @@ def check_weight(x: torch.Tensor, weight, bias, name: str = "x") -> None:
         check_like("bias", bias, "weight", weight)
 
 
+def unit(t: torch.Tensor) -> torch.Tensor:
+    """t with unit stride in the last dim."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
 def rows(t: torch.Tensor) -> torch.Tensor:
     """t [..., N] as [rows, N] with unit stride in the last dim; copied only where no view is that."""
-    t = t.reshape(-1, t.shape[-1])
-    return t if t.stride(1) == 1 else t.contiguous()
+    return unit(t.reshape(-1, t.shape[-1]))
 
 
 @contextlib.contextmanager

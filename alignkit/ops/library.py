@@ -14,12 +14,11 @@ from .. import backends
 from ..contract import k_leaves
 from ..errors import InputError
 from ..tp import TP
-from ._common import check_weight, looks, rows
+from ._common import check_weight, looks, rows, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
 from .rms_norm import check as _check_norm
 from .rope import check as _check_rope
-from .rope import unit
 from .silu_mul import check as _check_silu
 
 _groups: dict[str, TP] = {}

@@ -6,9 +6,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from alignkit.testing import Ranks, free_port
+from alignkit.testing import Ranks
 from alignkit.tp import TP
 
 
@@ -16,15 +15,8 @@ class GPUs(Ranks):
     """`world` GPUs. A context manager."""
 
     def __init__(self, world):
-        context = mp.get_context("spawn")
+        super().__init__(world, _serve)
         self.world = world
-        self.inboxes = [context.Queue() for _ in range(world)]
-        self.outbox = context.Queue()
-        port = free_port()
-        self.processes = [context.Process(target=_serve, args=(r, world, port, box, self.outbox), daemon=True)
-                          for r, box in enumerate(self.inboxes)]
-        for p in self.processes:
-            p.start()
 
     def with_tp(self, size, function, *args, **keywords):
         """``function(tp, *args)`` with `size` tensor-parallel ranks, as often as there are GPUs for it; each rank's

@@ -9,7 +9,7 @@ import torch
 
 from ... import backends
 from ...errors import InputError
-from .._common import check_like, check_tensor, looks, require
+from .._common import check_like, check_tensor, looks, require, unit
 from .paging import check_pages
 
 INTS = (torch.int32, torch.int64)
@@ -29,10 +29,6 @@ class _Attention(torch.autograd.Function):
         return *grads, None, None
 
 
-def _unit(t: torch.Tensor) -> torch.Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
 def _check(q, k, v, scale) -> float:
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, t, 3)
@@ -50,7 +46,7 @@ def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
     """`t` as the backends take it: its last dimension is dense, and on the CPU it is int64."""
     check_tensor(name, t, ndim, INTS)
     require(t.device == q.device, f"{name}: device {t.device} differs from q's {q.device}")
-    return _unit(t.to(torch.int64) if t.device.type == "cpu" else t)
+    return unit(t.to(torch.int64) if t.device.type == "cpu" else t)
 
 
 def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Tensor:
@@ -87,7 +83,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
     scale = _check(q, k, v, scale)
     require(k.shape[0] == q.shape[0], f"k: {k.shape[0]} rows differ from q's {q.shape[0]}")
     starts = _check_starts("cu_seqlens", cu_seqlens, q, padded=False)
-    return _Attention.apply(_unit(q), _unit(k), _unit(v), starts, scale)
+    return _Attention.apply(unit(q), unit(k), unit(v), starts, scale)
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
@@ -141,7 +137,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out):
     """`paged_attention` of what it has checked: the integers dense in their last dim, and int64 on the CPU."""
     k, v = (_rows_view(c) for c in (k_cache, v_cache))
-    backends.select("attention", q.device).paged(_unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale,
+    backends.select("attention", q.device).paged(unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale,
                                                  out)
     return out
 

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from ... import backends
-from .._common import check_tensor, looks, require
+from .._common import check_tensor, looks, require, unit
 
 
 class _Rope(torch.autograd.Function):
@@ -22,11 +22,6 @@ class _Rope(torch.autograd.Function):
 
 def _apply(x, positions, table, inverse):
     return backends.select("rope", x.device).apply(unit(x), positions, table, inverse)
-
-
-def unit(x: torch.Tensor) -> torch.Tensor:
-    """x with unit stride in the last dim."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.lru_cache(maxsize=8)
