@@ -2,7 +2,8 @@
 
 Rollout: 64 and 256 requests at once to vLLM in its default mode (torch.compile, CUDA graphs), prompts of 5 to 1500
 tokens or all of 32, 128 tokens sampled for each with their logprobs. Training: forward and backward of a Megatron-core
-model. The same random-weight Qwen3 throughout; each engine in a process of its own, one after the other; medians.
+model. A random-weight Qwen3, the same throughout; each engine in a process of its own; medians. Small models, whose engines
+fit on the GPU together and whose steps wait for the host, are measured by turns.
 
 benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, and
 ``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
@@ -33,6 +34,8 @@ from alignkit.check.terminal import interrupted_by_sigterm
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
 TRAINING_ENGINES = ("stock", "stock_fused", "aligned")
+UNWRITTEN = ("8b",)
+"""Sizes whose weights the engines make up for themselves, small and random: nothing is learnt from writing 16 GB."""
 SHORT = 32
 """Tokens of a prompt where decoding is what is measured."""
 KEY = ("what", "case", "engine", "unit")
@@ -49,13 +52,13 @@ class Lines(Progress):
         print(f"{job.name}: {seconds:.1f} s" + (f"  FAILED: {failure}" if failure else ""), flush=True)
 
 
-def rollout_cases(concurrency: list[int], longest: int, measured: bool, profiled: bool) -> list[dict]:
+def rollout_cases(size: str, concurrency: list[int], longest: int, measured: bool, profiled: bool) -> list[dict]:
     """What the rollout engines are timed with; the profile is of the fewest requests."""
     cases = []
     for n in concurrency:
-        first = profiled and n == concurrency[0]
-        for name, lengths, part in ((f"{n} requests", draw_lengths(n, longest), "prefill"),
-                                    (f"{n} requests, short prompts", (SHORT,) * n, "decode")):
+        first, requests = profiled and n == concurrency[0], f"{n} requests" if size == "large" else f"{size}, {n} requests"
+        for name, lengths, part in ((requests, draw_lengths(n, longest), "prefill"),
+                                    (f"{requests}, short prompts", (SHORT,) * n, "decode")):
             if measured or first:
                 cases.append({"name": name, "lengths": lengths, "profile": part if first else None})
     return cases
@@ -109,31 +112,28 @@ class Bench:
                                  "seconds": {}, "engines": {}}
         self.failures: list[str] = []
 
-    def run(self, name: str, module: str, spec: dict) -> dict | None:
-        """The result of a job; None if it failed."""
-        path = self.out / "results" / f"{name}.json"
-        job = Job(name, module, spec | {"tp": 1, "runs": [{"out": str(path)}]})
-        seconds, failures = execute([job], self.out, self.options.timeout, Lines(), keep_going=True)
+    def run(self, specs: dict[str, dict], module: str) -> dict[str, dict]:
+        """The results of jobs that run side by side, by name; of those that did not fail."""
+        paths = {name: self.out / "results" / f"{name}.json" for name in specs}
+        jobs = [Job(name, module, spec | {"tp": 1, "runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()]
+        seconds, failures = execute(jobs, self.out, self.options.timeout, Lines(), keep_going=True, per_gpu=len(jobs))
         self.info["seconds"] |= seconds
-        return None if failures else json.loads(path.read_text())
+        self.failures += failures
+        return {name: json.loads(paths[name].read_text()) for name in specs if name not in failures}
 
     def rollout(self, model: Path) -> None:
         options = self.options
         measured, profiled = "rollout" in options.only, "profile" in options.only
-        cases = rollout_cases(options.concurrency, options.longest, measured, profiled)
-        results = {}
-        for engine in [e for e in ROLLOUT_ENGINES if e in options.engines]:
-            spec = {"engine": engine, "model": str(model), "eager": options.eager, "cases": cases,
-                    "max_tokens": options.max_tokens, "repeats": options.repeats if measured else 0}
-            attentions = ["FLASH_ATTN", "TRITON_ATTN"] if engine == "batch_invariant" else [None]
-            for attention in attentions:
-                result = self.run(f"rollout-{engine}" + (f"-{attention}" if attention else ""), "cost_rollout",
-                                  spec | {"attention": attention})
-                if result:
-                    results[engine] = result
-                    break
-            else:
-                self.failures.append(f"rollout {engine}")
+        cases = rollout_cases(options.size, options.concurrency, options.longest, measured, profiled)
+        engines = [engine for engine in ROLLOUT_ENGINES if engine in options.engines]
+        turns = {"file": str(self.out / "turns"), "engines": len(engines), "seconds": options.timeout}
+        specs = {f"rollout-{engine}": {
+            "engine": engine, "model": str(model), "load_format": "dummy" if options.size in UNWRITTEN else "auto",
+            "eager": options.eager, "cases": cases, "max_tokens": options.max_tokens,
+            "repeats": options.repeats if measured else 0, "turns": turns | {"engine": i} if options.turns else None}
+            for i, engine in enumerate(engines)}
+        together = [specs] if options.turns else [{name: spec} for name, spec in specs.items()]
+        results = {result["engine"]: result for some in together for result in self.run(some, "cost_rollout").values()}
         for engine, result in results.items():
             self.info["engines"][f"rollout {engine}"] = {
                 k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")}
@@ -147,9 +147,8 @@ class Bench:
         for engine in [e for e in TRAINING_ENGINES if e in options.engines]:
             spec = {"engine": engine, "model": str(model), "cases": cases, "repeats": options.repeats,
                     "profile": profiled}
-            result = self.run(f"training-{engine}", "cost_training", spec)
+            result = self.run({f"training-{engine}": spec}, "cost_training").get(f"training-{engine}")
             if result is None:
-                self.failures.append(f"training {engine}")
                 continue
             results[engine] = result
             if engine == "stock":  # what fits it is what all are measured with
@@ -196,12 +195,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=_shape, default=[(4, 2048), (8, 1024)],
                         help="micro-batches of training, as 4x2048")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
+    parser.add_argument("--turns", action=argparse.BooleanOptionalAction, default=None,
+                        help="rollout engines side by side, measured by turns (the default but for 8b)")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available(),
                         help="vLLM without torch.compile and CUDA graphs")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200", help="folder of the results")
     parser.add_argument("--out", type=Path, default=Path("check-results/cost"), help="logs")
     options = parser.parse_args(arguments)
+    if options.turns is None:
+        options.turns = options.size not in UNWRITTEN
+    if options.size in UNWRITTEN and options.only != ["rollout"]:
+        parser.error(f"--size {options.size} is for --only rollout")
 
     started = time.monotonic()
     if len(gpus()) > 1:
@@ -211,7 +216,9 @@ def main(arguments: list[str] | None = None) -> int:
     bench = Bench(options)
     prepare(bench.out)
     (bench.out / "results").mkdir(exist_ok=True)
-    model = make_checkpoint(bench.out / "model", dtype=torch.bfloat16, **SIZES[options.size])
+    (bench.out / "turns").unlink(missing_ok=True)
+    model = make_checkpoint(bench.out / "model", dtype=torch.bfloat16, weights=options.size not in UNWRITTEN,
+                            **SIZES[options.size])
     print(f"the model is made ({time.monotonic() - started:.0f} s)", flush=True)
     with interrupted_by_sigterm():
         if {"rollout", "profile"} & set(options.only):

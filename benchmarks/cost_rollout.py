@@ -1,10 +1,10 @@
 """One vLLM engine in this process, timed: ``cost.py`` runs ``python -m cost_rollout JOB.json``.
 
-JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``eager`` (bool),
-``attention`` (a backend's name, or null), ``cases``, ``max_tokens``, ``repeats`` and ``runs``, ``[{"out"}]``. A case
-is ``{"name", "lengths", "profile"}``: a prompt of each length, all sent at once, and "prefill", "decode" or null: what
-of it is profiled. OUT holds seconds for each case and repeat, profiles, and what ran. Every repeat has prompts of its
-own, and the prefix cache is off.
+JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``load_format`` (of its weights),
+``eager`` (bool), ``cases``, ``max_tokens``, ``repeats``, ``turns`` (`Turns`'s arguments) and ``runs``, ``[{"out"}]``. A case is ``{"name",
+"lengths", "profile"}``: a prompt of each length, all sent at once, and "prefill", "decode" or null: what of it is
+profiled. OUT holds seconds for each case and repeat, profiles, and what ran. Every repeat has prompts of its own, and
+the prefix cache is off.
 """
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+
+from torch.distributed import FileStore
 
 from alignkit.check import plan
 from alignkit.check.rollout import GPU_SHARE, cache_bytes
@@ -29,6 +33,27 @@ _ENV = {
 }
 
 
+class Turns:
+    """The engines of one command live side by side and are measured by turns, the others idle: what else the machine
+    does, and it changes by the second, meets all of them alike."""
+
+    def __init__(self, file: str, engine: int, engines: int, seconds: float):
+        """Waits for all to be here; more than `seconds` of waiting is an error, as it is for a turn."""
+        self._store, self._next, self._engines = FileStore(file, engines), engine, engines
+        self._store.set_timeout(timedelta(seconds=seconds))
+        self._store.set(f"engine {engine}", "here")
+        self._store.wait([f"engine {i}" for i in range(engines)])
+        if engine == 0:
+            self._store.set("turn 0", "")
+
+    def __enter__(self) -> None:
+        self._store.wait([f"turn {self._next}"])
+
+    def __exit__(self, *_) -> None:
+        self._store.set(f"turn {self._next + 1}", "")
+        self._next += self._engines
+
+
 def run(job: dict) -> None:
     """Starts the engine, times every case, and writes the result."""
     for name, value in _ENV.items():
@@ -41,11 +66,13 @@ def run(job: dict) -> None:
     vocab = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
     sequences = max(len(case["lengths"]) for case in job["cases"])
     longest = max(max(case["lengths"]) for case in job["cases"]) + job["max_tokens"] + 1
-    attention = {"attention_backend": job["attention"]} if job["attention"] else {}
+    # That mode chooses no backend itself.
+    attention = {"attention_backend": "FLASH_ATTN"} if job["engine"] == "batch_invariant" else {}
+    held = max(sum(case["lengths"]) + len(case["lengths"]) * job["max_tokens"] for case in job["cases"])
     started = time.perf_counter()
-    llm = vllm.LLM(job["model"], dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=job["eager"],
+    llm = vllm.LLM(job["model"], load_format=job["load_format"], dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=job["eager"],
                    max_model_len=longest, max_num_seqs=sequences, enable_prefix_caching=False, seed=0,
-                   kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", sequences, longest),
+                   kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", 1, held),
                    gpu_memory_utilization=GPU_SHARE, **attention)
     result = {"engine": job["engine"], "start_seconds": round(time.perf_counter() - started, 1), "cases": [],
               "profiles": []}
@@ -65,17 +92,24 @@ def run(job: dict) -> None:
 
     for case in job["cases"]:
         generate(case, 0, job["max_tokens"])  # the first time compiles kernels
-        if job["repeats"]:
-            result["cases"].append({
-                "name": case["name"], "requests": len(case["lengths"]), "prompt_tokens": sum(case["lengths"]),
-                "max_tokens": job["max_tokens"],
-                "seconds": [generate(case, 1 + i, job["max_tokens"]) for i in range(job["repeats"])]})
+    turns = Turns(**job["turns"]) if job["turns"] else nullcontext()
+    for case in job["cases"]:
+        times = []
+        for i in range(job["repeats"]):
+            with turns:
+                times.append(generate(case, 1 + i, job["max_tokens"]))
+        if times:
+            result["cases"].append({"name": case["name"], "requests": len(case["lengths"]),
+                                    "prompt_tokens": sum(case["lengths"]), "max_tokens": job["max_tokens"],
+                                    "seconds": times})
+    for case in job["cases"]:
         if case["profile"]:
             tokens = 1 if case["profile"] == "prefill" else min(PROFILED_TOKENS, job["max_tokens"])
-            llm.collective_rpc(_start)
-            seconds = generate(case, 100, tokens)
-            result["profiles"].append({"case": f"{case['name']}: {case['profile']}", "wall_ms": seconds * 1e3,
-                                       "kernels": llm.collective_rpc(_stop)[0]})
+            with turns:
+                llm.collective_rpc(_start)
+                seconds = generate(case, 100, tokens)
+                result["profiles"].append({"case": f"{case['name']}: {case['profile']}", "wall_ms": seconds * 1e3,
+                                           "kernels": llm.collective_rpc(_stop)[0]})
     config = llm.llm_engine.vllm_config
     result |= {"mode": config.compilation_config.mode.name,
                "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),

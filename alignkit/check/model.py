@@ -33,6 +33,7 @@ def make_checkpoint(
     vocab: int = 2000,
     std: float = 0.05,
     logit_std: float = 2.5,
+    weights: bool = True,
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
@@ -42,6 +43,7 @@ def make_checkpoint(
     std: standard deviation of the trunk's weights.
     logit_std: about the standard deviation of a position's logits. It keeps the softmax real: the entropy of
         the next token is well below log(vocab), and no token has all the mass.
+    weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
 
     There is no tokenizer: prompts are token ids. Returns the directory.
     Raises InputError naming the argument.
@@ -58,6 +60,41 @@ def make_checkpoint(
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": [_ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_POSITION,
+        "rms_norm_eps": _NORM_EPS,
+        "rope_theta": _ROPE_BASE,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": tied,
+        "use_cache": True,
+        # No end token: a request samples as many tokens as it was asked for.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": _DTYPES[dtype],
+    }
+    _write_json(path / "config.json", config)
+    _write_json(path / "generation_config.json", {"do_sample": True})
+    if weights:
+        made = _weights(arch, dtype, tied, seed, hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, std,
+                        logit_std)
+        save_file(made, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _weights(arch: str, dtype: torch.dtype, tied: bool, seed: int, hidden: int, layers: int, heads: int, kv_heads: int,
+             head_dim: int, intermediate: int, vocab: int, std: float, logit_std: float) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = std, mean: float = 0.0) -> torch.Tensor:
@@ -91,35 +128,7 @@ def make_checkpoint(
     weights["model.norm.weight"] = norm_weight(hidden)
     if not tied:
         weights["lm_head.weight"] = normal(vocab, hidden, scale=head_scale)
-
-    config = {
-        "architectures": [_ARCHITECTURES[arch]],
-        "model_type": arch,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": MAX_POSITION,
-        "rms_norm_eps": _NORM_EPS,
-        "rope_theta": _ROPE_BASE,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": tied,
-        "use_cache": True,
-        # No end token: a request samples as many tokens as it was asked for.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "torch_dtype": _DTYPES[dtype],
-    }
-    _write_json(path / "config.json", config)
-    _write_json(path / "generation_config.json", {"do_sample": True})
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return weights
 
 
 def _write_json(path: Path, value: object) -> None:

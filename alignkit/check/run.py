@@ -205,15 +205,15 @@ def prepare(out: Path) -> None:
 
 def execute(jobs: list[Job], out: Path, timeout: float, progress: Progress,
             keep_going: bool = False, per_gpu: int = 1) -> tuple[dict[str, float], dict[str, str]]:
-    """Runs all jobs, as many at once as there are cores, or `per_gpu` on each GPU, each when its inputs are there; `out`
-    has been prepared.
+    """Runs all jobs, `per_gpu` at once on each GPU, or without one as many as there are cores and no fewer than `per_gpu`,
+    each when its inputs are there; `out` has been prepared.
 
     Returns (the seconds of each job that succeeded, by name why each other failed). The first failure stops all
     and raises WorkerError, unless `keep_going`: then all runs that do not read what was not made.
     """
     progress.planned(jobs)
     devices = gpus()
-    free = devices * per_gpu or [""] * (os.cpu_count() or 1)
+    free = devices * per_gpu or [""] * max(os.cpu_count() or 1, per_gpu)
     waiting = list(jobs)
     running: dict[Job, _Running] = {}
     seconds: dict[str, float] = {}

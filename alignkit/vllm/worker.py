@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import torch
 import vllm
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
@@ -19,6 +20,7 @@ from alignkit.vllm.parallel import GROUP, EngineTP
 from alignkit.vllm.refuse import refuse_config, refuse_model
 from alignkit.vllm.sampler import AlignedSampler
 from alignkit.vllm.seams import installed, resolve
+from alignkit.vllm.warmup import warm_up
 
 
 class AlignedWorker(resolve(installed().worker)):
@@ -40,6 +42,20 @@ class AlignedWorker(resolve(installed().worker)):
         self._aligned = self._inspect()
         # Ranks that differ would still exchange tensors, of other bits.
         TP(get_tp_group().cpu_group).check_same("vLLM worker", lambda: dict(self._aligned))
+
+    def compile_or_warm_up_model(self):
+        if self.device.type == "cuda":
+            warm_up(self.model_runner.get_model(), self.vllm_config, self._logprobs)
+        return super().compile_or_warm_up_model()
+
+    def _logprobs(self, logits) -> None:
+        if not self.vllm_config.use_v2_model_runner:
+            AlignedSampler.compute_logprobs(logits)
+            return
+        from alignkit.vllm.sampler_v2 import token_logprobs
+
+        for ids in (1, 2):  # a number of its own to the compiler, and any other
+            token_logprobs(logits, torch.zeros(len(logits), ids, dtype=torch.int64, device=logits.device))
 
     def alignkit_status(self) -> dict:
         """What this worker runs: contract id, backend, vLLM version, and modules by aligned class."""

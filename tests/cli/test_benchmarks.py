@@ -130,11 +130,11 @@ def test_training_rows(cost):
 
 
 def test_rollout_cases(cost):
-    cases = cost.rollout_cases([64, 256], 1500, measured=True, profiled=True)
+    cases = cost.rollout_cases("large", [64, 256], 1500, measured=True, profiled=True)
     assert [(c["name"], len(c["lengths"]), c["profile"]) for c in cases] == [
         ("64 requests", 64, "prefill"), ("64 requests, short prompts", 64, "decode"),
         ("256 requests", 256, None), ("256 requests, short prompts", 256, None)]
-    assert len(cost.rollout_cases([64, 256], 1500, measured=False, profiled=True)) == 2
+    assert len(cost.rollout_cases("8b", [64, 256], 1500, measured=False, profiled=True)) == 2
 
 
 def test_profile_summary(module):

@@ -20,6 +20,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def fresh(monkeypatch):
     """Nothing decided yet."""
     monkeypatch.setattr(cublaslt, "_launchers", {})
+    monkeypatch.setattr(cublaslt, "_algorithms", {})
     monkeypatch.setattr(cublaslt, "_verdicts", {})
 
 
@@ -127,6 +128,45 @@ def test_admission(fresh, monkeypatch, caplog):
     assert tried == [b"wrong", b"right"]
     refusals = [r.getMessage() for r in caplog.records]
     assert len(refusals) == 1 and "'id': 11" in refusals[0] and "refused" in refusals[0]
+
+
+@pytest.mark.parametrize("most", [1, 8, 257, 5000])
+def test_a_few_numbers_of_rows_stand_for_all(most):
+    rows = range(1, most + 1)
+    assert all(m <= cublaslt.rounded(m) < 1.125 * m + 1 for m in rows)
+    ladder = cublaslt.ladder(most)
+    assert ladder[0] == 1 and ladder[-1] == most and len(set(ladder)) == len(ladder) <= 8 * most.bit_length()
+    assert {cublaslt.rounded(m) for m in ladder} == {cublaslt.rounded(m) for m in rows}
+
+
+@pytest.mark.parametrize("a_by_k", [True, False])
+def test_an_algorithm_is_asked_for_once_and_checked_for_each_number_of_rows(fresh, monkeypatch, a_by_k):
+    asked = []
+
+    class Product:
+        def __init__(self, p):
+            self.problem = p
+
+        def suggestions(self):
+            asked.append((self.problem.m, self.problem.lda))
+            return [self.problem.m]
+
+        def takes(self, algorithm):
+            return self.problem.m != 4999
+
+        def launcher(self, algorithm):
+            return self.problem.m, algorithm
+    monkeypatch.setattr(cublaslt, "_Product", Product)
+    monkeypatch.setattr(cublaslt, "_admitted", lambda p, suggestions, chain: iter(suggestions))
+    a, b = operands(8, 24, 64, a_by_k)
+    p = cublaslt.problem(a, b, torch.empty(8, 24), False)
+    ld = 64 if a_by_k else 5008
+
+    def decide(m):
+        return cublaslt._decide(p._replace(m=m, lda=ld), None)
+    assert [decide(m) for m in (4997, 4998, 5120)] == [(m, 5120) for m in (4997, 4998, 5120)]
+    assert asked == [(5120, 64 if a_by_k else 5120)] if a_by_k else len(asked) == 1
+    assert decide(4999) == (4999, 4999)
 
 
 @gpu

@@ -72,6 +72,27 @@ def start(state, model, options):
     options = ENGINE | {"enforce_eager": False, "max_num_seqs": 16, "max_num_batched_tokens": 2048, "block_size": 16,
                         "gpu_memory_utilization": 0.1} | options
     state.llm = LLM(model, dtype="bfloat16", **options)
+    state.late = watch()
+
+
+def watch():
+    """A list that will name each of our kernels that is compiled, and each problem that cuBLASLt is asked about."""
+    import triton
+
+    from alignkit.ops.linear import cublaslt
+
+    late, suggestions = [], cublaslt._Product.suggestions
+
+    def compiled(*, src, **_):
+        if src.fn.__module__.startswith("alignkit"):
+            late.append(src.fn.__name__)
+
+    def asked(product):
+        late.append(product.problem)
+        return suggestions(product)
+    triton.knobs.compilation.listener = compiled
+    cublaslt._Product.suggestions = asked
+    return late
 
 
 def one_at_a_time(state, prompts):
@@ -139,7 +160,18 @@ def configure(state, model, options):
     EngineArgs(model, **options).create_engine_config()
 
 
+def late(state, prompts):
+    batch(state, prompts)
+    return list(map(str, state.late))
+
+
 # What is asked of it.
+
+@pytest.mark.parametrize("name", MODES)
+def test_first_requests_find_everything_warm(engines, prompts, name):
+    found = set(engines[name](late, prompts))
+    assert found <= ({"_short", "_tiles"} if name.startswith("v1") else set())  # at its start it runs no attention
+
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_batch_is_one_at_a_time(engines, expected, prompts, name):

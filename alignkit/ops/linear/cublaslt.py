@@ -109,6 +109,7 @@ def _library() -> ctypes.CDLL | None:
         "MatmulPreferenceCreate": [pointer],
         "MatmulPreferenceSetAttribute": [pointer, integer, pointer, size],
         "MatmulAlgoGetHeuristic": [pointer] * 7 + [integer, pointer, pointer],
+        "MatmulAlgoCheck": [pointer] * 8,
         "MatmulAlgoConfigGetAttribute": [pointer, integer, pointer, size, pointer],
         "Matmul": [pointer] * 14 + [size, pointer],
     }.items():
@@ -176,6 +177,13 @@ class _Product:
         if status:
             raise BackendError(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
         return [bytes(s.algorithm) for s in found[:count.value] if s.state == 0 and s.workspace == 0]
+
+    def takes(self, algorithm: bytes) -> bool:
+        """Whether an algorithm suggested for a product of other rows will do this one too."""
+        found = _Suggestion()
+        status = _library().cublasLtMatmulAlgoCheck(self.handle, self.operation, self.b, self.a, self.c, self.c,
+                                                    _Opaque.from_buffer_copy(algorithm), ctypes.byref(found))
+        return status == 0 and found.workspace == 0
 
     def launcher(self, algorithm: bytes) -> Callable[[int, int, int, int], int]:
         """A function of the addresses of a, b and out, and of the stream, that launches and returns the status."""
@@ -253,6 +261,8 @@ def _stream(device: int) -> int:
 
 _verdicts: dict[tuple[bytes, Problem], bool] = {}
 """By algorithm and trial."""
+_algorithms: dict[Problem, bytes | None] = {}
+"""By problem of `_rounded` rows."""
 _launchers: dict[Problem, Callable[[int, int, int, int], int] | None] = {}
 """By problem; None where every suggestion was refused."""
 _MOST_LAUNCHERS = 16384
@@ -273,9 +283,30 @@ def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator
             yield algorithm
 
 
+def rounded(rows: int) -> int:
+    """Up, by less than an eighth: so many rows share an algorithm."""
+    step = 1 << max((rows - 1).bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
+def ladder(most: int) -> list[int]:
+    """Numbers of rows, 1 to `most`: who has met these has decided for all between them."""
+    rows = [1]
+    while rows[-1] < most:
+        rows.append(min(rounded(rows[-1] + 1), most))
+    return rows
+
+
 def _decide(p: Problem, chain: Callable) -> Callable[[int, int, int, int], int] | None:
-    product = _Product(p)
-    algorithm = next(_admitted(p, product.suggestions(), chain), None)
+    """To ask for suggestions and to try them takes milliseconds, and a server meets ever new numbers of rows. So they are
+    asked for at rounded ones, of which there are few, and tried there."""
+    m, product = rounded(p.m), _Product(p)
+    like = p._replace(m=m, lda=p.lda if p.a_by_k else max(p.lda, _aligned(m)))
+    if like not in _algorithms:
+        _algorithms[like] = next(_admitted(like, _Product(like).suggestions(), chain), None)
+    algorithm = _algorithms[like]
+    if algorithm is not None and not product.takes(algorithm):
+        algorithm = next(_admitted(p, product.suggestions(), chain), None)
     return None if algorithm is None else product.launcher(algorithm)
 
 

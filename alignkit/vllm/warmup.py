@@ -1,0 +1,38 @@
+"""What the first use of a kernel costs, paid when the engine starts: compiling it, trying cuBLASLt's algorithms. Both
+happen once for a range of numbers of rows, so a few of those stand for all."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+
+from alignkit.ops import library
+from alignkit.ops.linear.cublaslt import ladder
+
+
+@torch.inference_mode()
+def warm_up(model: torch.nn.Module, config: VllmConfig, logprobs: Callable[[torch.Tensor], object]) -> None:
+    """Runs the linear layers of `model` with as many rows as a step may have tokens, its head with as many as there may be
+    sequences, and `logprobs` on some logits. All ranks call it together."""
+    tokens, sequences = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+    layers = {}  # one for all that are computed alike
+    for layer in model.modules():
+        if isinstance(layer, LinearBase):
+            weight = layer.weight
+            layers[type(layer), weight.shape, weight.stride(), weight.dtype, layer.bias is None] = layer
+    for layer in layers.values():
+        weight, bias = layer.weight, layer.bias
+        x = torch.zeros(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        for rows in ladder(tokens):
+            if isinstance(layer, RowParallelLinear):
+                library.row_parallel_linear(x[:rows], weight, bias, layer._group)
+            else:
+                library.linear(x[:rows], weight, bias)
+    hidden = torch.zeros(sequences, config.model_config.get_hidden_size(), dtype=config.model_config.dtype,
+                         device=config.device_config.device)
+    for rows in ladder(sequences):
+        logits = model.compute_logits(hidden[:rows])
+        if logits is not None and rows <= 32:  # this rank samples; more rows take the same kernels
+            logprobs(logits)
