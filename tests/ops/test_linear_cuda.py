@@ -276,6 +276,19 @@ def test_capture(fresh, m, known):
 
 
 @gpu
+@pytest.mark.parametrize("leaves,has_bias", [(8, False), (4, True), (1, True)])
+def test_many_rows(leaves, has_bias):
+    """By roles of warps, and by tiles."""
+    from alignkit.ops.linear import hopper
+    from alignkit.ops.linear.triton import tiles
+    (a, b), bias = operands(300, 200, 512), randn(200, dtype=BF16) if has_bias else None
+    got, want = (torch.empty(300, 200, dtype=BF16) for _ in range(2))
+    assert hopper.matmul(a, b, leaves, bias, got)
+    tiles(a, b, leaves, bias, want, False)
+    assert_bitwise_equal(got, want)
+
+
+@gpu
 @pytest.mark.parametrize("m", [64, 256, 1000])
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (8, True), (1, True)])
 def test_capture_of_the_other_products(m, leaves, has_bias):
