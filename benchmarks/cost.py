@@ -34,7 +34,7 @@ from alignkit.check.terminal import interrupted_by_sigterm
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
 TRAINING_ENGINES = ("stock", "stock_fused", "aligned")
-UNWRITTEN = ("8b",)
+UNWRITTEN = ("qwen3-8b",)
 """Sizes whose weights the engines make up for themselves, small and random: nothing is learnt from writing 16 GB."""
 SHORT = 32
 """Tokens of a prompt where decoding is what is measured."""
@@ -56,7 +56,7 @@ def rollout_cases(size: str, concurrency: list[int], longest: int, measured: boo
     """What the rollout engines are timed with; the profile is of the fewest requests."""
     cases = []
     for n in concurrency:
-        first, requests = profiled and n == concurrency[0], f"{n} requests" if size == "large" else f"{size}, {n} requests"
+        first, requests = profiled and n == concurrency[0], f"{n} requests" if size == "large" else f"{size}: {n} requests"
         for name, lengths, part in ((requests, draw_lengths(n, longest), "prefill"),
                                     (f"{requests}, short prompts", (SHORT,) * n, "decode")):
             if measured or first:
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
                         help="micro-batches of training, as 4x2048")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
     parser.add_argument("--turns", action=argparse.BooleanOptionalAction, default=None,
-                        help="rollout engines side by side, measured by turns (the default but for 8b)")
+                        help="rollout engines side by side, measured by turns (the default but for qwen3-8b)")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available(),
                         help="vLLM without torch.compile and CUDA graphs")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")

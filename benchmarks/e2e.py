@@ -34,7 +34,7 @@ DTYPE = "bfloat16"
 SIZES = {
     "large": {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 128, "intermediate": 3072,
               "vocab": 151936},
-    "8b": {"hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 12288,
+    "qwen3-8b": {"hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 12288,
            "vocab": 151936},
     "small": {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 512,
               "vocab": 2000},

@@ -75,16 +75,20 @@ def _trainings(rows: list[dict]) -> str:
 
 
 def cost(results: dict) -> str:
-    """A line for each case and unit, engines side by side."""
-    lines = ["| | | engine | | of stock |", "|---|---|---|---|---|"]
-    shown = [row for row in results["rows"] if row["unit"] != "total tokens/s"]  # the same ratio again
-    order = list(dict.fromkeys((row["what"], row["case"], row["unit"]) for row in shown))
-    for row in sorted(shown, key=lambda row: order.index((row["what"], row["case"], row["unit"]))):
-        ratio = "" if row["ratio_to_stock"] is None else f"{row['ratio_to_stock']:.2f}"
-        if ratio and row["engine"] == "aligned":
-            ratio = f"**{ratio}**"
-        lines.append(f"| {row['what']} | {row['case']} | {ENGINES[row['engine']]} "
-                     f"| {_three(row['value'])} {row['unit']} | {ratio} |")
+    """A line for each case and unit: what stock has, and the others as shares of it."""
+    lines = ["| | stock | stock, with its own option | **aligned** |", "|---|---|---|---|"]
+    cases: dict[tuple[str, str, str], dict[str, dict]] = {}
+    for row in sorted(results["rows"], key=lambda row: row["what"]):
+        if row["unit"] != "total tokens/s":  # the same ratio again
+            cases.setdefault((row["what"], row["case"], row["unit"]), {})[row["engine"]] = row
+
+    def share(row: dict | None) -> str:
+        return "" if row is None or row["ratio_to_stock"] is None else f"{row['ratio_to_stock']:.2f}"
+    for (what, case, unit), by in cases.items():
+        stock, option = by.get("stock"), by.get("batch_invariant") or by.get("stock_fused")
+        has = f"{_three(stock['value'])} {unit}" if stock else ""
+        lines.append(f"| {what}, {case} | {has} | {share(option)} "
+                     f"| **{share(by.get('aligned'))}** |")
     return "\n".join([*lines, "", _made_on(results["runs"].values())])
 
 
@@ -161,7 +165,7 @@ def cost_plot(results: dict, path: Path) -> None:
     """Throughput as a share of stock's."""
     rows = [r for r in results["rows"]
             if r["ratio_to_stock"] is not None and r["unit"] in ("output tokens/s", "tokens/s")]
-    cases = list(dict.fromkeys((r["what"], r["case"]) for r in rows))
+    cases = sorted(dict.fromkeys((r["what"], r["case"]) for r in rows), key=lambda case: case[0])
     shown = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
     figure, (ax,) = _figure(1, 1, (9.5, 0.9 + 0.62 * len(cases)))
     height = 0.8 / len(shown)
