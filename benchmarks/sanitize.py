@@ -1,7 +1,7 @@
 """The op tests under NVIDIA's compute-sanitizer: ``make gpu-sanitize``, or ``python benchmarks/sanitize.py``.
 
 memcheck (accesses outside of an allocation), racecheck (races in shared memory) and initcheck (reads of memory that
-nothing wrote), each over a few drawn examples of the tests, and first over a kernel with an error that it must find. The
+nothing wrote), each over the tests with a drawn example of each, and over a kernel with an error that it must find. The
 counts go to benchmarks/results/h200/sanitize.json. Exit status 1 if a tool found something, or not what was planted, or
 if a test failed or none ran.
 
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from e2e import ROOT, merge
@@ -28,6 +29,8 @@ from alignkit.check.machine import machine
 from alignkit.check.run import stop, write_json
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
+_SLOWEST = ("racecheck", "memcheck", "initcheck")
+"""Started in this order."""
 TESTS = [f"tests/ops/test_{name}.py" for name in ("accuracy", "invariance", "linear_cuda", "linear_logp_cuda",
                                                   "attention_cuda")]
 _WITHOUT = {"memcheck": "", "racecheck": "cublaslt", "initcheck": "cublaslt hopper"}
@@ -68,28 +71,36 @@ def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[st
     return status, *summary(log.read_text(errors="replace") if log.exists() else "")
 
 
-def run(tool: str, tests: list[str], examples: int, timeout: float, out: Path) -> dict:
-    """A row of sanitize.json."""
+def planted(tool: str, timeout: float, out: Path) -> dict:
+    """A row of sanitize.json: what a tool finds in a kernel that has an error for it."""
+    status, errors, line = check(tool, out / f"{tool}-planted.log", ["benchmarks/planted.py", tool], timeout, {})
+    print(f"{tool}, the planted error: {line or 'no summary'}", flush=True)
+    return {"tool": tool, "tests": "planted", "errors": errors, "summary": line, "exit_status": status, "clean": errors > 0}
+
+
+def run(tool: str, tests: str, examples: int, timeout: float, out: Path) -> dict:
+    """A row of sanitize.json: what a tool finds in a file of tests."""
     started = time.monotonic()
-    planted = check(tool, out / f"{tool}-planted.log", ["benchmarks/planted.py", tool], timeout, {})[1]
-    log, without = out / f"{tool}.log", _WITHOUT[tool]
+    log, without = out / f"{tool}-{Path(tests).stem}.log", _WITHOUT[tool]
     skipped = f"{_SKIPPED} or {_ABOUT_CUBLASLT}" if "cublaslt" in without else _SKIPPED
     status, errors, line = check(tool, log, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "own_kernels",
-                                            "-k", f"not ({skipped})", *tests], timeout,
+                                            "-k", f"not ({skipped})", tests], timeout,
                                  {"ALIGNKIT_TEST_EXAMPLES": str(examples), "ALIGNKIT_WITHOUT": without})
     if errors and log.exists():
         lines = log.read_text(errors="replace").splitlines()
         print("\n".join(line for line in lines if "Host Frame" not in line or ".py:" in line))
-    print(f"{tool}: {line or 'no summary'}; of the planted error: {planted}", flush=True)
-    return {"tool": tool, "planted": planted, "errors": errors, "summary": line, "exit_status": status,
-            "seconds": round(time.monotonic() - started, 1)}
+    seconds = round(time.monotonic() - started, 1)
+    print(f"{tool}, {tests}: {line or 'no summary'}; {seconds} s", flush=True)
+    return {"tool": tool, "tests": tests, "errors": errors, "summary": line, "exit_status": status,
+            "clean": status == 0 and errors == 0, "seconds": seconds}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--examples", type=int, default=2, help="drawn for each test")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each tool")
+    parser.add_argument("--examples", type=int, default=1, help="drawn for each test")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a tool and a file of tests")
+    parser.add_argument("--at-once", type=int, default=8, help="processes")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/sanitize.json")
     parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="logs")
     parser.add_argument("tests", nargs="*", default=TESTS)
@@ -98,14 +109,18 @@ def main(arguments: list[str] | None = None) -> int:
         print("compute-sanitizer, a part of the CUDA toolkit, is not on the PATH", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    name = datetime.datetime.now().isoformat(timespec="seconds")
-    rows = [run(tool, options.tests, options.examples, options.timeout, options.out.resolve())
-            for tool in options.tools]
+    out, name = options.out.resolve(), datetime.datetime.now().isoformat(timespec="seconds")
+    with ThreadPoolExecutor(options.at_once) as pool:
+        waits = [pool.submit(planted, tool, options.timeout, out) for tool in options.tools]
+        waits += [pool.submit(run, tool, tests, options.examples, options.timeout, out)
+                  for tool in sorted(options.tools, key=_SLOWEST.index) for tests in reversed(options.tests)]
+    rows = [wait.result() for wait in waits]
     old = json.loads(options.json.read_text()) if options.json.exists() else {}
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    info = machine() | {"tests": options.tests, "examples": options.examples}
-    write_json(options.json, merge(old, name, info, rows, ("tool",)))
-    return int(any(row["exit_status"] != 0 or row["errors"] or row["planted"] < 1 for row in rows))
+    write_json(options.json, merge(old, name, machine() | {"examples": options.examples}, rows, ("tool", "tests")))
+    unclean = [f"{row['tool']}, {row['tests']}" for row in rows if not row["clean"]]
+    print("\n".join(f"not clean: {what}" for what in unclean) or "clean")
+    return int(bool(unclean))
 
 
 if __name__ == "__main__":
