@@ -15,28 +15,36 @@ from types import ModuleType
 
 import torch
 
-from . import native
+from . import cuda, native
 from .errors import BackendError
 
-CHOICES = ("auto", "cpu", "reference")
+CHOICES = ("auto", "cpu", "reference", "triton", "cuda")
+CUDA = ("linear_logp",)
+"""Ops that have CUDA kernels, csrc/sm90, beside those of Triton. They are taken when `cuda` is chosen."""
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
 _warned = False
 
 
 def name(device: torch.device | str = "cpu") -> str:
-    """The backend that ops on `device` run on: ``cpu`` (C++), ``reference`` (torch) or ``triton``.
-    Raises BackendError for a device without one."""
+    """The backend that ops on `device` run on: ``cpu`` (C++), ``reference`` (torch), ``triton``, or ``cuda``, which is
+    Triton but for some ops. Raises BackendError for a device without one."""
     global _warned
     if not isinstance(device, torch.device):
         device = torch.device(device)
     if _choice not in CHOICES:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r}: choose one of {', '.join(CHOICES)}")
     if device.type == "cuda":
-        if _choice != "auto":
+        if _choice not in ("auto", "triton", "cuda"):
             raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CUDA tensors")
-        return _cuda(device)
+        _require_hopper(device)
+        if _choice == "cuda":
+            cuda.library()  # raises where it was not built
+            return "cuda"
+        return "triton"
     if device.type != "cpu":
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
+    if _choice in ("triton", "cuda"):
+        raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CPU tensors")
     if _choice != "auto":
         return _choice
     if native.available():
@@ -48,24 +56,24 @@ def name(device: torch.device | str = "cpu") -> str:
 
 
 @functools.cache
-def _cuda(device: torch.device) -> str:
+def _require_hopper(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         raise BackendError(f"device: {torch.cuda.get_device_name(device)} has compute capability "
                            f"{'.'.join(map(str, capability))}; alignkit's contract for CUDA is that of 9.0 (Hopper)")
     if importlib.util.find_spec("triton") is None:
         raise BackendError("device: CUDA tensors need triton, which is not installed")
-    return "triton"
 
 
 def family(device: torch.device | str) -> str:
     """The device family whose bits `device` computes: ``cpu`` or ``sm90``."""
-    return {"triton": "sm90"}.get(name(device), "cpu")
+    return {"triton": "sm90", "cuda": "sm90"}.get(name(device), "cpu")
 
 
 def select(op: str, device: torch.device | str) -> ModuleType:
     """The module that implements `op` (a folder of alignkit.ops) for tensors on `device`."""
-    return _module(op, name(device))
+    backend = name(device)
+    return _module(op, "triton" if backend == "cuda" and op not in CUDA else backend)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import backends, native, ops
+from . import backends, cuda, native, ops
 from .check.machine import installed, versions
 from .contract import contract_id
 from .errors import BackendError
@@ -34,6 +34,7 @@ def facts() -> Iterator[str]:
         yield f"{name:<15} {version or 'not installed'}"
     yield f"{'contract':<15} {contract_id()}"
     yield f"{'CPU kernels':<15} " + (f"built, {native.isa()}" if native.available() else "not built")
+    yield f"{'CUDA kernels':<15} " + ("built for sm_90a" if cuda.available() else f"not built: {cuda.ABSENT}")
     for i in range(torch.cuda.device_count()):
         yield f"{'GPU':<15} cuda:{i}, {torch.cuda.get_device_name(i)}: {_gpu(f'cuda:{i}')}"
     for op in OPS:

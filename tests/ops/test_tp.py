@@ -48,6 +48,17 @@ def head_terms(dtype, temperature, soft_cap):
 
 @pytest.mark.parametrize("size", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_that_are_kept(ranks, size, dtype):
+    kwargs = {"temperature": 0.7, "soft_cap": 8.0}
+    for rank, (want, got) in enumerate(zip(*(ranks.run(size, run_head, HEADS[size], dtype, kwargs | keep)
+                                             for keep in ({}, {"keep_logits": True})), strict=True)):
+        for name, a, b in zip(("logp", "entropy", "dhidden", "dweight", "dbias"), (*got[0], *got[2]), (*want[0], *want[2]),
+                              strict=True):
+            assert_bitwise_equal(a, b, f"{name} on rank {rank}")
+
+
+@pytest.mark.parametrize("size", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_logp(ranks, size, dtype):
     """Uneven shards, borders inside tiles, several borders in one tile, padded rows on the last rank."""
     kwargs = {"temperature": 0.7, "soft_cap": 8.0}

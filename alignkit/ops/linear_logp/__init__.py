@@ -54,9 +54,13 @@ class _Transform:
 class _Head:
     """Where logits come from: hidden . weight^T, then `how`."""
 
-    def __init__(self, hidden, weight, how: _Transform):
-        self.hidden, self.weight, self.how = hidden, weight, how
+    def __init__(self, hidden, weight, how: _Transform, count: torch.Tensor | None = None,
+                 kept: torch.Tensor | None = None, filled: bool = False):
+        """count: so many rows count, the first (int32, on the device); None: all. kept: fp32 [N, V_local], where the
+        products stay; `filled`, if they are there."""
+        self.hidden, self.weight, self.how, self.count, self.kept, self.filled = hidden, weight, how, count, kept, filled
         self.family = backends.family(hidden.device)
+        self.backend = backends.select("linear_logp", hidden.device)
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int | None]:
         """How many rows and columns of logits to take at a time where the order is free; the same on every rank if
@@ -68,18 +72,45 @@ class _Head:
         return rows, max(CHUNK_BYTES[self.family] // (4 * rows * step), 1) * step
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
-        return matmul(self.hidden[rows], self.weight[columns])
+        """fp32; the caller may write to them unless they are kept on a GPU."""
+        if self.kept is None:
+            return matmul(self.hidden[rows], self.weight[columns])
+        z = self.kept[rows, columns]
+        if not self.filled:
+            _product(z, self.hidden[rows], self.weight[columns])
+        return z.clone() if self.family == "cpu" else z
 
     def logits(self, rows: slice, columns: slice) -> torch.Tensor:
         """fp32, before temperature."""
         z = self.products(rows, columns)
-        backends.select("linear_logp", z.device).transform(z, self.how.of(columns))
+        z = z if self.kept is None else z.clone()
+        self.backend.transform(z, self.how.of(columns))
         return z
 
+    def statistics(self, rows: slice, columns: slice, *args) -> bool:
+        """Those of the products, if that takes no products in memory; see the backend."""
+        fused = getattr(self.backend, "head_statistics", None)
+        return fused is not None and fused(self.hidden[rows], self.weight[columns], self.how.of(columns), *args, self.count,
+                                           rows.start, None if self.kept is None else self.kept[rows, columns])
 
-def _head(hidden, weight, bias, soft_cap, logit_scale) -> _Head:
+    def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple) -> torch.Tensor:
+        """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
+        (n, c), like = (rows.stop - rows.start, columns.stop - columns.start), self.weight
+        dz = torch.empty(n, c + -c % 8, dtype=self.backend.gradient_type(like.dtype), device=like.device)[:, :c]
+        fused = None if self.filled else getattr(self.backend, "head_gradient", None)
+        temperature, target, *others = (_part(v, rows) for v in per_row)
+        if fused is not None and fused(self.hidden[rows], like[columns], self.how.of(columns), temperature, target, first,
+                                       *others, dz, self.count, rows.start):
+            return dz
+        for part in _cuts(rows.start, rows.stop, PART_ROWS[self.family], border=rows.start):
+            self.backend.gradient(self.products(part, columns), self.how.of(columns), first,
+                                  dz[part.start - rows.start:part.stop - rows.start], *(_part(v, part) for v in per_row))
+        return dz
+
+
+def _head(hidden, weight, bias, soft_cap, logit_scale, *args) -> _Head:
     bias = None if bias is None else bias.detach().float().contiguous()
-    return _Head(hidden, weight, _Transform(bias, soft_cap, logit_scale))
+    return _Head(hidden, weight, _Transform(bias, soft_cap, logit_scale), *args)
 
 
 class _Given:
@@ -99,33 +130,34 @@ class _Given:
     def logits(self, rows: slice, columns: slice) -> torch.Tensor:
         return self.products(rows, columns).float()
 
-
-def _pieces(source, rows: slice, width: int | None, shards: Shards, tp: TP):
-    """The tiles that begin on this rank, some at a time: the first column, products, and what makes them logits."""
-    columns, tail = shards.columns(tp.rank), shards.tail(tp.rank)
-    for part in _cuts(shards.lead(tp.rank), tail, width, border=-shards.starts[tp.rank]):
-        yield part.start, source.products(rows, part), source.how.of(part)
-    cut = shards.cut_tile(lambda part: source.logits(rows, part), tp)
-    if tail < columns:
-        yield tail, cut, _Transform()
+    def statistics(self, *_) -> bool:
+        return False
 
 
 def _row_sums(source, device, n: int, target, temperature, shards: Shards, tp: TP, entropy: bool):
     """For each block of the n rows: the block, and its maxima and sums over all ranks (see the backends' `join`)."""
     backend = backends.select("linear_logp", device)
     start, lead = shards.starts[tp.rank], shards.lead(tp.rank)
-    tiles = -(-(shards.columns(tp.rank) - lead) // VOCAB_TILE)
+    columns, tail = shards.columns(tp.rank), shards.tail(tp.rank)
+    tiles = -(-(columns - lead) // VOCAB_TILE)
     height, width = source.blocks(n, max(shards.sizes))
     for rows in _cuts(0, n, height):
         size = rows.stop - rows.start
         m, q, u = (torch.empty(size, tiles if kept else 0, dtype=dtype, device=device)
                    for dtype, kept in ((torch.float32, True), (torch.int32, True), (torch.int32, entropy)))
         z_target = None if target is None else torch.zeros(size, dtype=torch.float32, device=device)
-        for first, z, how in _pieces(source, rows, width, shards, tp):
-            at = (first - lead) // VOCAB_TILE
-            of = slice(at, at - (-z.shape[1] // VOCAB_TILE))
-            backend.statistics(z, how, _part(temperature, rows), _part(target, rows), start + first, m[:, of], q[:, of],
-                               u[:, of] if entropy else None, z_target)
+
+        def into(first: int, last: int, rows=rows, out=(m, q, u if entropy else None)):
+            """What else the statistics of the columns from `first` to `last` take, and where they go."""
+            of = slice((first - lead) // VOCAB_TILE, -((lead - last) // VOCAB_TILE))
+            return (_part(temperature, rows), _part(target, rows), start + first,
+                    *(None if t is None else t[:, of] for t in out))
+        if lead < tail and not source.statistics(rows, slice(lead, tail), *into(lead, tail), z_target):
+            for part in _cuts(lead, tail, width, border=-start):
+                backend.statistics(source.products(rows, part), source.how.of(part), *into(part.start, part.stop), z_target)
+        cut = shards.cut_tile(lambda part, rows=rows: source.logits(rows, part), tp)
+        if tail < columns:
+            backend.statistics(cut, _Transform(), *into(tail, columns), z_target)
         if tp.size == 1:
             yield rows, *backend.join(m, q, u if entropy else None, z_target, None)
         else:
@@ -153,6 +185,11 @@ def _remaining(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return torch.argsort(ignored, stable=True)
 
 
+def _count(target: torch.Tensor) -> torch.Tensor | None:
+    """How many rows count, on a GPU; they come first there."""
+    return None if target.device.type == "cpu" else (target >= 0).sum(dtype=torch.int32)
+
+
 def _taken(values: torch.Tensor | None, order: torch.Tensor | None) -> torch.Tensor | None:
     return values if values is None or order is None else values.index_select(0, order)
 
@@ -164,19 +201,7 @@ def _put_back(values: torch.Tensor | None, order: torch.Tensor | None, n: int) -
     return values.new_zeros(n, *values.shape[1:]).index_copy_(0, order, values)
 
 
-def _gradient(source: _Head, rows: slice, columns: slice, first: int, per_row: tuple) -> torch.Tensor:
-    """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
-    backend, like = backends.select("linear_logp", source.weight.device), source.weight
-    dz = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=backend.gradient_type(like.dtype),
-                     device=like.device)
-    for part in _cuts(rows.start, rows.stop, PART_ROWS[source.family], border=rows.start):
-        out = dz[part.start - rows.start:part.stop - rows.start]
-        backend.gradient(source.products(part, columns), source.how.of(columns), first, out,
-                         *(_part(v, part) for v in per_row))
-    return dz
-
-
-def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool) -> None:
+def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool = False) -> None:
     """out <- a . b^T, added to what it holds if `accumulate`."""
     backends.select("linear", a.device).matmul(a, b, 1, None, out, accumulate)
 
@@ -184,21 +209,26 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
-                entropy):
+                entropy, keep):
         order = _remaining(target, ignore_index)
         target, temperature = _taken(target.masked_fill(target == ignore_index, -1), order), _taken(temperature, order)
-        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale)
+        kept = None
+        if keep:
+            columns = shards.columns(tp.rank)
+            kept = torch.empty(len(target), columns + columns % 2, dtype=torch.float32, device=hidden.device)[:, :columns]
+        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, _count(target), kept)
         logp, lse, ent = _statistics(source, target, temperature, shards, tp, entropy)
-        ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent)
+        ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept)
         ctx.args = (soft_cap, logit_scale, shards, tp)
         return _put_back(logp, order, len(hidden)), _put_back(ent, order, len(hidden))
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
-        hidden, weight, bias, order, target, temperature, lse, ent = ctx.saved_tensors
+        hidden, weight, bias, order, target, temperature, lse, ent, kept = ctx.saved_tensors
         soft_cap, logit_scale, shards, tp = ctx.args
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
-        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale)
+        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, _count(target), kept,
+                       kept is not None)
         per_row = (temperature, target, lse, ent, _taken(g_logp, order), None if ent is None else _taken(g_ent, order))
         blocks = _cuts(0, len(order), HEAD_ROWS[source.family] or _cpu_rows(max(shards.sizes)))
         used, start = shards.columns(tp.rank) if blocks else 0, shards.starts[tp.rank]
@@ -216,11 +246,11 @@ class _LinearLogp(torch.autograd.Function):
             if need_w:  # rounded at once if it is one chain
                 dw_sum = dw[columns] if len(blocks) == 1 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
             for rows in blocks:
-                dz = _gradient(source, rows, columns, start + columns.start, per_row)
+                dz = source.gradient(rows, columns, start + columns.start, per_row)
                 if need_h:
-                    _add_product(dh[rows], dz, w.t(), columns.start > 0)
+                    _product(dh[rows], dz, w.t(), columns.start > 0)
                 if need_w:
-                    _add_product(dw_sum, dz.t(), source.hidden[rows].t(), rows.start > 0)
+                    _product(dw_sum, dz.t(), source.hidden[rows].t(), rows.start > 0)
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
             if need_w and len(blocks) > 1:
@@ -229,7 +259,7 @@ class _LinearLogp(torch.autograd.Function):
                 db[columns] = db_sum
         if need_h:
             dh = _put_back(tp.tree_sum(dh).to(hidden.dtype), order, len(hidden))
-        return dh, dw, db, *[None] * 8
+        return dh, dw, db, *[None] * 9
 
 
 def _ordered(hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -330,9 +360,9 @@ def _temperatures(temperature, shape, device) -> torch.Tensor | None:
 def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None,
                 temperature: float | torch.Tensor = 1.0, soft_cap: float | None = None, logit_scale: float = 1.0,
                 ignore_index: int = -100, vocab_size: int | None = None, vocab_start: int = 0, tp: TP | None = None,
-                return_entropy: bool = False):
+                return_entropy: bool = False, keep_logits: bool = False):
     """``log_softmax(logits / temperature)[target]`` with ``logits = logit_scale * cap(hidden @ weight.T + bias)``,
-    ``cap(x) = soft_cap * tanh(x / soft_cap)``; the logits are fp32, not rounded, not stored.
+    ``cap(x) = soft_cap * tanh(x / soft_cap)``; the logits are fp32, not rounded, and not stored unless `keep_logits`.
 
     Args:
         hidden: [..., D], fp32 or bf16; finite (on a GPU this is not looked at: a NaN spreads as the formula says). The
@@ -350,6 +380,8 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
             size, but may not overlap, leave a hole, or be empty.
         tp: the ranks that hold the other rows.
         return_entropy: also return the entropy of the distribution, in nats.
+        keep_logits: store the products hidden @ weight.T, 4 bytes each, for a backward pass that does not compute them
+            again. The same bits; without it no more than some bytes per row and 128 ids are stored.
 
     Returns:
         logp, fp32 [...], in nats; or (logp, entropy). Differentiable in hidden (summed over ranks), weight and bias
@@ -373,7 +405,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
     logp, entropy = _LinearLogp.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
         None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
-        return_entropy)
+        return_entropy, keep_logits and torch.is_grad_enabled())
     return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
 
 

@@ -1,0 +1,42 @@
+"""Loads the CUDA kernels of csrc/sm90 through ctypes.
+
+The library has a plain C interface, so one build serves every torch and Python version. It holds its own CUDA
+runtime and finds the driver when a kernel is launched: loading it takes no GPU.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from .errors import BackendError
+
+LIBRARY = Path(__file__).with_name("_sm90.so")
+ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
+"""Why there may be no library: with such an nvcc, an installation that cannot build it fails."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernel library. Raises BackendError where the package was installed without it."""
+    if not LIBRARY.exists():
+        raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}")
+    lib = ctypes.CDLL(str(LIBRARY))
+    lib.alignkit_cuda_error.restype = ctypes.c_char_p
+    return lib
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the kernels are built."""
+    try:
+        library()
+    except BackendError:
+        return False
+    return True
+
+
+def check(error: int, function: str) -> None:
+    """Raises BackendError in CUDA's words if `function` of the library returned `error`, a cudaError_t, not 0."""
+    if error:
+        raise BackendError(f"{function}: {library().alignkit_cuda_error(error).decode()}")

@@ -1,0 +1,93 @@
+"""CUDA: products and what becomes of them in one kernel (csrc/sm90), so that logits reach no memory. Everything else, and
+what these kernels do not take, is Triton's: the same bits."""
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ... import cuda
+from .triton import (
+    check_rows,
+    finish,
+    gradient,
+    gradient_type,
+    join,
+    pick,
+    spread,
+    statistics,
+    transform,
+)
+
+__all__ = ["check_rows", "finish", "gradient", "gradient_type", "head_gradient", "head_statistics", "join", "pick",
+           "spread", "statistics", "transform"]
+
+FEW = 256
+"""Up to so many rows a tile of the kernels is mostly empty."""
+
+
+class _Head(ctypes.Structure):
+    """AlignkitHead of csrc/sm90/linear_logp.cu."""
+    _fields_ = [("hidden", ctypes.c_void_p), ("weight", ctypes.c_void_p),
+                ("hidden_pitch", ctypes.c_int64), ("weight_pitch", ctypes.c_int64),
+                ("rows", ctypes.c_int), ("ids", ctypes.c_int), ("k", ctypes.c_int),
+                ("count", ctypes.c_void_p), ("before", ctypes.c_int),
+                ("bias", ctypes.c_void_p), ("temperature", ctypes.c_void_p),
+                ("cap", ctypes.c_float), ("scale", ctypes.c_float), ("capped", ctypes.c_int), ("scaled", ctypes.c_int),
+                ("target", ctypes.c_void_p), ("first", ctypes.c_int64)]
+
+
+def _copied(t: torch.Tensor) -> bool:
+    """Whether the device's copy engine takes a matrix: bf16, rows contiguous, not overlapping, 16-byte aligned."""
+    row, column = t.stride()
+    return (t.dtype == torch.bfloat16 and column == 1 and row >= t.shape[1] and row % 8 == 0
+            and t.data_ptr() % 16 == 0)
+
+
+def _pointer(t: torch.Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head | None:
+    """None if the kernels are not for these operands."""
+    if len(hidden) <= FEW or not len(weight) or not _copied(hidden) or not _copied(weight):
+        return None
+    cap, scale = how.soft_cap, how.logit_scale
+    return _Head(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0), *hidden.shape[:1],
+                 *weight.shape, _pointer(count), before, _pointer(how.bias), _pointer(temperature), cap or 0.0,
+                 1.0 if scale is None else scale, cap is not None, scale is not None, _pointer(target), first)
+
+
+def _launch(function: str, device: torch.device, head: _Head, *args) -> None:
+    with torch.cuda.device(device):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        cuda.check(getattr(cuda.library(), function)(ctypes.byref(head), *args, stream), function)
+
+
+def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, u, z_target, count=None, before: int = 0,
+                    products=None) -> bool:
+    """`statistics` of hidden [n, K] . weight [C, K]^T, which are also written to `products` [n, C] if that is given; False,
+    and nothing done, if it is not for these operands.
+
+    Of the rows, `before` of a batch come before these; the first count[0] of the batch (int32, on the device) are
+    computed; None: all. What is written for the others is not defined."""
+    head = _head(hidden, weight, how, temperature, target, first, count, before)
+    if head is None or products is not None and (products.stride(0) % 2 or products.data_ptr() % 8):
+        return False
+    _launch("alignkit_head_statistics", hidden.device, head, *(ctypes.c_void_p(_pointer(t)) for t in (m, q, u)),
+            ctypes.c_int64(m.stride(0)), ctypes.c_void_p(_pointer(z_target)), ctypes.c_void_p(_pointer(products)),
+            ctypes.c_int64(0 if products is None else products.stride(0)))
+    return True
+
+
+def head_gradient(hidden, weight, how, temperature, target, first: int, lse, entropy, g_logp, g_entropy, out, count=None,
+                  before: int = 0) -> bool:
+    """`gradient` of hidden . weight^T to out [n, C], whose rows lie C elements apart, or the next multiple of 8: those between
+    are zeroed. False, and nothing done, if it is not for these operands. `count` and `before` as above; rows that are not
+    computed get zeros."""
+    head = _head(hidden, weight, how, temperature, target, first, count, before)
+    if head is None or not _copied(out) or out.stride(0) - out.shape[1] >= 8:
+        return False
+    _launch("alignkit_head_gradient", hidden.device, head,
+            *(ctypes.c_void_p(_pointer(t)) for t in (lse, entropy, g_logp, g_entropy, out)), ctypes.c_int64(out.stride(0)))
+    return True

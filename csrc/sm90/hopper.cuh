@@ -1,0 +1,166 @@
+// What the kernels need of compute capability 9.0, an instruction a function.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace alignkit {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Barriers in shared memory. A phase ends when all arrivals and all announced bytes are there; who waits names the parity
+// of the phase that must have ended.
+
+__device__ __forceinline__ void barrier_init(uint64_t* b, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals));
+}
+
+__device__ __forceinline__ void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t* b, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* b, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(b)),
+      "r"(parity)
+      : "memory");
+}
+
+// Arrives at the barrier that lies here in the block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive(uint64_t* b, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(shared_address(b)),
+      "r"(rank)
+      : "memory");
+}
+
+// Waits for `threads` threads of the block, among which those that only arrive.
+__device__ __forceinline__ void named_barrier_sync(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// Clusters.
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The copy engine: a box of a matrix to shared memory; outside of the matrix it reads zeros.
+
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(shared_address(b))
+      : "memory");
+}
+
+// To the same place in every block of the cluster whose bit is set in `blocks`, and to the barrier there.
+__device__ __forceinline__ void copy_box_to(uint16_t blocks, void* to, const CUtensorMap* map, int x, int y,
+                                            uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(shared_address(b)), "h"(blocks)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Registers of a group of four warps.
+
+template <int count>
+__device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+template <int count>
+__device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// The tensor core.
+
+// Rows of 128 bytes, 64 bf16 of k, as the copy engine swizzles them.
+__device__ __forceinline__ uint64_t operand(const void* p) {
+  return static_cast<uint64_t>((shared_address(p) & 0x3ffff) >> 4)  // address
+         | static_cast<uint64_t>(1) << 16                           // not used with this swizzle
+         | static_cast<uint64_t>(1024 >> 4) << 32                   // from eight rows to the next eight
+         | static_cast<uint64_t>(1) << 62;                          // 128-byte swizzle
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// All but the last `pending` groups of products are done.
+template <int pending>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// What reads sums stays behind the wait for them.
+__device__ __forceinline__ void products_taken(float (&d)[128]) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define ALIGNKIT_R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define ALIGNKIT_R16(d, i) \
+  ALIGNKIT_R4(d, i), ALIGNKIT_R4(d, i + 4), ALIGNKIT_R4(d, i + 8), ALIGNKIT_R4(d, i + 12)
+#define ALIGNKIT_R64(d, i) \
+  ALIGNKIT_R16(d, i), ALIGNKIT_R16(d, i + 16), ALIGNKIT_R16(d, i + 32), ALIGNKIT_R16(d, i + 48)
+
+// d [64, 256] = a [64, 16] . b [256, 16]^T, plus d if `add`. Of d a thread holds, for j < 32 and e < 2, columns
+// 8 j + 2 (lane % 4) + e of the rows lane / 4 (at 4 j + e) and lane / 4 + 8 (at 4 j + 2 + e) of its warp's 16.
+__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, add, 1, 1, 0, 0;\n"
+      "}\n"
+      : ALIGNKIT_R64(d, 0), ALIGNKIT_R64(d, 64)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+}  // namespace alignkit

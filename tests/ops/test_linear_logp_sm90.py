@@ -1,0 +1,130 @@
+"""The CUDA kernels of the head have the bits of Triton's."""
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from alignkit import backends, cuda, ops
+from alignkit.ops.linear import matmul
+from alignkit.ops.linear_logp import _Transform
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU, randn, seeds
+
+pytestmark = pytest.mark.skipif(CPU or not cuda.available(), reason="needs a GPU, and the CUDA kernels built")
+
+BF16 = torch.bfloat16
+rows, depths, ids = st.integers(257, 1500), st.integers(1, 40).map(lambda n: 8 * n), st.integers(1, 3000)
+
+
+def pads(n: int, width: int, dtype: torch.dtype = BF16):
+    """[n, width] with rows at a multiple of 8 elements, and what is not written shows."""
+    return torch.full((n, width + -width % 8), float("nan"), dtype=dtype)[:, :width]
+
+
+def operands(n, d, v, seed):
+    return randn(n, d, dtype=BF16, seed=seed), randn(v, d, dtype=BF16, scale=2.5 / d**0.5)
+
+
+def transform(v, bias, cap, scale):
+    return _Transform(randn(v) if bias else None, cap, scale)
+
+
+options = {"bias": st.booleans(), "cap": st.sampled_from([None, 5.0]), "scale": st.sampled_from([None, 0.5]),
+           "temperature": st.booleans(), "entropy": st.booleans(), "first": st.sampled_from([0, 128, 151936]), "seed": seeds}
+
+
+@settings(max_examples=25)
+@given(n=rows, d=depths, v=ids, **options)
+@example(n=4097, d=4096, v=4096 + 3, bias=False, cap=None, scale=None, temperature=False, entropy=True, first=0, seed=0)
+def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed):
+    from alignkit.ops.linear_logp import cuda as kernels
+    from alignkit.ops.linear_logp import triton
+    hidden, weight = operands(n, d, v, seed)
+    how, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
+    target = torch.randint(0, 2 * v, (n,)) + first  # half of them elsewhere
+    tiles = -(-v // 128)
+
+    def outputs():
+        return (torch.full((n, tiles), float("nan")), *(torch.full((n, tiles), -1, dtype=torch.int32) for _ in range(2)),
+                torch.zeros(n))
+    got, want, products = outputs(), outputs(), torch.full((n, v + v % 2), float("nan"))[:, :v]
+    (m, q, u, z), (m0, q0, u0, z0) = got, want
+    assert kernels.head_statistics(hidden, weight, how, t, target, first, m, q, u if entropy else None, z, None, 0, products)
+    logits = matmul(hidden, weight)
+    triton.statistics(logits, how, t, target, first, m0, q0, u0 if entropy else None, z0)
+    assert_bitwise_equal(products, logits, "products")
+    for name, a, b in zip(("m", "q", "u", "z_target"), got, want):
+        assert_bitwise_equal(a, b, name)
+
+
+@settings(max_examples=25)
+@given(n=rows, d=depths, v=ids, counted=st.floats(0, 1), **options)
+def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, first, seed):
+    from alignkit.ops.linear_logp import cuda as kernels
+    from alignkit.ops.linear_logp import triton
+    hidden, weight = operands(n, d, v, seed)
+    how, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
+    target, count = torch.randint(0, 2 * v, (n,)) + first, int(counted * n)
+    target[count:] = -1
+    lse, g = 6 + randn(n), randn(n)
+    ent, g_ent = (torch.rand(n) * 3, randn(n)) if entropy else (None, None)
+    got, want = pads(n, v), pads(n, v)
+    triton.gradient(matmul(hidden, weight), how, first, want, t, target, lse, ent, g, g_ent)
+    for before in (None, 0, 100):
+        got.fill_(float("nan"))
+        of = None if before is None else torch.tensor(count + before).int()
+        assert kernels.head_gradient(hidden, weight, how, t, target, first, lse, ent, g, g_ent, got, of, before or 0)
+        assert_bitwise_equal(got, want, f"dz, {before}")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "return_entropy": True}, {"soft_cap": 8.0},
+                                    {"vocab_size": 4990, "keep_logits": True}])
+def test_the_op(kwargs):
+    """Over several blocks of rows, some of them ignored."""
+    hidden, weight, bias = *operands(9000, 256, 5000, 0), randn(5000, dtype=BF16)
+    target = torch.randint(0, 4990, (9000,))
+    target[torch.rand(9000) < 0.4] = -100
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        out = ops.linear_logp(*leaves[:2], target, bias=leaves[2], **kwargs)
+        out = out if isinstance(out, tuple) else (out,)
+        return *out, *torch.autograd.grad(out, leaves, [torch.linspace(-1, 1, 9000) for _ in out])
+    want = run()
+    with backends.use("cuda"):
+        got = run()
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise_equal(a, b, f"tensor {i}")
+
+
+def test_what_the_kernels_do_not_take(monkeypatch):
+    """fp32, odd strides, few rows: Triton's, the same bits, and no error."""
+    hidden, weight = operands(600, 72, 300, 0)
+    target = torch.randint(0, 300, (600,))
+    want = ops.linear_logp(hidden, weight, target)
+    monkeypatch.setattr(backends, "_choice", "cuda")
+    for h, w in ((hidden[:100], weight), (randn(600, 73, dtype=BF16)[:, 1:].copy_(hidden), weight),
+                 (hidden, randn(300, 73, dtype=BF16)[:, :72].copy_(weight)), (hidden.t().contiguous().t(), weight)):
+        assert_bitwise_equal(ops.linear_logp(h, w, target[:len(h)]), want[:len(h)])
+
+
+def test_graph_capture(monkeypatch):
+    monkeypatch.setattr(backends, "_choice", "cuda")
+    hidden, weight = operands(600, 64, 1000, 0)
+    target = torch.randint(0, 1000, (600,))
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+
+    def step():
+        logp = ops.linear_logp(*leaves, target)
+        return logp, *torch.autograd.grad(logp, leaves, torch.ones_like(logp))
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    target[::3] = -100
+    with torch.no_grad():
+        leaves[0].copy_(randn(600, 64, dtype=BF16, seed=1))
+    graph.replay()
+    for i, (a, b) in enumerate(zip(got, step(), strict=True)):
+        assert_bitwise_equal(a, b, f"tensor {i}")

@@ -1,0 +1,203 @@
+"""The CUDA kernels, without a GPU: which nvcc builds them, what becomes of an installation without one, and that their
+machine code keeps the tensor cores fed: loops of asynchronous products whose sums stay in registers."""
+import importlib.util
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from setuptools import Distribution, Extension
+from setuptools.errors import ExecError
+
+from alignkit import BackendError, cuda, doctor
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py")
+setup = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(setup)
+
+TENSOR_CORES = re.compile("head|gemm")
+"""In the names of the kernels that multiply by tensor cores."""
+BAD_KERNEL = """
+__global__ void bad_gemm(float* out, unsigned long long a, int n) {
+  float d[4] = {}, local[64];
+  for (int i = 0; i < n; ++i) {
+    for (int j = 0; j < 4; ++j) {
+      asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
+                   : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a + j));
+      d[0] += 1.0f;  // a product must wait for this, and this for the one before
+    }
+    local[(i * n) % 64] = d[1];  // an array with a computed index is in memory
+    out[i] = local[n % 64];
+  }
+  out[n] = d[0] + d[1] + d[2] + d[3];
+}
+__global__ void idle_gemm(float* out) { *out = 1.0f; }
+"""
+
+
+Code = list[tuple[int, str, str]]
+"""A kernel's instructions: address, opcode without its modifiers, the rest."""
+
+
+def compiled(sources: list[Path], folder: Path) -> tuple[str, dict[str, Code]]:
+    """What nvcc said, and the code of each kernel by its mangled name."""
+    nvcc = setup.find_nvcc()
+    assert nvcc, "no nvcc: the requirements of `make test` hold one"
+    library = folder / "sm90.so"
+    done = subprocess.run([*setup.nvcc_command(nvcc, [*map(str, sources)], str(library)), "-Xptxas=-v"], cwd=ROOT,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    disassembler = shutil.which("cuobjdump") or (
+        Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump")
+    sass = subprocess.run([disassembler, "-sass", library], capture_output=True, text=True, check=True).stdout
+    kernels = {}
+    for function in sass.split("Function : ")[1:]:
+        name, _, body = function.partition("\n")
+        kernels[name.strip()] = [(int(address, 16), opcode, operands) for address, opcode, operands in re.findall(
+            r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\w+)([^;]*);", body)]
+    return done.stdout, kernels
+
+
+def own_names(mangled: list[str]) -> list[str]:
+    """Without namespaces, template arguments and parameters."""
+    text = subprocess.run(["c++filt", *mangled], capture_output=True, text=True, check=True).stdout
+    return [re.match(r"(?:void )?(?:\w+::|\(anonymous namespace\)::)*(\w+)", line)[1] for line in text.splitlines()]
+
+
+def product_loops(code: Code) -> list[tuple[int, int]]:
+    """First and last address of the innermost loop around each product, and of all products."""
+    products = [address for address, opcode, _ in code if opcode == "HGMMA"]
+    branches = [(int(to[1], 16), address) for address, opcode, operands in code
+                if opcode == "BRA" and (to := re.search(r"0x([0-9a-f]+)", operands))]
+    around = [[(begin, end) for begin, end in branches if begin <= product <= end] for product in products]
+    loops = {min(loops, key=lambda loop: loop[1] - loop[0]) for loops in around if loops}
+    return [*loops, (products[0], products[-1])] if products else []
+
+
+def faults(log: str, kernels: dict[str, Code]) -> list[str]:
+    """What is wrong with the kernels that multiply by tensor cores."""
+    found = [line for line in log.splitlines() if re.search("Potential Performance Loss|serialized|setmaxnreg", line)]
+    spills = {name: (stores, loads) for name, stores, loads in re.findall(
+        r"Function properties for (\S+)\n.*, (\d+) bytes spill stores, (\d+) bytes spill loads", log)}
+    assert kernels and spills.keys() >= kernels.keys()
+    for mangled, name in zip(kernels, own_names(list(kernels))):
+        if not TENSOR_CORES.search(name):
+            continue
+        loops = product_loops(kernels[mangled])
+        if not loops:
+            found.append(f"{mangled}: no HGMMA")
+        if any(opcode in ("LDL", "STL") and any(begin <= address <= end for begin, end in loops)
+               for address, opcode, _ in kernels[mangled]):
+            found.append(f"{mangled}: local memory in a loop of products")
+        if spills[mangled] != ("0", "0"):
+            found.append("{}: {} bytes of spill stores, {} of loads".format(mangled, *spills[mangled]))
+    return found
+
+
+def test_machine_code(tmp_path):
+    log, kernels = compiled(sorted((ROOT / "csrc/sm90").glob("*.cu")), tmp_path)
+    assert any(TENSOR_CORES.search(name) for name in own_names(list(kernels)))
+    assert not faults(log, kernels)
+
+
+def test_faults_are_found(tmp_path):
+    source = tmp_path / "bad.cu"
+    source.write_text(BAD_KERNEL)
+    found = "\n".join(faults(*compiled([source], tmp_path)))
+    assert "serialized" in found
+    assert re.search(r"bad_gemm\w+: local memory in a loop of products", found)
+    assert re.search(r"idle_gemm\w+: no HGMMA", found)
+
+
+def test_built_in_this_checkout():
+    assert cuda.available()
+    assert f"{'CUDA kernels':<15} built for sm_90a" in doctor.facts()
+    with pytest.raises(BackendError, match="alignkit_head_statistics: .*invalid argument"):
+        cuda.check(1, "alignkit_head_statistics")
+
+
+def nvcc(folder: Path, version: str) -> str:
+    """A program that says it is an nvcc."""
+    folder.mkdir(parents=True)
+    program = folder / "nvcc"
+    program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.61'\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Folders for an nvcc in each place that a user can choose; where there is none to begin with."""
+    for variable in ("CUDACXX", "CUDA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/path:/bin")
+    every = setup.nvcc_places()
+    assert every[-2:] == ["/usr/local/cuda/bin/nvcc", f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin/nvcc"]
+    monkeypatch.setattr(setup, "nvcc_places", lambda places=setup.nvcc_places: places()[:-2])
+    assert setup.find_nvcc() is None
+    return tmp_path
+
+
+def test_the_order_of_places(places, monkeypatch):
+    on_path = nvcc(places / "path", "13.0")
+    assert setup.find_nvcc() == on_path
+    of_home = nvcc(places / "home/bin", "12.8")
+    monkeypatch.setenv("CUDA_HOME", f"{places}/home")
+    assert setup.find_nvcc() == of_home
+    named = nvcc(places / "named", "12.10")
+    monkeypatch.setenv("CUDACXX", named)
+    assert setup.find_nvcc() == named
+
+
+@pytest.mark.parametrize("version", ["11.8", "12.7", "12", ""])
+def test_an_old_or_strange_nvcc_is_none(places, monkeypatch, version):
+    monkeypatch.setenv("CUDACXX", nvcc(places / "named", version))
+    assert setup.find_nvcc() is None
+    newer = nvcc(places / "path", "12.8")
+    assert setup.find_nvcc() == newer
+
+
+def build(source: Path | None, folder: Path) -> Path:
+    """Runs build_ext with one source of the CUDA kernels, or none; returns where their library would be."""
+    sources = [str(source)] if source else []
+    command = setup.BuildKernels(Distribution({"ext_modules": [Extension(setup.SM90.name, sources)]}))
+    command.build_lib = str(folder)
+    command.ensure_finalized()
+    command.run()
+    return folder / "alignkit/_sm90.so"
+
+
+def test_without_nvcc(places, monkeypatch, capsys):
+    stale = places / "alignkit/_sm90.so"
+    stale.parent.mkdir()
+    stale.write_text("of an earlier build")
+    library = build(None, places)
+    assert library == stale and not library.exists()
+    assert "no nvcc 12.8 or newer was found" in capsys.readouterr().out
+
+    monkeypatch.setattr(cuda, "LIBRARY", library)
+    for function in (cuda.library, cuda.available):
+        monkeypatch.setattr(cuda, function.__name__, function.__wrapped__)
+    assert f"{'CUDA kernels':<15} not built: {cuda.ABSENT}" in doctor.facts()
+    with pytest.raises(BackendError, match="CUDA kernels were not built: no nvcc 12.8 or newer"):
+        cuda.library()
+
+
+def test_with_nvcc(tmp_path):
+    source = tmp_path / "kernel.cu"
+    source.write_text('extern "C" int one() { return 1; }')
+    library = build(source, tmp_path)
+    made = library.stat().st_mtime_ns
+    build(source, tmp_path)
+    assert library.stat().st_mtime_ns == made  # it was newer than the sources
+
+
+def test_an_error_of_nvcc_fails_the_build(tmp_path, capfd):
+    source = tmp_path / "kernel.cu"
+    source.write_text("no C++")
+    with pytest.raises(ExecError, match="nvcc"):
+        build(source, tmp_path)
+    assert "kernel.cu(1): error" in "".join(capfd.readouterr())
