@@ -9,7 +9,7 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 ENGINES = build/engines
 
-.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-sanitize kernels setup tables clean
+.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-sanitize kernels setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -21,7 +21,7 @@ test: setup $(ENGINES)/.fetched
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -43,6 +43,10 @@ gpu-e2e:
 gpu-cost:
 	$(GPU) benchmarks/cost.py $(COST_ARGS)
 
+# linear_logp beside every peer that python3 finds, and the bare product.
+gpu-logp:
+	$(GPU) benchmarks/linear_logp.py $(LOGP_ARGS)
+
 # The op tests under compute-sanitizer.
 gpu-sanitize:
 	$(GPU) benchmarks/sanitize.py $(SANITIZE_ARGS)
@@ -58,7 +62,7 @@ tables: setup
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py requirements/*.txt $(wildcard csrc/cpu/*)
+$(STAMP): pyproject.toml setup.py requirements/*.txt $(wildcard csrc/cpu/* csrc/sm90/*)
 	@test -n "$(PYTHON)" || { echo "alignkit needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
@@ -67,4 +71,4 @@ $(STAMP): pyproject.toml setup.py requirements/*.txt $(wildcard csrc/cpu/*)
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build *.egg-info alignkit/_cpu*.so check-results
+	rm -rf $(VENV) build *.egg-info alignkit/_cpu*.so alignkit/_sm90.so check-results

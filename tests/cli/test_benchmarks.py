@@ -177,7 +177,129 @@ def test_summary_of_a_sanitizer_log(module, log, expected):
     assert module("sanitize").summary(log) == expected
 
 
+# linear_logp
+
+@pytest.fixture
+def logp(module):
+    return module("linear_logp")
+
+
+def test_logp_plan(logp, tables):
+    wanted = logp.plan(None, False, None)
+    assert [s for s, passes in wanted if passes == logp.TRAINING] == list(logp.SHAPES) == list(tables.LOGP_SHAPES)
+    assert {s[0] for s, passes in wanted if passes == ("decode",)} == {1, 2, 4, 8, 16, 32, 64}
+    assert logp.plan(None, False, ["decode"]) == [(s, ("decode",)) for s in logp.DECODE]
+    assert logp.plan([(1, 2, 3)], False, None) == [((1, 2, 3), logp.TRAINING)]
+
+
+def test_logp_sweep(logp, tables):
+    shapes = [s for s, _ in logp.plan(None, True, ["forward"])]
+    assert len(shapes) == len(set(shapes)) and set(logp.SHAPES) <= set(shapes)
+    assert {n for n, *_ in shapes} >= {2**i for i in range(16)}
+    assert {v for *_, v in shapes} >= {v // ranks for v in (32000, 128256, 151936, 262144) for ranks in (1, 2, 4, 8)}
+    assert {(d, v) for _, d, v in shapes} >= {(d, v) for d in logp.DIMENSIONS for v in logp.VOCABULARIES}
+    for along, fixed in tables.LOGP_LINES:  # what the plots show
+        lines = [dict(zip(("n", "d", "v"), s, strict=True)) for s in shapes]
+        assert len([s for s in lines if all(s[k] == v for k, v in fixed.items())]) >= 16, along
+
+
+@pytest.mark.parametrize("text", ["4096x2048", "axbxc", "1x2x0", "1x2x3x4"])
+def test_logp_shape_is_refused(logp, text, capsys):
+    assert logp.shape("4096x2048x151936") == (4096, 2048, 151936)
+    with pytest.raises(SystemExit):
+        logp.main(["--shapes", text])
+    assert text in capsys.readouterr().err
+
+
+def logp_main(logp, path, *arguments):
+    status = logp.main(["--shapes", "6x64x300", "--seconds", "0.001", "--json", str(path), *arguments])
+    return status, json.loads(path.read_text())
+
+
+def test_logp_command(logp, tmp_path, capsys):
+    path, impls = tmp_path / "results" / "logp.json", ("gemm", "alignkit", "alignkit+entropy", "torch")
+    status, made = logp_main(logp, path, "--impl", *impls, "copy", "--passes", *logp.PASSES)
+    assert status == 0 and made["meta"]["errors"] == []
+    by = {(r["impl"], r["pass"]): r for r in made["rows"]}
+    assert len(by) == len(made["rows"]) == len(impls) + len(impls) - 1 + 4
+    for r in made["rows"]:
+        assert (r["n"], r["d"], r["v"]) == (6, 64, 300) and r["ms"] > 0 and r["x"] > 0 and r["mib"] is None
+        assert ("x_copy" in r) == (r["pass"] == "decode") and ("err_grad" in r) == (r["pass"] == "forward_backward")
+    for which in logp.PASSES:
+        assert by["alignkit", which]["err"] < 1e-5 < by["torch", which]["err"] < 0.1  # torch rounds its logits
+    for impl in impls[1:]:
+        assert by[impl, "forward_backward"]["err_grad"] < 2**-7
+    assert by["gemm", "forward"]["err"] is None
+    info = made["meta"]["runs"][made["rows"][0]["run"]]
+    assert info["versions"]["torch"] and info["backend"] == "cpu"
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("6 x 64 x 300")]) == len(by)
+
+
+def test_logp_gradient_of_a_sum(logp, monkeypatch, tmp_path):
+    """Of peers that give no other."""
+    monkeypatch.setitem(logp.IMPLS, "quack", logp.Impl(
+        lambda: lambda *inputs: -logp._torch(*inputs).sum(), total=True))
+    _, made = logp_main(logp, tmp_path / "a.json", "--impl", "quack")
+    assert [r["err"] for r in made["rows"]] == [None, None]
+    assert made["rows"][1]["err_grad"] < 2**-7
+
+
+def test_logp_peer_that_fails(logp, monkeypatch, tmp_path):
+    def absent():
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    def broken():
+        def run(*_):
+            raise RuntimeError("no kernel\nfor this")
+        return run
+
+    monkeypatch.setitem(logp.IMPLS, "verl", logp.Impl(absent))
+    monkeypatch.setitem(logp.IMPLS, "cce", logp.Impl(broken, ("forward",)))
+    path = tmp_path / "a.json"
+    status, made = logp_main(logp, path, "--impl", "verl", "cce", "gemm")
+    assert status == 0 and [r["impl"] for r in made["rows"]] == ["gemm"]
+    assert made["meta"]["errors"] == [
+        {"impl": "verl", "error": "ModuleNotFoundError: No module named 'peer'"},
+        {"n": 6, "d": 64, "v": 300, "impl": "cce", "pass": "forward", "error": "RuntimeError: no kernel"}]
+    monkeypatch.setitem(logp.IMPLS, "verl", logp.IMPLS["torch"])
+    monkeypatch.setitem(logp.IMPLS, "alignkit", logp.Impl(broken, own=True))
+    status, made = logp_main(logp, path, "--impl", "verl", "alignkit", "--passes", "forward")
+    assert status == 1 and [r["impl"] for r in made["rows"]] == ["gemm", "verl"]
+    assert [e["impl"] for e in made["meta"]["errors"]] == ["cce", "alignkit"]  # verl's has gone
+
+
+def test_logp_resumes_and_stops(logp, tmp_path, capsys):
+    path, arguments = tmp_path / "a.json", ("--impl", "gemm", "torch", "--passes", "forward")
+    _, first = logp_main(logp, path, *arguments, "--minutes", "0")
+    assert first["rows"] == [] and "out of time: 0 of 2 rows" in capsys.readouterr().out
+    logp_main(logp, path, "--impl", "gemm")
+    _, both = logp_main(logp, path, *arguments, "--resume")
+    assert [r["impl"] for r in both["rows"]] == ["gemm", "torch"] and "torch" in capsys.readouterr().out
+    assert logp_main(logp, path, *arguments, "--resume")[1]["rows"] == both["rows"]
+
+
+def test_logp_line_of_a_row(logp):
+    assert logp.described({"n": 1, "d": 2, "v": 3, "impl": "a", "pass": "forward", "ms": 1.0, "x": 2.0, "mib": 320.4,
+                           "err": 1e-6, "err_grad": None}) == (
+        "1 x 2 x 3 forward, a: 1.000 ms, 2.00 gemm, 320 MiB, error 1.0e-06")
+
+
 # Tables and plots
+
+def logp_sample():
+    def one(size, impl, which, x, **more):
+        n, d, v = size
+        return {"n": n, "d": d, "v": v, "impl": impl, "pass": which, "ms": 5 * x, "x": x, "mib": 100.0, "err": 1e-6,
+                "run": "a"} | more
+
+    shape = (4096, 4096, 128256)
+    rows = [one(shape, "gemm", "forward", 1.0, err=None)]
+    for impl, x in (("alignkit", 1.1), ("verl", 1.9)):
+        rows += [one(shape, impl, "forward", x), one(shape, impl, "forward_backward", 3 * x, err_grad=1e-3, mib=320.0)]
+        rows += [one((n, 4096, 151936), impl, "forward", x) for n in (64, 4096)]
+    rows += [one((8, 4096, 151936), impl, "decode", 1.0, x_copy=x) for impl, x in (("copy", 1.0), ("alignkit", 1.05))]
+    return {"meta": {"runs": {"a": INFO}, "errors": []}, "rows": rows}
+
 
 def samples():
     rows = [row(), row(training="tp2-sp-packed", training_tp=2), row(rollout="eager"),
@@ -197,9 +319,15 @@ def test_tables(tables):
     assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; 2030-01-01)" in text
     assert "| rollout, 64 requests | 2000 output tokens/s |  | **0.90** |" in tables.cost(cost)
     assert "| attention | 1.00 |" in tables.profile(profile)
-    for made in (text, tables.cost(cost), tables.profile(profile)):
+    logp = tables.linear_logp(logp_sample())
+    assert "| gemm | 5.00 ms | 100 |  |  |  |  |" in logp
+    assert "| verl | 1.90x | 100 | 5.70x | 320 | 1.0e-06 | 1.0e-03 |" in logp
+    assert "| **alignkit** | **1.10x** | **100** | **3.30x** | **320** | **1.0e-06** | **1.0e-03** |" in logp
+    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n")):
         widths = {line.count("|") for line in made.splitlines() if line.startswith("|")}
-        assert len(widths) == 1
+        assert len(widths) <= 1
+    assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp
+    assert "| n=8 | 5.000 ms | 1.05x |" in logp
 
 
 def test_a_page_is_filled(tables):
@@ -213,11 +341,14 @@ def test_a_page_is_filled(tables):
 def test_plots(tables, tmp_path):
     pytest.importorskip("matplotlib")
     e2e, cost, _ = samples()
-    for name, plot, results in (("e2e", tables.e2e_plot, e2e), ("cost", tables.cost_plot, cost)):
+    for name, plot, results in (("e2e", tables.e2e_plot, e2e), ("cost", tables.cost_plot, cost),
+                                ("linear_logp", tables.linear_logp_plot, logp_sample())):
         for i in range(2):
             plot(results, tmp_path / f"{name}{i}.svg")
         assert (tmp_path / f"{name}0.svg").read_bytes() == (tmp_path / f"{name}1.svg").read_bytes()
         assert b"<svg" in (tmp_path / f"{name}0.svg").read_bytes()
+    tables.linear_logp_plot(logp_sample() | {"rows": []}, tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()  # nothing to show
 
 
 def test_the_pages_hold_the_tables_of_the_results(tables):
