@@ -111,13 +111,19 @@ __device__ __forceinline__ void registers_down() {
 
 // The tensor core.
 
-// Rows of 128 bytes, 64 bf16 of k, as the copy engine swizzles them.
+// An operand in shared memory as the copy engine leaves it, in rows of 128 bytes, swizzled. They are rows of 64 of k, or, if
+// kTransposed, rows of 64 of the other dimension, a row a k, where the next 64 lie 64 rows further.
+template <bool kTransposed>
 __device__ __forceinline__ uint64_t operand(const void* p) {
-  return static_cast<uint64_t>((shared_address(p) & 0x3ffff) >> 4)  // address
-         | static_cast<uint64_t>(1) << 16                           // not used with this swizzle
-         | static_cast<uint64_t>(1024 >> 4) << 32                   // from eight rows to the next eight
-         | static_cast<uint64_t>(1) << 62;                          // 128-byte swizzle
+  return static_cast<uint64_t>((shared_address(p) & 0x3ffff) >> 4)            // address
+         | static_cast<uint64_t>(kTransposed ? 64 * 128 >> 4 : 1) << 16       // to the next 64
+         | static_cast<uint64_t>(8 * 128 >> 4) << 32                          // from eight rows to the next eight
+         | static_cast<uint64_t>(1) << 62;                                    // 128-byte swizzle
 }
+
+// What to add to an operand for the next 16 of k.
+template <bool kTransposed>
+constexpr int kNext = (kTransposed ? 16 * 128 : 16 * 2) >> 4;
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -143,6 +149,7 @@ __device__ __forceinline__ void products_taken(float (&d)[128]) {
 
 // d [64, 256] = a [64, 16] . b [256, 16]^T, plus d if `add`. Of d a thread holds, for j < 32 and e < 2, columns
 // 8 j + 2 (lane % 4) + e of the rows lane / 4 (at 4 j + e) and lane / 4 + 8 (at 4 j + 2 + e) of its warp's 16.
+template <bool kATransposed, bool kBTransposed>
 __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
   asm volatile(
       "{\n"
@@ -157,10 +164,10 @@ __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, add, 1, 1, 0, 0;\n"
+      "%128, %129, add, 1, 1, %131, %132;\n"
       "}\n"
       : ALIGNKIT_R64(d, 0), ALIGNKIT_R64(d, 64)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kATransposed), "n"(kBTransposed));
 }
 
 }  // namespace alignkit

@@ -78,6 +78,33 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
         assert_bitwise_equal(got, want, f"dz, {before}")
 
 
+@settings(max_examples=25)
+@given(m=st.integers(1, 1000), n=st.integers(1, 80).map(lambda n: 8 * n), k=st.integers(1, 1000), of_k=st.booleans(),
+       accumulate=st.booleans(), counted=st.sampled_from([None, 0.0, 0.3, 1.0]), seed=seeds)
+def test_product(m, n, k, of_k, accumulate, counted, seed):
+    """Over the rows of a batch that count; they are a's rows, or its columns."""
+    from alignkit.ops.linear.triton import _chain
+    from alignkit.ops.linear_logp import cuda as kernels
+    torch.manual_seed(seed)
+    rows = k if of_k else m
+    of = None if counted is None else int(counted * rows)
+    if of_k:  # a [m, k] lies in memory as [k, m]
+        source = pads(k, m).copy_(randn(k, m, dtype=BF16))
+        a = source.t()
+    else:
+        source = a = pads(m, k).copy_(randn(m, k, dtype=BF16))
+    if of is not None:
+        source[of:] = 0
+    b = randn(k, n, dtype=BF16).t()
+    base = randn(m, n)
+    for dtype in (torch.float32,) if accumulate else (torch.float32, BF16):
+        got, want = (base.clone().to(dtype) for _ in range(2))
+        _chain(a, b, want, accumulate)
+        count = None if of is None else torch.tensor(of + 7).int()
+        assert kernels.head_product(got, a, b, accumulate, count, 7 if of is not None else 0)
+        assert_bitwise_equal(got, want, str(dtype))
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "return_entropy": True}, {"soft_cap": 8.0},
                                     {"vocab_size": 4990, "keep_logits": True}])
 def test_the_op(kwargs):

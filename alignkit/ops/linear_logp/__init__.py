@@ -108,6 +108,13 @@ class _Head:
         return dz
 
 
+    def product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool, before: int) -> None:
+        """`_product` of the rows from `before` on, which are a's, or are what a . b^T sums over."""
+        fused = getattr(self.backend, "head_product", None)
+        if fused is None or not fused(out, a, b, accumulate, self.count, before):
+            _product(out, a, b, accumulate)
+
+
 def _head(hidden, weight, bias, soft_cap, logit_scale, *args) -> _Head:
     bias = None if bias is None else bias.detach().float().contiguous()
     return _Head(hidden, weight, _Transform(bias, soft_cap, logit_scale), *args)
@@ -248,9 +255,9 @@ class _LinearLogp(torch.autograd.Function):
             for rows in blocks:
                 dz = source.gradient(rows, columns, start + columns.start, per_row)
                 if need_h:
-                    _product(dh[rows], dz, w.t(), columns.start > 0)
+                    source.product(dh[rows], dz, w.t(), columns.start > 0, rows.start)
                 if need_w:
-                    _product(dw_sum, dz.t(), source.hidden[rows].t(), rows.start > 0)
+                    source.product(dw_sum, dz.t(), source.hidden[rows].t(), rows.start > 0, rows.start)
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
             if need_w and len(blocks) > 1:

@@ -19,8 +19,8 @@ from .triton import (
     transform,
 )
 
-__all__ = ["check_rows", "finish", "gradient", "gradient_type", "head_gradient", "head_statistics", "join", "pick",
-           "spread", "statistics", "transform"]
+__all__ = ["check_rows", "finish", "gradient", "gradient_type", "head_gradient", "head_product", "head_statistics",
+           "join", "pick", "spread", "statistics", "transform"]
 
 FEW = 256
 """Up to so many rows a tile of the kernels is mostly empty."""
@@ -90,4 +90,29 @@ def head_gradient(hidden, weight, how, temperature, target, first: int, lse, ent
         return False
     _launch("alignkit_head_gradient", hidden.device, head,
             *(ctypes.c_void_p(_pointer(t)) for t in (lse, entropy, g_logp, g_entropy, out)), ctypes.c_int64(out.stride(0)))
+    return True
+
+
+def head_product(out, a, b, accumulate: bool, count=None, before: int = 0) -> bool:
+    """out [M, N] = a [M, K] . b [N, K]^T, one chain, plus `out` (fp32) if `accumulate`, where b's rows are contiguous
+    along N. False, and nothing done, if it is not for these operands.
+
+    count and before as above, of the rows of a; or of K, where a's rows are contiguous along M. What does not count is
+    taken for zeros."""
+    (m, k), n = a.shape, len(b)
+    transposed = a.stride(1) != 1
+    if not m or not n or not k or not _copied(b.t()) or not _copied(a.t() if transposed else a):
+        return False
+    if out.dtype == torch.float32:
+        if n % 2 or out.stride(1) != 1 or out.stride(0) % 2 or out.data_ptr() % 8:
+            return False
+    elif accumulate or n % 8 or not out.is_contiguous() or out.data_ptr() % 16:
+        return False
+    with torch.cuda.device(out.device):
+        status = cuda.library().alignkit_head_product(
+            ctypes.c_void_p(a.data_ptr()), ctypes.c_int64(a.stride(1) if transposed else a.stride(0)), int(transposed),
+            ctypes.c_void_p(b.data_ptr()), ctypes.c_int64(b.stride(1)), ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(out.stride(0)), int(out.dtype == torch.bfloat16), int(accumulate), m, n, k,
+            ctypes.c_void_p(_pointer(count)), before, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+    cuda.check(status, "alignkit_head_product")
     return True

@@ -1,0 +1,289 @@
+// A product of two bf16 matrices, a [m, k] . b [n, k]^T with sums in fp32, and an epilogue that takes them from registers.
+//
+// A cluster of two blocks takes 256 rows by 256 columns, each block 128 of the rows. One warp of a block copies operands to
+// shared memory, b's for both blocks at once; two groups of four warps multiply 64 rows each by all columns. The second
+// group starts a little later than the first and stays behind, so that one computes an epilogue while the other has the
+// tensor core. Each output is one chain over ascending k, whatever the tile.
+#pragma once
+#include <algorithm>
+
+#include "hopper.cuh"
+
+namespace alignkit {
+namespace {
+
+constexpr int kRows = 128;      // of a block
+constexpr int kGroupRows = 64;  // of a group of warps
+constexpr int kColumns = 256;
+constexpr int kStep = 64;  // of k
+constexpr int kStages = 4;
+constexpr int kBlocks = 2;  // of a cluster
+constexpr int kBand = 16;   // clusters' rows that take turns over the same columns, 4096 rows: these stay in the L2 cache
+constexpr int kBehind = 2;  // steps of k by which the second group starts later
+constexpr int kThreads = 3 * 128;
+
+// How a matrix lies in memory: rows of k, or, transposed, a row a k.
+enum class Layout { kPlain, kTransposed };
+
+struct Stage {
+  __nv_bfloat16 a[kRows * kStep];
+  __nv_bfloat16 b[kColumns * kStep];
+};
+
+struct Shared {
+  Stage stage[kStages];
+  uint64_t full[kStages], empty[kStages];
+};
+
+constexpr int kStageBytes = sizeof(Stage);
+constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1024
+
+// Of a batch of rows, `before` of which come before these, the first *count count; null: all.
+struct Count {
+  const int* count;
+  int before;
+
+  __device__ int of(int rows) const { return count ? max(min(*count - before, rows), 0) : rows; }
+};
+
+struct Shape {
+  int m, n, k;
+  Count count;  // of m; of k if a is transposed
+};
+
+// The order in which tiles are taken.
+template <Layout kA>
+struct Tiles {
+  int down, across, counted, steps;
+
+  __device__ Tiles(const Shape& s) {
+    down = (s.m + kBlocks * kRows - 1) / (kBlocks * kRows);
+    across = (s.n + kColumns - 1) / kColumns;
+    counted = kA == Layout::kPlain ? (s.count.of(s.m) + kBlocks * kRows - 1) / (kBlocks * kRows) : down;
+    steps = ((kA == Layout::kPlain ? s.k : s.count.of(s.k)) + kStep - 1) / kStep;
+  }
+
+  // The first row of the cluster and the first column of tile i; false if no row of it counts, or no k.
+  __device__ bool at(int i, int& row, int& column) const {
+    int first = i / (kBand * across) * kBand, band = min(kBand, down - first), j = i - first * across;
+    int r = first + j % band;
+    row = r * kBlocks * kRows;
+    column = j / band * kColumns;
+    return r < counted && steps > 0;
+  }
+};
+
+__device__ __forceinline__ void step(int& stage, int& phase) {
+  if (++stage == kStages) {
+    stage = 0;
+    phase ^= 1;
+  }
+}
+
+template <Layout kA, Layout kB>
+__device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, const Shape& s, int rank) {
+  constexpr uint16_t all = (1 << kBlocks) - 1;
+  constexpr int half = kColumns / kBlocks, box = 64;  // of a transposed matrix
+  Tiles<kA> tiles(s);
+  int stage = 0, phase = 0;
+  for (int i = blockIdx.x / kBlocks; i < tiles.down * tiles.across; i += gridDim.x / kBlocks) {
+    int row, column;
+    if (!tiles.at(i, row, column)) continue;
+    row += rank * kRows;
+    column += rank * half;
+    for (int k = 0; k < tiles.steps * kStep; k += kStep, step(stage, phase)) {
+      barrier_wait(&sh.empty[stage], phase ^ 1);
+      uint64_t* full = &sh.full[stage];
+      barrier_expect(full, kStageBytes);
+      __nv_bfloat16 *to_a = sh.stage[stage].a, *to_b = sh.stage[stage].b + rank * half * kStep;
+      if (kA == Layout::kPlain)
+        copy_box(to_a, a, k, row, full);
+      else
+        for (int j = 0; j < kRows; j += box) copy_box(to_a + j * kStep, a, row + j, k, full);
+      if (kB == Layout::kPlain)
+        copy_box_to(all, to_b, b, k, column, full);
+      else
+        for (int j = 0; j < half; j += box) copy_box_to(all, to_b + j * kStep, b, column + j, k, full);
+    }
+  }
+}
+
+// Where a thread's sums of a tile lie: rows `row` and row + 8, columns `column` + 8 j + e.
+struct Place {
+  int row, column, lane;
+  bool here[2];  // whether its rows exist
+
+  __device__ Place(int m, int group_row, int first_column) {
+    int thread = threadIdx.x % 128;
+    lane = thread % 32;
+    row = group_row + thread / 32 * 16 + lane / 4;
+    column = first_column + 2 * (lane % 4);
+    here[0] = row < m;
+    here[1] = row + 8 < m;
+  }
+};
+
+// Sums, rounded, to out [m, width], whose rows follow each other; width is a multiple of 8. Four lanes hold two neighbours
+// each of eight columns; they trade until each has all eight of its own, 16 bytes.
+__device__ __forceinline__ void store_rows(const float (&sums)[128], const Place& p, __nv_bfloat16* out, int64_t width,
+                                           int first_column) {
+  bool odd = p.lane & 1, high = p.lane & 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    __nv_bfloat16* row = out + (p.row + 8 * h) * width + first_column;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        int at = 16 * i + 4 * j + 2 * h;
+        __nv_bfloat162 pair = __floats2bfloat162_rn(sums[at], sums[at + 1]);
+        w[j] = *reinterpret_cast<uint32_t*>(&pair);
+      }
+      uint32_t x = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), y = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+      (odd ? w[0] : w[1]) = x;
+      (odd ? w[2] : w[3]) = y;
+      x = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), y = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
+      (high ? w[0] : w[2]) = x;
+      (high ? w[1] : w[3]) = y;
+      int column = 32 * i + 8 * (p.lane % 4);
+      if (p.here[h] && first_column + column < width)
+        *reinterpret_cast<uint4*>(row + column) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+  }
+}
+
+// An Epilogue has run(Shape, sums, the group's first row, first column) and, for a tile without rows or k that count, skip
+// of the same but the sums.
+template <Layout kA, Layout kB, class Epilogue>
+__device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilogue, int rank) {
+  constexpr bool a_transposed = kA == Layout::kTransposed, b_transposed = kB == Layout::kTransposed;
+  Tiles<kA> tiles(s);
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler sees that it is a warp's
+  int stage = 0, phase = 0;
+  bool late = group == 1, first = true;
+  uint64_t a0 = operand<a_transposed>(sh.stage[0].a + group * kGroupRows * kStep);
+  uint64_t b0 = operand<b_transposed>(sh.stage[0].b);
+  float sums[128];
+  for (int i = blockIdx.x / kBlocks; i < tiles.down * tiles.across; i += gridDim.x / kBlocks) {
+    int row, column;
+    bool counts = tiles.at(i, row, column);
+    row += rank * kRows + group * kGroupRows;
+    if (!counts) {
+      epilogue.skip(s, row, column);
+      continue;
+    }
+    if (kBehind && first && late) named_barrier_sync(1, 256);
+    int before = 0;
+#pragma unroll 1
+    for (int k = 0; k < tiles.steps; ++k) {
+      barrier_wait(&sh.full[stage], phase);
+      uint64_t a = a0 + stage * (kStageBytes >> 4), b = b0 + stage * (kStageBytes >> 4);
+      products_begin();
+#pragma unroll
+      for (int j = 0; j < kStep / 16; ++j)
+        multiply<a_transposed, b_transposed>(sums, a + j * kNext<a_transposed>, b + j * kNext<b_transposed>, k + j > 0);
+      products_end();
+      if (first && !late && k == min(kBehind, tiles.steps) - 1) named_barrier_arrive(1, 256);
+      if (k > 0) {
+        products_wait<1>();
+        if (threadIdx.x % 32 < kBlocks) barrier_arrive(&sh.empty[before], threadIdx.x % 32);
+      }
+      before = stage;
+      step(stage, phase);
+    }
+    products_wait<0>();
+    products_taken(sums);
+    if (threadIdx.x % 32 < kBlocks) barrier_arrive(&sh.empty[before], threadIdx.x % 32);
+    epilogue.run(s, sums, row, column);
+    first = false;
+  }
+}
+
+template <Layout kA, Layout kB, class Epilogue>
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
+    gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const Shape s,
+         const Epilogue epilogue) {
+  extern __shared__ uint8_t raw[];
+  Shared& sh = *reinterpret_cast<Shared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&sh.full[i], 1);
+      barrier_init(&sh.empty[i], 8 * kBlocks);  // warps that multiply, in both blocks
+    }
+    barrier_init_done();
+  }
+  cluster_sync();
+  if (threadIdx.x / 128 == 2) {
+    registers_down<40>();
+    if (threadIdx.x == 2 * 128) copy<kA, kB>(sh, &a, &b, s, rank);
+  } else {
+    registers_up<232>();
+    multiply_tiles<kA, kB>(sh, s, epilogue, rank);
+  }
+  __syncwarp();
+  cluster_sync();  // nobody leaves while the other block may still write here
+}
+
+// Host.
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+inline Encode encode() {
+  static Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  return found;
+}
+
+// bf16, `pitch` elements from one row of memory to the next.
+struct Matrix {
+  const void* data;
+  int64_t pitch;
+};
+
+// Of a matrix [rows, k], taken 128 rows by 64 of k at a time; transposed, 64 rows by 64 of k.
+inline cudaError_t map_of(CUtensorMap* map, const Matrix& matrix, Layout layout, int64_t rows, int64_t k) {
+  if (!encode()) return cudaErrorNotSupported;
+  bool plain = layout == Layout::kPlain;
+  cuuint64_t size[2] = {static_cast<cuuint64_t>(plain ? k : rows), static_cast<cuuint64_t>(plain ? rows : k)};
+  cuuint64_t stride[1] = {static_cast<cuuint64_t>(matrix.pitch) * 2};
+  cuuint32_t box[2] = {64, plain ? 128u : 64u}, one[2] = {1, 1};
+  CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix.data), size, stride, box,
+                           one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <Layout kA, Layout kB, class Epilogue>
+cudaError_t launch(const Matrix& a, const Matrix& b, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
+  CUtensorMap maps[2];
+  if (cudaError_t e = map_of(&maps[0], a, kA, s.m, s.k)) return e;
+  if (cudaError_t e = map_of(&maps[1], b, kB, s.n, s.k)) return e;
+  auto kernel = gemm<kA, kB, Epilogue>;
+  static thread_local int prepared = -1, most = 0;  // the device for which this is done, and the clusters that it holds
+  int device;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (prepared != device) {
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)) return e;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = kBlocks;
+    config.blockDim = kThreads;
+    config.dynamicSmemBytes = kSharedBytes;
+    if (cudaError_t e = cudaOccupancyMaxActiveClusters(&most, kernel, &config)) return e;
+    prepared = device;
+  }
+  int64_t down = (s.m + kBlocks * kRows - 1) / (kBlocks * kRows), across = (s.n + kColumns - 1) / kColumns;
+  int64_t clusters = std::min<int64_t>(down * across, most);
+  kernel<<<clusters * kBlocks, kThreads, kSharedBytes, stream>>>(maps[0], maps[1], s, epilogue);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace alignkit
