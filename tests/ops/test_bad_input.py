@@ -95,6 +95,9 @@ CASES = [
     ("temperature: shape", lambda: lp(temperature=torch.ones(3))),
     ("temperature: [-1.0]", lambda: lp(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0]))),
     ("soft_cap", lambda: lp(soft_cap=0.0)),
+    ("main_grad: dtype", lambda: lp(main_grad=torch.zeros(8, 16).bfloat16())),
+    ("main_grad: (8, 15)", lambda: lp(main_grad=torch.zeros(8, 15))),
+    ("main_grad: (8, 16)", lambda: lp(main_grad=torch.zeros(16, 8).t())),
     ("logit_scale", lambda: lp(logit_scale=float("inf"))),
     ("token_ids: [8] is not in [0, 8)", lambda: token_logp(W.t(), torch.arange(16)[:, None] // 2 + 1)),
     ("token_ids: shape", lambda: token_logp(W, torch.zeros(7, 1, dtype=torch.int64))),
@@ -151,8 +154,11 @@ def test_nan_in_given_logits_stays_in_its_row():
 def test_a_device_without_backend_is_refused():
     with pytest.raises(BackendError, match="device: .*meta"):
         ops.rms_norm(X.to("meta"), torch.ones(16, device="meta"), 1e-6)
-    with pytest.raises(BackendError, match="choice"), backends.use("cuda"):
+    with pytest.raises(BackendError, match="choice"), backends.use("tpu"):
         pass
+    for choice in ("triton", "cuda") if CPU else ("cpu", "reference"):
+        with backends.use(choice), pytest.raises(BackendError, match=f"{choice}.* is not a backend of C"):
+            ops.rms_norm(X, torch.ones(16), 1e-6)
 
 
 STOPPED = """

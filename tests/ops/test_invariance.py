@@ -63,6 +63,29 @@ def test_linear_logp(n, v, dtype, seed):
     assert_bitwise_equal(ops.logp_from_logits(masked, target), whole, "ids masked with -inf")
 
 
+@given(n=st.integers(2, 60), dtype=dtypes, seed=seeds)
+def test_main_grad(n, dtype, seed):
+    """One chain over the rows of both passes; on a GPU, the sum of a chain for each."""
+    h, w = randn(n, 48, dtype=dtype, seed=seed), randn(300, 48, dtype=dtype)
+    target, g = torch.randint(0, 300, (n,)), randn(n)
+    target[0] = -100
+
+    def add(main_grad, rows):
+        weight = w.clone().requires_grad_()
+        logp = ops.linear_logp(h[rows], weight, target[rows], main_grad=main_grad, keep_logits=n % 2 == 0)
+        logp.backward(g[rows])
+        assert weight.grad is None
+        return main_grad
+    whole, first, second, both = slice(0, n), slice(0, n // 2), slice(n // 2, n), torch.zeros(300, 48)
+    for rows in (first, second):
+        add(both, rows)
+    expected = add(torch.zeros(300, 48), whole) if CPU else sum(add(torch.zeros(300, 48), rows) for rows in (first, second))
+    assert_bitwise_equal(both, expected, "two passes")
+    weight = w.clone().requires_grad_()
+    ops.linear_logp(h, weight, target).backward(g)
+    assert_bitwise_equal(add(torch.zeros(300, 48), whole).to(dtype), weight.grad, "rounded")
+
+
 @given(lens=st.lists(st.integers(1, 150), min_size=1, max_size=5), dtype=dtypes, seed=seeds)
 def test_attention_packing(lens, dtype, seed):
     """Packed = alone = padded into one micro-batch."""

@@ -216,7 +216,7 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bo
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
-                entropy, keep):
+                entropy, keep, main_grad):
         order = _remaining(target, ignore_index)
         target, temperature = _taken(target.masked_fill(target == ignore_index, -1), order), _taken(temperature, order)
         kept = None
@@ -227,6 +227,7 @@ class _LinearLogp(torch.autograd.Function):
         logp, lse, ent = _statistics(source, target, temperature, shards, tp, entropy)
         ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept)
         ctx.args = (soft_cap, logit_scale, shards, tp)
+        ctx.main_grad = main_grad  # written to in every backward pass, so nothing that autograd may watch
         return _put_back(logp, order, len(hidden)), _put_back(ent, order, len(hidden))
 
     @staticmethod
@@ -234,6 +235,7 @@ class _LinearLogp(torch.autograd.Function):
         hidden, weight, bias, order, target, temperature, lse, ent, kept = ctx.saved_tensors
         soft_cap, logit_scale, shards, tp = ctx.args
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        main = ctx.main_grad
         source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, _count(target), kept,
                        kept is not None)
         per_row = (temperature, target, lse, ent, _taken(g_logp, order), None if ent is None else _taken(g_ent, order))
@@ -242,7 +244,7 @@ class _LinearLogp(torch.autograd.Function):
         slabs = _cuts(0, used, HEAD_COLUMNS[source.family], border=-start)
         dh = torch.empty(source.hidden.shape, dtype=torch.float32, device=hidden.device) if need_h else None
         dw, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
-                  for t, need in ((weight, need_w), (bias, need_b)))
+                  for t, need in ((weight, need_w and main is None), (bias, need_b)))
         if need_h and not slabs:
             dh.zero_()
         for grad in (dw, db):
@@ -250,23 +252,25 @@ class _LinearLogp(torch.autograd.Function):
                 grad[used:].zero_()
         for columns in slabs:
             w, db_sum = weight[columns], None
-            if need_w:  # rounded at once if it is one chain
+            if main is not None:
+                dw_sum = main[columns]
+            elif need_w:  # rounded at once if it is one chain
                 dw_sum = dw[columns] if len(blocks) == 1 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
             for rows in blocks:
                 dz = source.gradient(rows, columns, start + columns.start, per_row)
                 if need_h:
                     source.product(dh[rows], dz, w.t(), columns.start > 0, rows.start)
                 if need_w:
-                    source.product(dw_sum, dz.t(), source.hidden[rows].t(), rows.start > 0, rows.start)
+                    source.product(dw_sum, dz.t(), source.hidden[rows].t(), main is not None or rows.start > 0, rows.start)
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
-            if need_w and len(blocks) > 1:
+            if dw is not None and len(blocks) > 1:
                 dw[columns] = dw_sum
             if need_b:
                 db[columns] = db_sum
         if need_h:
             dh = _put_back(tp.tree_sum(dh).to(hidden.dtype), order, len(hidden))
-        return dh, dw, db, *[None] * 9
+        return dh, dw, db, *[None] * 10
 
 
 def _ordered(hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -367,7 +371,7 @@ def _temperatures(temperature, shape, device) -> torch.Tensor | None:
 def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None,
                 temperature: float | torch.Tensor = 1.0, soft_cap: float | None = None, logit_scale: float = 1.0,
                 ignore_index: int = -100, vocab_size: int | None = None, vocab_start: int = 0, tp: TP | None = None,
-                return_entropy: bool = False, keep_logits: bool = False):
+                return_entropy: bool = False, keep_logits: bool = False, main_grad: torch.Tensor | None = None):
     """``log_softmax(logits / temperature)[target]`` with ``logits = logit_scale * cap(hidden @ weight.T + bias)``,
     ``cap(x) = soft_cap * tanh(x / soft_cap)``; the logits are fp32, not rounded, and not stored unless `keep_logits`.
 
@@ -389,6 +393,8 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         return_entropy: also return the entropy of the distribution, in nats.
         keep_logits: store the products hidden @ weight.T, 4 bytes each, for a backward pass that does not compute them
             again. The same bits; without it no more than some bytes per row and 128 ids are stored.
+        main_grad: fp32 [V_local, D], contiguous, or None. The gradient of weight is added to it, unrounded, in each backward
+            pass, and weight.grad stays as it is.
 
     Returns:
         logp, fp32 [...], in nats; or (logp, entropy). Differentiable in hidden (summed over ranks), weight and bias
@@ -403,6 +409,11 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
     def checks():
         check_weight(hidden, weight, bias, "hidden")
         _check_transform(soft_cap, logit_scale)
+        if main_grad is not None:
+            check_tensor("main_grad", main_grad, 2, (torch.float32,))
+            require(main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous(),
+                    f"main_grad: {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}, does not fit "
+                    f"weight: {tuple(weight.shape)} on {weight.device}")
         require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
         return Shards.describe(vocab_start, weight.shape[0], vocab_size), (
             tuple(hidden.shape), str(hidden.dtype), bias is not None, soft_cap, logit_scale, ignore_index,
@@ -412,7 +423,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
     logp, entropy = _LinearLogp.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
         None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
-        return_entropy, keep_logits and torch.is_grad_enabled())
+        return_entropy, keep_logits and torch.is_grad_enabled(), main_grad)
     return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
 
 
