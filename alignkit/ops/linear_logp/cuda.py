@@ -58,10 +58,13 @@ def _head(hidden, weight, how, temperature, target, first: int, count, before: i
                  1.0 if scale is None else scale, cap is not None, scale is not None, _pointer(target), first)
 
 
-def _launch(function: str, device: torch.device, head: _Head, *args) -> None:
+def _call(function: str, device: torch.device, *args) -> None:
+    """A function of the library, on the current stream of `device`. Tensors and None become addresses; an int is a C int,
+    unless it comes as a ctypes value."""
+    args = [ctypes.c_void_p(_pointer(a)) if a is None or isinstance(a, torch.Tensor) else a for a in args]
     with torch.cuda.device(device):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        cuda.check(getattr(cuda.library(), function)(ctypes.byref(head), *args, stream), function)
+        cuda.check(getattr(cuda.library(), function)(*args, stream), function)
 
 
 def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, u, z_target, count=None, before: int = 0,
@@ -74,9 +77,8 @@ def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, 
     head = _head(hidden, weight, how, temperature, target, first, count, before)
     if head is None or products is not None and (products.stride(0) % 2 or products.data_ptr() % 8):
         return False
-    _launch("alignkit_head_statistics", hidden.device, head, *(ctypes.c_void_p(_pointer(t)) for t in (m, q, u)),
-            ctypes.c_int64(m.stride(0)), ctypes.c_void_p(_pointer(z_target)), ctypes.c_void_p(_pointer(products)),
-            ctypes.c_int64(0 if products is None else products.stride(0)))
+    _call("alignkit_head_statistics", hidden.device, ctypes.byref(head), m, q, u, ctypes.c_int64(m.stride(0)), z_target,
+          products, ctypes.c_int64(0 if products is None else products.stride(0)))
     return True
 
 
@@ -88,8 +90,8 @@ def head_gradient(hidden, weight, how, temperature, target, first: int, lse, ent
     head = _head(hidden, weight, how, temperature, target, first, count, before)
     if head is None or not _copied(out) or out.stride(0) - out.shape[1] >= 8:
         return False
-    _launch("alignkit_head_gradient", hidden.device, head,
-            *(ctypes.c_void_p(_pointer(t)) for t in (lse, entropy, g_logp, g_entropy, out)), ctypes.c_int64(out.stride(0)))
+    _call("alignkit_head_gradient", hidden.device, ctypes.byref(head), lse, entropy, g_logp, g_entropy, out,
+          ctypes.c_int64(out.stride(0)))
     return True
 
 
@@ -108,11 +110,7 @@ def head_product(out, a, b, accumulate: bool, count=None, before: int = 0) -> bo
             return False
     elif accumulate or n % 8 or not out.is_contiguous() or out.data_ptr() % 16:
         return False
-    with torch.cuda.device(out.device):
-        status = cuda.library().alignkit_head_product(
-            ctypes.c_void_p(a.data_ptr()), ctypes.c_int64(a.stride(1) if transposed else a.stride(0)), int(transposed),
-            ctypes.c_void_p(b.data_ptr()), ctypes.c_int64(b.stride(1)), ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_int64(out.stride(0)), int(out.dtype == torch.bfloat16), int(accumulate), m, n, k,
-            ctypes.c_void_p(_pointer(count)), before, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
-    cuda.check(status, "alignkit_head_product")
+    _call("alignkit_head_product", out.device, a, ctypes.c_int64(a.stride(1) if transposed else a.stride(0)), int(transposed),
+          b, ctypes.c_int64(b.stride(1)), out, ctypes.c_int64(out.stride(0)), int(out.dtype == torch.bfloat16),
+          int(accumulate), m, n, k, count, before)
     return True
