@@ -19,7 +19,7 @@ from . import cuda, native
 from .errors import BackendError
 
 CHOICES = ("auto", "cpu", "reference", "triton", "cuda")
-CUDA = ("linear_logp",)
+CUDA = ("linear", "linear_logp")
 """Ops that have CUDA kernels, csrc/sm90, beside those of Triton. They are taken when `cuda` is chosen."""
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
 _warned = False

@@ -9,6 +9,8 @@ import ctypes
 import functools
 from pathlib import Path
 
+import torch
+
 from .errors import BackendError
 
 LIBRARY = Path(__file__).with_name("_sm90.so")
@@ -36,7 +38,20 @@ def available() -> bool:
     return True
 
 
+def pointer(t: torch.Tensor | None) -> int | None:
+    """The address of a tensor."""
+    return None if t is None else t.data_ptr()
+
+
 def check(error: int, function: str) -> None:
-    """Raises BackendError in CUDA's words if `function` of the library returned `error`, a cudaError_t, not 0."""
+    """Raises BackendError in CUDA's words if `function` of the library returned an `error`, a cudaError_t other than 0."""
     if error:
         raise BackendError(f"{function}: {library().alignkit_cuda_error(error).decode()}")
+
+
+def call(function: str, device: torch.device, *args) -> None:
+    """A function of the library, on the current stream of `device`. Tensors and None are passed as addresses, an int as a C
+    int. Raises BackendError as `check` does."""
+    args = [ctypes.c_void_p(pointer(a)) if a is None or isinstance(a, torch.Tensor) else a for a in args]
+    with torch.cuda.device(device):
+        check(getattr(library(), function)(*args, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)), function)

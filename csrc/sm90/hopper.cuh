@@ -136,38 +136,62 @@ __device__ __forceinline__ void products_wait() {
 }
 
 // What reads sums stays behind the wait for them.
-__device__ __forceinline__ void products_taken(float (&d)[128]) {
+template <int kCount>
+__device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define ALIGNKIT_R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ALIGNKIT_R16(d, i) \
-  ALIGNKIT_R4(d, i), ALIGNKIT_R4(d, i + 4), ALIGNKIT_R4(d, i + 8), ALIGNKIT_R4(d, i + 12)
-#define ALIGNKIT_R64(d, i) \
-  ALIGNKIT_R16(d, i), ALIGNKIT_R16(d, i + 16), ALIGNKIT_R16(d, i + 32), ALIGNKIT_R16(d, i + 48)
+// multiply: d [64, n] = a [64, 16] . b [n, 16]^T, plus d if `add`; d is of n / 2 floats. Of d a thread holds, for j < n / 8 and
+// e < 2, columns 8 j + 2 (lane % 4) + e of the rows lane / 4 (at 4 j + e) and lane / 4 + 8 (at 4 j + 2 + e) of its warp's 16.
 
-// d [64, 256] = a [64, 16] . b [256, 16]^T, plus d if `add`. Of d a thread holds, for j < 32 and e < 2, columns
-// 8 j + 2 (lane % 4) + e of the rows lane / 4 (at 4 j + e) and lane / 4 + 8 (at 4 j + 2 + e) of its warp's 16.
-template <bool kATransposed, bool kBTransposed>
-__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, add, 1, 1, %131, %132;\n"
-      "}\n"
-      : ALIGNKIT_R64(d, 0), ALIGNKIT_R64(d, 64)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kATransposed), "n"(kBTransposed));
-}
+#define ALIGNKIT_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define ALIGNKIT_D8(i) ALIGNKIT_D4(i), ALIGNKIT_D4(i + 4)
+#define ALIGNKIT_D16(i) ALIGNKIT_D8(i), ALIGNKIT_D8(i + 8)
+#define ALIGNKIT_D32(i) ALIGNKIT_D16(i), ALIGNKIT_D16(i + 16)
+#define ALIGNKIT_D64(i) ALIGNKIT_D32(i), ALIGNKIT_D32(i + 32)
+#define ALIGNKIT_D128(i) ALIGNKIT_D64(i), ALIGNKIT_D64(i + 64)
+#define ALIGNKIT_L4 "%0, %1, %2, %3"
+#define ALIGNKIT_L8 \
+  ALIGNKIT_L4 \
+  ", %4, %5, %6, %7"
+#define ALIGNKIT_L16 \
+  ALIGNKIT_L8 \
+  ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define ALIGNKIT_L32 \
+  ALIGNKIT_L16 \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ALIGNKIT_L64 \
+  ALIGNKIT_L32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define ALIGNKIT_L128 \
+  ALIGNKIT_L64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// The numbers that follow the sums' are those of a, b, add, and whether a and b are transposed.
+#define ALIGNKIT_MULTIPLY(count, columns, a_, b_, add_, a_transposed_, b_transposed_)                               \
+  template <bool kATransposed, bool kBTransposed>                                                                   \
+  __device__ __forceinline__ void multiply(float (&d)[count], uint64_t a, uint64_t b, bool add) {                   \
+    asm volatile(                                                                                                   \
+        "{\n"                                                                                                       \
+        ".reg .pred add;\n"                                                                                         \
+        "setp.ne.b32 add, %" #add_ ", 0;\n"                                                                         \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" ALIGNKIT_L##count "}, %" #a_ ", %" #b_     \
+        ", add, 1, 1, %" #a_transposed_ ", %" #b_transposed_ ";\n"                                                  \
+        "}\n"                                                                                                       \
+        : ALIGNKIT_D##count(0)                                                                                      \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kATransposed), "n"(kBTransposed));                        \
+  }
+
+ALIGNKIT_MULTIPLY(4, 8, 4, 5, 6, 7, 8)
+ALIGNKIT_MULTIPLY(8, 16, 8, 9, 10, 11, 12)
+ALIGNKIT_MULTIPLY(16, 32, 16, 17, 18, 19, 20)
+ALIGNKIT_MULTIPLY(32, 64, 32, 33, 34, 35, 36)
+ALIGNKIT_MULTIPLY(64, 128, 64, 65, 66, 67, 68)
+ALIGNKIT_MULTIPLY(128, 256, 128, 129, 130, 131, 132)
 
 }  // namespace alignkit

@@ -248,13 +248,13 @@ struct Matrix {
   int64_t pitch;
 };
 
-// Of a matrix [rows, k], taken 128 rows by 64 of k at a time; transposed, 64 rows by 64 of k.
-inline cudaError_t map_of(CUtensorMap* map, const Matrix& matrix, Layout layout, int64_t rows, int64_t k) {
+// Of a matrix [rows, k], taken `box_rows` rows by 64 of k at a time.
+inline cudaError_t map_of(CUtensorMap* map, const Matrix& matrix, Layout layout, int64_t rows, int64_t k, int box_rows) {
   if (!encode()) return cudaErrorNotSupported;
   bool plain = layout == Layout::kPlain;
   cuuint64_t size[2] = {static_cast<cuuint64_t>(plain ? k : rows), static_cast<cuuint64_t>(plain ? rows : k)};
   cuuint64_t stride[1] = {static_cast<cuuint64_t>(matrix.pitch) * 2};
-  cuuint32_t box[2] = {64, plain ? 128u : 64u}, one[2] = {1, 1};
+  cuuint32_t across = kStep, down = box_rows, box[2] = {plain ? across : down, plain ? down : across}, one[2] = {1, 1};
   CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix.data), size, stride, box,
                            one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -264,8 +264,8 @@ inline cudaError_t map_of(CUtensorMap* map, const Matrix& matrix, Layout layout,
 template <Layout kA, Layout kB, class Epilogue>
 cudaError_t launch(const Matrix& a, const Matrix& b, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
   CUtensorMap maps[2];
-  if (cudaError_t e = map_of(&maps[0], a, kA, s.m, s.k)) return e;
-  if (cudaError_t e = map_of(&maps[1], b, kB, s.n, s.k)) return e;
+  if (cudaError_t e = map_of(&maps[0], a, kA, s.m, s.k, kA == Layout::kPlain ? kRows : kStep)) return e;
+  if (cudaError_t e = map_of(&maps[1], b, kB, s.n, s.k, kB == Layout::kPlain ? kColumns / kBlocks : kStep)) return e;
   auto kernel = gemm<kA, kB, Epilogue>;
   static thread_local int prepared = -1, most = 0;  // the device for which this is done, and the clusters that it holds
   int device;

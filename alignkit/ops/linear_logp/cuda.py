@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from ... import cuda
+from ..linear.cuda import copied
 from .triton import (
     check_rows,
     finish,
@@ -37,34 +38,14 @@ class _Head(ctypes.Structure):
                 ("target", ctypes.c_void_p), ("first", ctypes.c_int64)]
 
 
-def _copied(t: torch.Tensor) -> bool:
-    """Whether the device's copy engine takes a matrix: bf16, rows contiguous, not overlapping, 16-byte aligned."""
-    row, column = t.stride()
-    return (t.dtype == torch.bfloat16 and column == 1 and row >= t.shape[1] and row % 8 == 0
-            and t.data_ptr() % 16 == 0)
-
-
-def _pointer(t: torch.Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
 def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head | None:
     """None if the kernels are not for these operands."""
-    if len(hidden) <= FEW or not len(weight) or not _copied(hidden) or not _copied(weight):
+    if len(hidden) <= FEW or not len(weight) or not copied(hidden) or not copied(weight):
         return None
     cap, scale = how.soft_cap, how.logit_scale
     return _Head(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0), *hidden.shape[:1],
-                 *weight.shape, _pointer(count), before, _pointer(how.bias), _pointer(temperature), cap or 0.0,
-                 1.0 if scale is None else scale, cap is not None, scale is not None, _pointer(target), first)
-
-
-def _call(function: str, device: torch.device, *args) -> None:
-    """A function of the library, on the current stream of `device`. Tensors and None become addresses; an int is a C int,
-    unless it comes as a ctypes value."""
-    args = [ctypes.c_void_p(_pointer(a)) if a is None or isinstance(a, torch.Tensor) else a for a in args]
-    with torch.cuda.device(device):
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        cuda.check(getattr(cuda.library(), function)(*args, stream), function)
+                 *weight.shape, cuda.pointer(count), before, cuda.pointer(how.bias), cuda.pointer(temperature), cap or 0.0,
+                 1.0 if scale is None else scale, cap is not None, scale is not None, cuda.pointer(target), first)
 
 
 def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, u, z_target, count=None, before: int = 0,
@@ -77,8 +58,8 @@ def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, 
     head = _head(hidden, weight, how, temperature, target, first, count, before)
     if head is None or products is not None and (products.stride(0) % 2 or products.data_ptr() % 8):
         return False
-    _call("alignkit_head_statistics", hidden.device, ctypes.byref(head), m, q, u, ctypes.c_int64(m.stride(0)), z_target,
-          products, ctypes.c_int64(0 if products is None else products.stride(0)))
+    cuda.call("alignkit_head_statistics", hidden.device, ctypes.byref(head), m, q, u, ctypes.c_int64(m.stride(0)), z_target,
+              products, ctypes.c_int64(0 if products is None else products.stride(0)))
     return True
 
 
@@ -88,10 +69,10 @@ def head_gradient(hidden, weight, how, temperature, target, first: int, lse, ent
     are zeroed. False, and nothing done, if it is not for these operands. `count` and `before` as above; rows that are not
     computed get zeros."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
-    if head is None or not _copied(out) or out.stride(0) - out.shape[1] >= 8:
+    if head is None or not copied(out) or out.stride(0) - out.shape[1] >= 8:
         return False
-    _call("alignkit_head_gradient", hidden.device, ctypes.byref(head), lse, entropy, g_logp, g_entropy, out,
-          ctypes.c_int64(out.stride(0)))
+    cuda.call("alignkit_head_gradient", hidden.device, ctypes.byref(head), lse, entropy, g_logp, g_entropy, out,
+              ctypes.c_int64(out.stride(0)))
     return True
 
 
@@ -103,14 +84,14 @@ def head_product(out, a, b, accumulate: bool, count=None, before: int = 0) -> bo
     taken for zeros."""
     (m, k), n = a.shape, len(b)
     transposed = a.stride(1) != 1
-    if not m or not n or not k or not _copied(b.t()) or not _copied(a.t() if transposed else a):
+    if not m or not n or not k or not copied(b.t()) or not copied(a.t() if transposed else a):
         return False
     if out.dtype == torch.float32:
         if n % 2 or out.stride(1) != 1 or out.stride(0) % 2 or out.data_ptr() % 8:
             return False
     elif accumulate or n % 8 or not out.is_contiguous() or out.data_ptr() % 16:
         return False
-    _call("alignkit_head_product", out.device, a, ctypes.c_int64(a.stride(1) if transposed else a.stride(0)), int(transposed),
-          b, ctypes.c_int64(b.stride(1)), out, ctypes.c_int64(out.stride(0)), int(out.dtype == torch.bfloat16),
-          int(accumulate), m, n, k, count, before)
+    cuda.call("alignkit_head_product", out.device, a, ctypes.c_int64(a.stride(1) if transposed else a.stride(0)), int(transposed),
+              b, ctypes.c_int64(b.stride(1)), out, ctypes.c_int64(out.stride(0)), int(out.dtype == torch.bfloat16),
+              int(accumulate), m, n, k, count, before)
     return True
