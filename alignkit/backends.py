@@ -19,6 +19,7 @@ from . import cuda, native
 from .errors import BackendError
 
 CHOICES = ("auto", "cpu", "reference", "triton", "cuda")
+GPU = ("triton", "cuda")
 CUDA = ("linear", "linear_logp")
 """Ops that have CUDA kernels, csrc/sm90, beside those of Triton. They are taken when `cuda` is chosen."""
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
@@ -34,7 +35,7 @@ def name(device: torch.device | str = "cpu") -> str:
     if _choice not in CHOICES:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r}: choose one of {', '.join(CHOICES)}")
     if device.type == "cuda":
-        if _choice not in ("auto", "triton", "cuda"):
+        if _choice not in ("auto", *GPU):
             raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CUDA tensors")
         _require_hopper(device)
         if _choice == "cuda":
@@ -43,7 +44,7 @@ def name(device: torch.device | str = "cpu") -> str:
         return "triton"
     if device.type != "cpu":
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
-    if _choice in ("triton", "cuda"):
+    if _choice in GPU:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CPU tensors")
     if _choice != "auto":
         return _choice
@@ -67,7 +68,7 @@ def _require_hopper(device: torch.device) -> None:
 
 def family(device: torch.device | str) -> str:
     """The device family whose bits `device` computes: ``cpu`` or ``sm90``."""
-    return {"triton": "sm90", "cuda": "sm90"}.get(name(device), "cpu")
+    return "sm90" if name(device) in GPU else "cpu"
 
 
 def select(op: str, device: torch.device | str) -> ModuleType:

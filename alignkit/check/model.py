@@ -86,15 +86,9 @@ def make_checkpoint(
     }
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"do_sample": True})
-    if weights:
-        made = _weights(arch, dtype, tied, seed, hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, std,
-                        logit_std)
-        save_file(made, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    if not weights:
+        return path
 
-
-def _weights(arch: str, dtype: torch.dtype, tied: bool, seed: int, hidden: int, layers: int, heads: int, kv_heads: int,
-             head_dim: int, intermediate: int, vocab: int, std: float, logit_std: float) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = std, mean: float = 0.0) -> torch.Tensor:
@@ -106,10 +100,10 @@ def _weights(arch: str, dtype: torch.dtype, tied: bool, seed: int, hidden: int, 
     q, kv = heads * head_dim, kv_heads * head_dim
     # The last hidden state has unit variance after its norm, so a logit is a sum of `hidden` terms.
     head_scale = logit_std / hidden**0.5
-    weights = {"model.embed_tokens.weight": normal(vocab, hidden, scale=head_scale if tied else std)}
+    tensors = {"model.embed_tokens.weight": normal(vocab, hidden, scale=head_scale if tied else std)}
     for i in range(layers):
         layer = f"model.layers.{i}."
-        weights |= {
+        tensors |= {
             layer + "input_layernorm.weight": norm_weight(hidden),
             layer + "self_attn.q_proj.weight": normal(q, hidden),
             layer + "self_attn.k_proj.weight": normal(kv, hidden),
@@ -121,14 +115,15 @@ def _weights(arch: str, dtype: torch.dtype, tied: bool, seed: int, hidden: int, 
             layer + "mlp.down_proj.weight": normal(hidden, intermediate),
         }
         if arch == "qwen3":
-            weights |= {layer + f"self_attn.{x}_norm.weight": norm_weight(head_dim) for x in "qk"}
+            tensors |= {layer + f"self_attn.{x}_norm.weight": norm_weight(head_dim) for x in "qk"}
         if arch == "qwen2":
-            weights |= {layer + f"self_attn.{x}_proj.bias": normal(width, scale=0.5)
+            tensors |= {layer + f"self_attn.{x}_proj.bias": normal(width, scale=0.5)
                         for x, width in (("q", q), ("k", kv), ("v", kv))}
-    weights["model.norm.weight"] = norm_weight(hidden)
+    tensors["model.norm.weight"] = norm_weight(hidden)
     if not tied:
-        weights["lm_head.weight"] = normal(vocab, hidden, scale=head_scale)
-    return weights
+        tensors["lm_head.weight"] = normal(vocab, hidden, scale=head_scale)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def _write_json(path: Path, value: object) -> None:

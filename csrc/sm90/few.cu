@@ -38,16 +38,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   int steps = (k + kStep - 1) / kStep, stage = 0, phase = 0;
-  auto next = [&] {
-    if (++stage == Sh::kDepth) {
-      stage = 0;
-      phase ^= 1;
-    }
-  };
   if (threadIdx.x / 128 == 2) {
     if (threadIdx.x != 2 * 128) return;
     for (int id = blockIdx.x * kIds; id < n; id += gridDim.x * kIds)
-      for (int i = 0; i < steps; ++i, next()) {
+      for (int i = 0; i < steps; ++i, step<Sh::kDepth>(stage, phase)) {
         barrier_wait(&sh.empty[stage], phase ^ 1);
         barrier_expect(&sh.full[stage], sizeof(FewStage<kWidth>));
         copy_box(sh.stage[stage].b, &b, i * kStep, id, &sh.full[stage]);
@@ -70,14 +64,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       products_end();
       products_wait<0>();
       if (lane == 0) barrier_arrive(&sh.empty[stage], 0);
-      next();
+      step<Sh::kDepth>(stage, phase);
     }
     products_taken(sums);
-    int at = id + group * kGroupRows + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    Place p(n, id + group * kGroupRows, 0);
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) {
-      int row = i / 4 * 8 + 2 * (lane % 4) + i % 2, of = at + i / 2 % 2 * 8;
-      if (row < m && of < n) out[row * pitch + of] = static_cast<Out>(sums[i]);
+      int h = i / 2 % 2, row = p.column + i / 4 * 8 + i % 2;
+      if (row < m && p.here[h]) out[row * pitch + p.row + 8 * h] = static_cast<Out>(sums[i]);
     }
   }
 }
@@ -88,12 +82,10 @@ cudaError_t launch_few(const Matrix& a, const Matrix& b, int m, int n, int k, Ou
   CUtensorMap maps[2];
   if (cudaError_t e = map_of(&maps[0], a, Layout::kPlain, m, k, kWidth)) return e;
   if (cudaError_t e = map_of(&maps[1], b, Layout::kPlain, n, k, kIds)) return e;
-  auto kernel = few_gemm<kWidth, Out>;
+  constexpr auto kernel = few_gemm<kWidth, Out>;
   constexpr int bytes = sizeof(FewShared<kWidth>) + 1024;
-  int device, processors;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+  int processors;
+  if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
   int blocks = std::min((n + kIds - 1) / kIds, processors);
   kernel<<<blocks, kThreads, bytes, stream>>>(maps[0], maps[1], m, n, k, out, pitch);
   return cudaGetLastError();

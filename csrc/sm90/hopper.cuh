@@ -93,10 +93,6 @@ __device__ __forceinline__ void copy_box_to(uint16_t blocks, void* to, const CUt
       : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Registers of a group of four warps.
 
 template <int count>

@@ -216,9 +216,7 @@ struct Gradient {
 
   // Zeros for rows that do not count.
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_id) const {
-    float zeros[128];
-#pragma unroll
-    for (int i = 0; i < 128; ++i) zeros[i] = 0.0f;
+    float zeros[128] = {};
     store_rows(zeros, Place(s.m, group_row, first_id), dz, width, first_id);
   }
 };

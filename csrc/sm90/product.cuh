@@ -73,8 +73,9 @@ struct Tiles {
   }
 };
 
+template <int kDepth = kStages>
 __device__ __forceinline__ void step(int& stage, int& phase) {
-  if (++stage == kStages) {
+  if (++stage == kDepth) {
     stage = 0;
     phase ^= 1;
   }
@@ -261,24 +262,36 @@ inline cudaError_t map_of(CUtensorMap* map, const Matrix& matrix, Layout layout,
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// Lets the kernel have `bytes` of shared memory, and finds out how many clusters of its kind the device holds, or, of a kernel
+// without clusters, blocks. Both once for each device that a thread uses in turn.
+template <auto kKernel>
+cudaError_t prepare(int bytes, int blocks_of_cluster, int* most) {
+  static thread_local int prepared = -1, held = 0;
+  int device;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (prepared != device) {
+    if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks_of_cluster;
+    config.blockDim = kThreads;
+    config.dynamicSmemBytes = bytes;
+    if (cudaError_t e = blocks_of_cluster == 1 ? cudaDeviceGetAttribute(&held, cudaDevAttrMultiProcessorCount, device)
+                                               : cudaOccupancyMaxActiveClusters(&held, kKernel, &config))
+      return e;
+    prepared = device;
+  }
+  *most = held;
+  return cudaSuccess;
+}
+
 template <Layout kA, Layout kB, class Epilogue>
 cudaError_t launch(const Matrix& a, const Matrix& b, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
   CUtensorMap maps[2];
   if (cudaError_t e = map_of(&maps[0], a, kA, s.m, s.k, kA == Layout::kPlain ? kRows : kStep)) return e;
   if (cudaError_t e = map_of(&maps[1], b, kB, s.n, s.k, kB == Layout::kPlain ? kColumns / kBlocks : kStep)) return e;
-  auto kernel = gemm<kA, kB, Epilogue>;
-  static thread_local int prepared = -1, most = 0;  // the device for which this is done, and the clusters that it holds
-  int device;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (prepared != device) {
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)) return e;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = kBlocks;
-    config.blockDim = kThreads;
-    config.dynamicSmemBytes = kSharedBytes;
-    if (cudaError_t e = cudaOccupancyMaxActiveClusters(&most, kernel, &config)) return e;
-    prepared = device;
-  }
+  constexpr auto kernel = gemm<kA, kB, Epilogue>;
+  int most;
+  if (cudaError_t e = prepare<kernel>(kSharedBytes, kBlocks, &most)) return e;
   int64_t down = (s.m + kBlocks * kRows - 1) / (kBlocks * kRows), across = (s.n + kColumns - 1) / kColumns;
   int64_t clusters = std::min<int64_t>(down * across, most);
   kernel<<<clusters * kBlocks, kThreads, kSharedBytes, stream>>>(maps[0], maps[1], s, epilogue);

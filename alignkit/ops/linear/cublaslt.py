@@ -326,6 +326,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool
             return False
         if len(_launchers) >= _MOST_LAUNCHERS:
             _launchers.clear()
+            _algorithms.clear()
         launch = _launchers[p] = _decide(p, chain)
     if launch is None:
         return False

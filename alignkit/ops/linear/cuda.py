@@ -8,22 +8,21 @@ import torch
 
 from ... import cuda
 from . import triton
+from .launch import copied, operand
 
 FEW, WIDE = 256, 128 * 132
 """At most so many rows; at least so many outputs, a tile for each multiprocessor."""
 
 
-def copied(t: torch.Tensor) -> bool:
-    """Whether the device's copy engine takes a matrix: bf16, rows contiguous, not overlapping, 16-byte aligned."""
-    row, column = t.stride()
-    return (t.dtype == torch.bfloat16 and column == 1 and row >= t.shape[1] and row % 8 == 0
-            and t.data_ptr() % 16 == 0)
+def takes(t: torch.Tensor) -> bool:
+    """Whether a matrix may be an operand: bf16 that the copy engine takes."""
+    return t.dtype == torch.bfloat16 and copied(operand(t))
 
 
 def few(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
     """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T, one chain. False, and nothing done, if it is not for these operands."""
     (m, k), n = a.shape, len(b)
-    if not 0 < m <= FEW or n < WIDE or not k or not copied(a) or not copied(b) or out.stride(1) != 1:
+    if not 0 < m <= FEW or n < WIDE or not k or not takes(a) or not takes(b) or out.stride(1) != 1:
         return False
     if out.dtype not in (torch.float32, torch.bfloat16):
         return False

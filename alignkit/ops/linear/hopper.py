@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import MOST, Launch, Operand, operand
+from .launch import MOST, Launch, Operand, copied, operand
 
 ROWS = gl.constexpr(64)
 """Of a group of warps; a tile has two."""
@@ -137,12 +137,6 @@ class _Matrix(TensorDescriptor):
         pass
 
 
-def _fits(t: Operand) -> bool:
-    """Whether the device's copy engine takes it: rows contiguous, not overlapping, and 16-byte aligned."""
-    (_, columns), (row, column), dtype, aligned = t
-    return aligned and column == 1 and row >= columns and row * dtype.itemsize % 16 == 0
-
-
 def _block(rows: gl.constexpr, columns: gl.constexpr, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
     shape = [rows.value, columns.value]
     return shape, gl.NVMMASharedLayout.get_default_for(shape, gl.float32 if dtype == torch.float32 else gl.bfloat16)
@@ -154,7 +148,7 @@ def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Oper
     (m, k), n = a[0], b[0][0]
     if {a[2], b[2]} != {torch.bfloat16} or not k or k % (leaves * STEP.value):
         return None
-    if not all(map(_fits, (a, b, out))):
+    if not all(map(copied, (a, b, out))):
         return None
     tiles = triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLS.value)
     grid = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)

@@ -19,6 +19,12 @@ def operand(t: torch.Tensor | None) -> Operand | None:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0)
 
 
+def copied(t: Operand) -> bool:
+    """Whether the device's copy engine takes it: rows contiguous, not overlapping, and 16-byte aligned."""
+    (_, columns), (row, column), dtype, aligned = t
+    return aligned and column == 1 and row >= columns and row * dtype.itemsize % 16 == 0
+
+
 class Launch:
     """`kernel` on `grid` with `rest`, all its arguments after the tensors, in the kernel's order. It is for tensors of one
     `operand` each, on the device that is current at its first call."""

@@ -89,18 +89,16 @@ class _Head:
 
     def statistics(self, rows: slice, columns: slice, *args) -> bool:
         """Those of the products, if that takes no products in memory; see the backend."""
-        fused = getattr(self.backend, "head_statistics", None)
-        return fused is not None and fused(self.hidden[rows], self.weight[columns], self.how.of(columns), *args, self.count,
-                                           rows.start, None if self.kept is None else self.kept[rows, columns])
+        return self._fused("head_statistics", self.hidden[rows], self.weight[columns], self.how.of(columns), *args,
+                           self.count, rows.start, None if self.kept is None else self.kept[rows, columns])
 
     def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple) -> torch.Tensor:
         """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
         (n, c), like = (rows.stop - rows.start, columns.stop - columns.start), self.weight
         dz = torch.empty(n, c + -c % 8, dtype=self.backend.gradient_type(like.dtype), device=like.device)[:, :c]
-        fused = None if self.filled else getattr(self.backend, "head_gradient", None)
         temperature, target, *others = (_part(v, rows) for v in per_row)
-        if fused is not None and fused(self.hidden[rows], like[columns], self.how.of(columns), temperature, target, first,
-                                       *others, dz, self.count, rows.start):
+        if not self.filled and self._fused("head_gradient", self.hidden[rows], like[columns], self.how.of(columns),
+                                           temperature, target, first, *others, dz, self.count, rows.start):
             return dz
         for part in _cuts(rows.start, rows.stop, PART_ROWS[self.family], border=rows.start):
             self.backend.gradient(self.products(part, columns), self.how.of(columns), first,
@@ -110,9 +108,13 @@ class _Head:
 
     def product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool, before: int) -> None:
         """`_product` of the rows from `before` on, which are a's, or are what a . b^T sums over."""
-        fused = getattr(self.backend, "head_product", None)
-        if fused is None or not fused(out, a, b, accumulate, self.count, before):
+        if not self._fused("head_product", out, a, b, accumulate, self.count, before):
             _product(out, a, b, accumulate)
+
+    def _fused(self, name: str, *args) -> bool:
+        """Whether the backend has a kernel of its own for that, and it took these operands."""
+        kernel = getattr(self.backend, name, None)
+        return kernel is not None and kernel(*args)
 
 
 def _head(hidden, weight, bias, soft_cap, logit_scale, *args) -> _Head:

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from ... import cuda
-from ..linear.cuda import copied
+from ..linear.cuda import takes
 from .triton import (
     check_rows,
     finish,
@@ -40,10 +40,10 @@ class _Head(ctypes.Structure):
 
 def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head | None:
     """None if the kernels are not for these operands."""
-    if len(hidden) <= FEW or not len(weight) or not copied(hidden) or not copied(weight):
+    if len(hidden) <= FEW or not len(weight) or not takes(hidden) or not takes(weight):
         return None
     cap, scale = how.soft_cap, how.logit_scale
-    return _Head(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0), *hidden.shape[:1],
+    return _Head(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0), len(hidden),
                  *weight.shape, cuda.pointer(count), before, cuda.pointer(how.bias), cuda.pointer(temperature), cap or 0.0,
                  1.0 if scale is None else scale, cap is not None, scale is not None, cuda.pointer(target), first)
 
@@ -69,7 +69,7 @@ def head_gradient(hidden, weight, how, temperature, target, first: int, lse, ent
     are zeroed. False, and nothing done, if it is not for these operands. `count` and `before` as above; rows that are not
     computed get zeros."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
-    if head is None or not copied(out) or out.stride(0) - out.shape[1] >= 8:
+    if head is None or not takes(out) or out.stride(0) - out.shape[1] >= 8:
         return False
     cuda.call("alignkit_head_gradient", hidden.device, ctypes.byref(head), lse, entropy, g_logp, g_entropy, out,
               ctypes.c_int64(out.stride(0)))
@@ -84,7 +84,7 @@ def head_product(out, a, b, accumulate: bool, count=None, before: int = 0) -> bo
     taken for zeros."""
     (m, k), n = a.shape, len(b)
     transposed = a.stride(1) != 1
-    if not m or not n or not k or not copied(b.t()) or not copied(a.t() if transposed else a):
+    if not m or not n or not k or not takes(b.t()) or not takes(a.t() if transposed else a):
         return False
     if out.dtype == torch.float32:
         if n % 2 or out.stride(1) != 1 or out.stride(0) % 2 or out.data_ptr() % 8:
