@@ -4,7 +4,7 @@ Two logprobs may be compared bit for bit only if they carry the same contract id
 """
 from __future__ import annotations
 
-VERSION = {"cpu": 1, "sm90": 2}
+VERSION = {"cpu": 1, "sm90": 3}
 """By device family: a change of bits on one leaves the logprobs saved on the other comparable."""
 VOCAB_TILE = 128
 """Width, in global vocabulary ids, of one leaf of the log-softmax."""
@@ -18,8 +18,6 @@ SUM_LANES = 16
 """Lanes of the sum of squares in rms_norm."""
 HEAD_ROWS = {"cpu": None, "sm90": 8192}
 """Gradient of the head's weight: rows of one chain; the chains of later rows are added in order. None: one chain."""
-HEAD_COLUMNS = {"cpu": None, "sm90": 4096}
-"""Gradient of the head's input: vocabulary ids of one chain, at global multiples; added in order. None: one chain."""
 
 
 def k_leaves(k: int) -> int:

@@ -61,6 +61,16 @@ __device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Kernels that follow each other in a stream, where the later one was launched to begin before the end of the one before.
+
+// The kernel before is done, and what it wrote is there.
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// When all blocks are here, the next kernel may begin wherever there is room.
+__device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Clusters.
 
 __device__ __forceinline__ int cluster_rank() {

@@ -51,7 +51,7 @@ __device__ __forceinline__ float logit(float x, const Transform& how, float bias
 }
 
 template <bool kEntropy, bool kPlain>
-struct Statistics {
+struct Statistics : FromZero {
   Transform how;
   const int64_t* target;  // a row, or null
   int64_t first;          // the global id of id 0
@@ -152,7 +152,7 @@ struct Statistics {
 };
 
 template <bool kEntropy, bool kPlain>
-struct Gradient {
+struct Gradient : FromZero {
   Transform how;
   const int64_t* target;
   int64_t first;
@@ -267,7 +267,7 @@ extern "C" int alignkit_head_statistics(const AlignkitHead* h, float* m, int* q,
                                         float* products, int64_t products_pitch, cudaStream_t stream) {
   Transform how = transform_of(*h);
   return of_kind(u != nullptr, how.none(), [&](auto entropy, auto plain) {
-    Statistics<entropy, plain> e{how, h->target, h->first, m, q, u, pitch, z_target, products, products_pitch};
+    Statistics<entropy, plain> e{{}, how, h->target, h->first, m, q, u, pitch, z_target, products, products_pitch};
     return launch_head(*h, e, stream);
   });
 }
@@ -277,8 +277,8 @@ extern "C" int alignkit_head_gradient(const AlignkitHead* h, const float* lse, c
                                       cudaStream_t stream) {
   Transform how = transform_of(*h);
   return of_kind(entropy != nullptr, how.none(), [&](auto with_entropy, auto plain) {
-    Gradient<with_entropy, plain> e{how,     h->target, h->first,  lse, entropy,
-                                    g_logp, g_entropy, static_cast<__nv_bfloat16*>(dz), width};
+    Gradient<with_entropy, plain> e{{},      how,    h->target, h->first, lse,
+                                    entropy, g_logp, g_entropy, static_cast<__nv_bfloat16*>(dz), width};
     return launch_head(*h, e, stream);
   });
 }

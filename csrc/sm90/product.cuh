@@ -81,18 +81,21 @@ __device__ __forceinline__ void step(int& stage, int& phase) {
   }
 }
 
-template <Layout kA, Layout kB>
-__device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, const Shape& s, int rank) {
+template <Layout kA, Layout kB, class Epilogue>
+__device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, const Shape& s, const Epilogue& epilogue,
+                     int rank) {
   constexpr uint16_t all = (1 << kBlocks) - 1;
   constexpr int half = kColumns / kBlocks, box = 64;  // of a transposed matrix
   Tiles<kA> tiles(s);
-  int stage = 0, phase = 0;
-  for (int i = blockIdx.x / kBlocks; i < tiles.down * tiles.across; i += gridDim.x / kBlocks) {
-    int row, column;
+  int stage = 0, phase = 0, clusters = gridDim.x / kBlocks;
+  for (int i = blockIdx.x / kBlocks; i < tiles.down * tiles.across; i += clusters) {
+    int row, column, next_row, next_column;
     if (!tiles.at(i, row, column)) continue;
+    bool next = tiles.at(i + clusters, next_row, next_column);
     row += rank * kRows;
     column += rank * half;
     for (int k = 0; k < tiles.steps * kStep; k += kStep, step(stage, phase)) {
+      if (next) epilogue.prefetch(s, next_row + rank * kRows, next_column, k / kStep, tiles.steps);
       barrier_wait(&sh.empty[stage], phase ^ 1);
       uint64_t* full = &sh.full[stage];
       barrier_expect(full, kStageBytes);
@@ -154,8 +157,17 @@ __device__ __forceinline__ void store_rows(const float (&sums)[128], const Place
   }
 }
 
-// An Epilogue has run(Shape, sums, the group's first row, first column) and, for a tile without rows or k that count, skip
-// of the same but the sums.
+// An Epilogue has
+// - run(Shape, sums, the group's first row, first column);
+// - skip, for a tile without rows or k that count: the same but the sums;
+// - kResumes: whether products go on from sums, which begin sets, called as run is;
+// - prefetch(Shape, a block's first row, first column, i, n): the i-th of n parts of what begin will read.
+struct FromZero {
+  static constexpr bool kResumes = false;
+  __device__ void begin(const Shape&, float (&)[128], int, int) const {}
+  __device__ void prefetch(const Shape&, int, int, int, int) const {}
+};
+
 template <Layout kA, Layout kB, class Epilogue>
 __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilogue, int rank) {
   constexpr bool a_transposed = kA == Layout::kTransposed, b_transposed = kB == Layout::kTransposed;
@@ -174,6 +186,8 @@ __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilo
       epilogue.skip(s, row, column);
       continue;
     }
+    epilogue.begin(s, sums, row, column);
+    products_taken(sums);
     if (kBehind && first && late) named_barrier_sync(1, 256);
     int before = 0;
 #pragma unroll 1
@@ -183,7 +197,8 @@ __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilo
       products_begin();
 #pragma unroll
       for (int j = 0; j < kStep / 16; ++j)
-        multiply<a_transposed, b_transposed>(sums, a + j * kNext<a_transposed>, b + j * kNext<b_transposed>, k + j > 0);
+        multiply<a_transposed, b_transposed>(sums, a + j * kNext<a_transposed>, b + j * kNext<b_transposed>,
+                                             Epilogue::kResumes || k + j > 0);
       products_end();
       if (first && !late && k == min(kBehind, tiles.steps) - 1) named_barrier_arrive(1, 256);
       if (k > 0) {
@@ -201,7 +216,11 @@ __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilo
   }
 }
 
-template <Layout kA, Layout kB, class Epilogue>
+// When a kernel's work may begin: after the kernel before it in the stream, or beside that, if that began after the one
+// before. Either ends after it.
+enum class Order { kAfter, kBeside };
+
+template <Layout kA, Layout kB, Order kOrder, class Epilogue>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const Shape s,
          const Epilogue epilogue) {
@@ -216,15 +235,18 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     barrier_init_done();
   }
   cluster_sync();
+  if (kOrder == Order::kAfter) wait_for_kernel_before();
+  let_next_kernel_begin();
   if (threadIdx.x / 128 == 2) {
     registers_down<40>();
-    if (threadIdx.x == 2 * 128) copy<kA, kB>(sh, &a, &b, s, rank);
+    if (threadIdx.x == 2 * 128) copy<kA, kB>(sh, &a, &b, s, epilogue, rank);
   } else {
     registers_up<232>();
     multiply_tiles<kA, kB>(sh, s, epilogue, rank);
   }
   __syncwarp();
   cluster_sync();  // nobody leaves while the other block may still write here
+  if (kOrder == Order::kBeside) wait_for_kernel_before();
 }
 
 // Host.
@@ -284,18 +306,26 @@ cudaError_t prepare(int bytes, int blocks_of_cluster, int* most) {
   return cudaSuccess;
 }
 
-template <Layout kA, Layout kB, class Epilogue>
+template <Layout kA, Layout kB, Order kOrder = Order::kAfter, class Epilogue>
 cudaError_t launch(const Matrix& a, const Matrix& b, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
   CUtensorMap maps[2];
   if (cudaError_t e = map_of(&maps[0], a, kA, s.m, s.k, kA == Layout::kPlain ? kRows : kStep)) return e;
   if (cudaError_t e = map_of(&maps[1], b, kB, s.n, s.k, kB == Layout::kPlain ? kColumns / kBlocks : kStep)) return e;
-  constexpr auto kernel = gemm<kA, kB, Epilogue>;
+  constexpr auto kernel = gemm<kA, kB, kOrder, Epilogue>;
   int most;
   if (cudaError_t e = prepare<kernel>(kSharedBytes, kBlocks, &most)) return e;
   int64_t down = (s.m + kBlocks * kRows - 1) / (kBlocks * kRows), across = (s.n + kColumns - 1) / kColumns;
-  int64_t clusters = std::min<int64_t>(down * across, most);
-  kernel<<<clusters * kBlocks, kThreads, kSharedBytes, stream>>>(maps[0], maps[1], s, epilogue);
-  return cudaGetLastError();
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = std::min<int64_t>(down * across, most) * kBlocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, maps[0], maps[1], s, epilogue);
 }
 
 }  // namespace

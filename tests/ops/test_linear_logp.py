@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(not CPU, reason="on a GPU cuts are in the contra
 def run_in_blocks(tp, sizes, dtype):
     """`run_head` in blocks of 48 rows (32 at a time) and slabs of 256 ids."""
     module = sys.modules[ops.linear_logp.__module__]  # the function has the module's name
-    cuts = ((contract.HEAD_ROWS, 48), (contract.HEAD_COLUMNS, 256), (module.PART_ROWS, 32),
-            (module.CHUNK_BYTES, 1 << 16))
+    cuts = ((contract.HEAD_ROWS, 48), (module.PART_ROWS, 32), (module.WORKSPACE, 1 << 16))
     before = [table["cpu"] for table, _ in cuts]
     try:
         for table, value in cuts:

@@ -130,7 +130,7 @@ def test_schedules_change_no_bit(monkeypatch, dtype):
     def run(h, w):
         return ops.linear_logp(h, w, target, bias=w[:, 0].detach(), soft_cap=9.0, return_entropy=True)
     want, module = grads(run, h, w), sys.modules[ops.linear_logp.__module__]  # the function has the module's name
-    monkeypatch.setitem(module.CHUNK_BYTES, "sm90", 1 << 16)
+    monkeypatch.setitem(module.WORKSPACE, "sm90", 1 << 16)
     for rows in (64, 96):
         monkeypatch.setitem(module.PART_ROWS, "sm90", rows)
         assert_all_equal(grads(run, h, w), want, f"{rows} rows at a time")

@@ -78,31 +78,36 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
         assert_bitwise_equal(got, want, f"dz, {before}")
 
 
-@settings(max_examples=25)
-@given(m=st.integers(1, 1000), n=st.integers(1, 80).map(lambda n: 8 * n), k=st.integers(1, 1000), of_k=st.booleans(),
-       accumulate=st.booleans(), counted=st.sampled_from([None, 0.0, 0.3, 1.0]), seed=seeds)
-def test_product(m, n, k, of_k, accumulate, counted, seed):
-    """Over the rows of a batch that count; they are a's rows, or its columns."""
+@settings(max_examples=40)
+@given(n=st.integers(1, 1000), d=st.integers(1, 80).map(lambda n: 8 * n), c=st.integers(1, 1000), resume=st.booleans(),
+       add=st.booleans(), counted=st.sampled_from([None, 0.0, 0.3, 1.0]), which=st.sampled_from(["both", "dh", "dw"]), seed=seeds)
+@example(n=700, d=4096, c=4096 + 8, resume=True, add=False, counted=1.0, which="both", seed=0)
+def test_products(n, d, c, resume, add, counted, which, seed):
+    """Over the rows of a batch that count."""
     from alignkit.ops.linear.triton import _chain
+    from alignkit.ops.linear.triton import resume as go_on
     from alignkit.ops.linear_logp import cuda as kernels
     torch.manual_seed(seed)
-    rows = k if of_k else m
-    of = None if counted is None else int(counted * rows)
-    if of_k:  # a [m, k] lies in memory as [k, m]
-        source = pads(k, m).copy_(randn(k, m, dtype=BF16))
-        a = source.t()
-    else:
-        source = a = pads(m, k).copy_(randn(m, k, dtype=BF16))
+    of = None if counted is None else int(counted * n)
+    dz = pads(n, c).copy_(randn(n, c, dtype=BF16))
+    hidden, weight = randn(n, d, dtype=BF16), randn(c, d, dtype=BF16)
     if of is not None:
-        source[of:] = 0
-    b = randn(k, n, dtype=BF16).t()
-    base = randn(m, n)
-    for dtype in (torch.float32,) if accumulate else (torch.float32, BF16):
-        got, want = (base.clone().to(dtype) for _ in range(2))
-        _chain(a, b, want, accumulate)
+        dz[of:] = 0
+    base = randn(n, d), randn(c, d)
+    for dtype in (torch.float32,) if add else (torch.float32, BF16):
+        (dh, dw), (dh0, dw0) = ((base[0].clone(), base[1].to(dtype, copy=True)) for _ in range(2))
+        if resume:
+            go_on(dz, weight.t(), dh0)
+        else:
+            _chain(dz, weight.t(), dh0, False)
+        _chain(dz.t(), hidden.t(), dw0, add)
         count = None if of is None else torch.tensor(of + 7).int()
-        assert kernels.head_product(got, a, b, accumulate, count, 7 if of is not None else 0)
-        assert_bitwise_equal(got, want, str(dtype))
+        assert kernels.head_products(dz, hidden, weight, dh if which != "dw" else None, dw if which != "dh" else None, resume,
+                                     add, count, 7 if of is not None else 0)
+        if which != "dw":
+            assert_bitwise_equal(dh, dh0, "dhidden")
+        if which != "dh":
+            assert_bitwise_equal(dw, dw0, f"dweight, {dtype}")
 
 
 @settings(max_examples=20)
@@ -119,7 +124,7 @@ def test_few_rows(m, k, more, out_dtype, seed):
     assert_bitwise_equal(got, want)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "return_entropy": True}, {"soft_cap": 8.0},
+@pytest.mark.parametrize("kwargs", [{}, {"workspace": 1}, {"temperature": 0.7, "return_entropy": True}, {"soft_cap": 8.0},
                                     {"vocab_size": 4990, "keep_logits": True}])
 def test_the_op(kwargs):
     """Over several blocks of rows, some of them ignored."""
@@ -132,7 +137,8 @@ def test_the_op(kwargs):
         out = ops.linear_logp(*leaves[:2], target, bias=leaves[2], **kwargs)
         out = out if isinstance(out, tuple) else (out,)
         return *out, *torch.autograd.grad(out, leaves, [torch.linspace(-1, 1, 9000) for _ in out])
-    want = run()
+    with backends.use("triton"):
+        want = run()
     with backends.use("cuda"):
         got = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):

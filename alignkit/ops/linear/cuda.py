@@ -9,6 +9,9 @@ import torch
 from ... import cuda
 from . import triton
 from .launch import copied, operand
+from .triton import resume
+
+__all__ = ["few", "matmul", "resume", "takes"]
 
 FEW, WIDE = 256, 128 * 132
 """At most so many rows; at least so many outputs, a tile for each multiprocessor."""

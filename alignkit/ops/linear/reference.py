@@ -19,3 +19,7 @@ def matmul(a, b, leaves, bias, out, accumulate) -> None:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
     with in_fp32(out, bias) as acc:
         acc.copy_(parts[0])
+
+
+def resume(a, b, out) -> None:
+    matmul(a, b, 1, None, out, True)

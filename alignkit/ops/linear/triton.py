@@ -35,7 +35,7 @@ def _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "STEPS"])
 def _matmul(A, B, C, BIAS, M, N, K, STEPS, sam, sak, sbn, sbk, scm, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr,
-            ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+            ACCUMULATE: tl.constexpr, RESUME: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
             GROUP: tl.constexpr):
     part = tl.program_id(1).to(tl.int64)  # of k and its leaves: K, STEPS and LEAVES are those of one part
     A += part * K * sak
@@ -54,6 +54,8 @@ def _matmul(A, B, C, BIAS, M, N, K, STEPS, sam, sak, sbn, sbk, scm, LEAVES: tl.c
     zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if LEAVES == 1:
         acc = zero
+        if RESUME:
+            acc = tl.load(c, mask=ok, other=0.0)
         for s in range(STEPS):
             at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
             acc = tl.dot(at, bt, acc, input_precision="ieee")
@@ -130,7 +132,7 @@ def _tree_schedule(m: int, n: int, leaf: int) -> dict:
 
 @functools.lru_cache(MOST)
 def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Operand, leaves: int, accumulate: bool,
-            schedule: tuple) -> tuple[Launch, Launch | None, int]:
+            resumed: bool, schedule: tuple) -> tuple[Launch, Launch | None, int]:
     """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
     ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
     if dtype == torch.float32:
@@ -144,7 +146,7 @@ def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Oper
     if leaves > 1:  # a step of the loop stays inside a leaf, which is a multiple of 16
         step = math.gcd(step, k // leaves)
     rest = (m, n, k // parts, triton.cdiv(k // parts, step), *a_strides, *b_strides, row if whole else n, leaves // parts,
-            whole and bias is not None, accumulate, chosen["BLOCK_M"], chosen["BLOCK_N"], step, 8)
+            whole and bias is not None, accumulate, resumed, chosen["BLOCK_M"], chosen["BLOCK_N"], step, 8)
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
     product = Launch(_matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
     rest = (m, n, row, parts.bit_length() - 1, bias is not None, 512)
@@ -152,13 +154,13 @@ def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Oper
 
 
 def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
-          accumulate: bool, **schedule) -> None:
-    """The kernels above. `schedule` overrides the choice: the tile, and into how many parts the leaves are dealt out to
+          accumulate: bool, resumed: bool = False, **schedule) -> None:
+    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `schedule` overrides the choice: the tile, and into how many parts the leaves are dealt out to
     blocks of their own. No choice changes a bit."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     product, join, parts = _choose(torch.cuda.current_device(), operand(a), operand(b), operand(bias), operand(out), leaves,
-                                   accumulate, tuple(schedule.items()))
+                                   accumulate, resumed, tuple(schedule.items()))
     if join is None:
         product(a, b, out, bias)
     else:
@@ -180,3 +182,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | N
         bias = bias.contiguous()
     if accumulate or out.shape[0] <= FEW or not hopper.matmul(a, b, leaves, bias, out):
         tiles(a, b, leaves, bias, out, accumulate)
+
+
+def resume(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Chains that go on from what out, fp32, holds."""
+    tiles(a, b, 1, None, out, False, True)

@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from ... import backends
-from ...contract import HEAD_COLUMNS, HEAD_ROWS, VOCAB_TILE
+from ...contract import HEAD_ROWS, VOCAB_TILE
 from ...errors import InputError
 from ...tp import SINGLE, TP
 from .._common import check_tensor, check_weight, looks, require
 from ..linear import matmul, row_sum
 from .vocab import Shards
 
-CHUNK_BYTES = {"cpu": 1 << 23, "sm90": 1 << 27}
-"""Of fp32 logits alive at a time, by device family; not in the contract."""
+WORKSPACE = {"cpu": 1 << 23, "sm90": 132 << 20}
+"""Bytes of logits and their gradients alive at a time if the caller does not say, by device family; not in the contract."""
 PART_ROWS = {"cpu": None, "sm90": 4096}
 """Rows of logits computed at a time, so that they are still in the cache when they are read; not in the contract."""
+EVEN = 66 * VOCAB_TILE
+"""So many ids, or a multiple, are shared evenly by the 132 multiprocessors of a GPU; 256 at least."""
 
 
 def _cuts(start: int, stop: int, step: int | None, border: int = 0) -> list[slice]:
@@ -31,9 +33,14 @@ def _cuts(start: int, stop: int, step: int | None, border: int = 0) -> list[slic
     return [slice(a, b) for a, b in zip((start, *inner), (*inner, stop)) if a < b]
 
 
-def _cpu_rows(columns: int) -> int:
+def _cpu_rows(columns: int, workspace: int) -> int:
     """Rows of logits on the CPU that stay below the limit: a multiple of 16."""
-    return max(1, CHUNK_BYTES["cpu"] // (64 * columns)) * 16
+    return max(1, workspace // (64 * columns)) * 16
+
+
+def _even(columns: int) -> int:
+    """At most so many where possible, such that a GPU is well used."""
+    return columns // EVEN * EVEN or max(columns // 256, 1) * 256
 
 
 def _part(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
@@ -55,21 +62,34 @@ class _Head:
     """Where logits come from: hidden . weight^T, then `how`."""
 
     def __init__(self, hidden, weight, how: _Transform, count: torch.Tensor | None = None,
-                 kept: torch.Tensor | None = None, filled: bool = False):
+                 kept: torch.Tensor | None = None, filled: bool = False, workspace: int | None = None):
         """count: so many rows count, the first (int32, on the device); None: all. kept: fp32 [N, V_local], where the
         products stay; `filled`, if they are there."""
         self.hidden, self.weight, self.how, self.count, self.kept, self.filled = hidden, weight, how, count, kept, filled
         self.family = backends.family(hidden.device)
         self.backend = backends.select("linear_logp", hidden.device)
+        self.workspace = WORKSPACE[self.family] if workspace is None else workspace
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int | None]:
         """How many rows and columns of logits to take at a time where the order is free; the same on every rank if
         `columns` is."""
-        step = HEAD_COLUMNS[self.family]
-        if step is None:
-            return _cpu_rows(columns), None
-        rows = max(min(rows, PART_ROWS[self.family]), 1)
-        return rows, max(CHUNK_BYTES[self.family] // (4 * rows * step), 1) * step
+        part = PART_ROWS[self.family]
+        if part is None:
+            return _cpu_rows(columns, self.workspace), None
+        rows = max(min(rows, part), 1)
+        return rows, _even(self.workspace // (4 * rows))
+
+    def slabs(self, rows: int, columns: int, summed: bool) -> tuple[int, int | None]:
+        """Of how many rows and columns to take the gradient at a time, where chains go over columns and begin again at every
+        HEAD_ROWS rows; `summed`:
+        if so, sums over these take memory too."""
+        most, part = HEAD_ROWS[self.family], PART_ROWS[self.family]
+        if most is None:
+            return _cpu_rows(columns, self.workspace), None
+        summed &= rows > most
+        rows = min(rows, most)
+        column = 2 * rows if hasattr(self.backend, "head_gradient") else 2 * rows + 4 * min(rows, part)
+        return most, _even(self.workspace // max(column + 4 * summed * self.weight.shape[1], 1))
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
         """fp32; the caller may write to them unless they are kept on a GPU."""
@@ -106,10 +126,17 @@ class _Head:
         return dz
 
 
-    def product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool, before: int) -> None:
-        """`_product` of the rows from `before` on, which are a's, or are what a . b^T sums over."""
-        if not self._fused("head_product", out, a, b, accumulate, self.count, before):
-            _product(out, a, b, accumulate)
+    def products_of(self, dz: torch.Tensor, rows: slice, columns: slice, dhidden: torch.Tensor | None,
+                    dweight: torch.Tensor | None, resume: bool, add: bool) -> None:
+        """What the gradient dz of these rows and columns gives: for dhidden [rows, D], whose chains go on from what it holds if
+        `resume`; for dweight [columns, D], where the chains are added to what it holds if `add`. Either may be None."""
+        hidden, weight = self.hidden[rows], self.weight[columns]
+        if self._fused("head_products", dz, hidden, weight, dhidden, dweight, resume, add, self.count, rows.start):
+            return
+        if dhidden is not None:
+            _product(dhidden, dz, weight.t(), resume=resume)
+        if dweight is not None:
+            _product(dweight, dz.t(), hidden.t(), add=add)
 
     def _fused(self, name: str, *args) -> bool:
         """Whether the backend has a kernel of its own for that, and it took these operands."""
@@ -117,9 +144,9 @@ class _Head:
         return kernel is not None and kernel(*args)
 
 
-def _head(hidden, weight, bias, soft_cap, logit_scale, *args) -> _Head:
+def _head(hidden, weight, bias, soft_cap, logit_scale, *args, **options) -> _Head:
     bias = None if bias is None else bias.detach().float().contiguous()
-    return _Head(hidden, weight, _Transform(bias, soft_cap, logit_scale), *args)
+    return _Head(hidden, weight, _Transform(bias, soft_cap, logit_scale), *args, **options)
 
 
 class _Given:
@@ -131,7 +158,7 @@ class _Given:
         self.order, self.family = order, backends.family(logits.device)
 
     def blocks(self, rows: int, columns: int) -> tuple[int, None]:
-        return _cpu_rows(columns) if self.family == "cpu" else HEAD_ROWS[self.family], None
+        return _cpu_rows(columns, WORKSPACE["cpu"]) if self.family == "cpu" else HEAD_ROWS[self.family], None
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
         return self.given[rows if self.order is None else self.order[rows]][:, columns]
@@ -210,74 +237,87 @@ def _put_back(values: torch.Tensor | None, order: torch.Tensor | None, n: int) -
     return values.new_zeros(n, *values.shape[1:]).index_copy_(0, order, values)
 
 
-def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool = False) -> None:
-    """out <- a . b^T, added to what it holds if `accumulate`."""
-    backends.select("linear", a.device).matmul(a, b, 1, None, out, accumulate)
+def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False, resume: bool = False) -> None:
+    """out <- a . b^T, added to what it holds if `add`; if `resume`, its chains go on from there."""
+    backend = backends.select("linear", a.device)
+    if resume:
+        backend.resume(a, b, out)
+    else:
+        backend.matmul(a, b, 1, None, out, add)
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
-                entropy, keep, main_grad):
+                entropy, keep, main_grad, workspace):
         order = _remaining(target, ignore_index)
         target, temperature = _taken(target.masked_fill(target == ignore_index, -1), order), _taken(temperature, order)
         kept = None
         if keep:
             columns = shards.columns(tp.rank)
             kept = torch.empty(len(target), columns + columns % 2, dtype=torch.float32, device=hidden.device)[:, :columns]
-        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, _count(target), kept)
+        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, _count(target), kept,
+                       workspace=workspace)
         logp, lse, ent = _statistics(source, target, temperature, shards, tp, entropy)
         ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept)
-        ctx.args = (soft_cap, logit_scale, shards, tp)
+        ctx.args = (soft_cap, logit_scale, shards, tp, workspace)
         ctx.main_grad = main_grad  # written to in every backward pass, so nothing that autograd may watch
         return _put_back(logp, order, len(hidden)), _put_back(ent, order, len(hidden))
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
         hidden, weight, bias, order, target, temperature, lse, ent, kept = ctx.saved_tensors
-        soft_cap, logit_scale, shards, tp = ctx.args
+        soft_cap, logit_scale, shards, tp, workspace = ctx.args
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         main = ctx.main_grad
-        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, _count(target), kept,
-                       kept is not None)
+        # The rows in order lie where the gradient will.
+        given = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        source = _head(_ordered(hidden, order, target, given), weight, bias, soft_cap, logit_scale, _count(target), kept,
+                       kept is not None, workspace)
         per_row = (temperature, target, lse, ent, _taken(g_logp, order), None if ent is None else _taken(g_ent, order))
-        blocks = _cuts(0, len(order), HEAD_ROWS[source.family] or _cpu_rows(max(shards.sizes)))
+        height, width = source.slabs(len(order), max(shards.sizes), need_w and main is None)
+        blocks = _cuts(0, len(order), height)
         used, start = shards.columns(tp.rank) if blocks else 0, shards.starts[tp.rank]
-        slabs = _cuts(0, used, HEAD_COLUMNS[source.family], border=-start)
         dh = torch.empty(source.hidden.shape, dtype=torch.float32, device=hidden.device) if need_h else None
         dw, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
                   for t, need in ((weight, need_w and main is None), (bias, need_b)))
-        if need_h and not slabs:
+        if need_h and not used:
             dh.zero_()
         for grad in (dw, db):
             if grad is not None:
                 grad[used:].zero_()
-        for columns in slabs:
-            w, db_sum = weight[columns], None
+        for columns in _cuts(0, used, width):
+            dw_sum = db_sum = None
             if main is not None:
                 dw_sum = main[columns]
             elif need_w:  # rounded at once if it is one chain
-                dw_sum = dw[columns] if len(blocks) == 1 else torch.empty(w.shape, dtype=torch.float32, device=w.device)
+                dw_sum = dw[columns] if len(blocks) == 1 else torch.empty(dw[columns].shape, dtype=torch.float32,
+                                                                                          device=dw.device)
             for rows in blocks:
                 dz = source.gradient(rows, columns, start + columns.start, per_row)
-                if need_h:
-                    source.product(dh[rows], dz, w.t(), columns.start > 0, rows.start)
-                if need_w:
-                    source.product(dw_sum, dz.t(), source.hidden[rows].t(), main is not None or rows.start > 0, rows.start)
+                source.products_of(dz, rows, columns, None if dh is None else dh[rows], dw_sum, columns.start > 0,
+                                   main is not None or rows.start > 0)
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
             if dw is not None and len(blocks) > 1:
                 dw[columns] = dw_sum
             if need_b:
                 db[columns] = db_sum
-        if need_h:
-            dh = _put_back(tp.tree_sum(dh).to(hidden.dtype), order, len(hidden))
-        return dh, dw, db, *[None] * 10
+        return _returned(tp.tree_sum(dh), order, target, given) if need_h else None, dw, db, *[None] * 11
 
 
-def _ordered(hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The rows in `order`. An ignored one may hold anything, so nothing is taken of it."""
-    return hidden.index_select(0, order).masked_fill_((target < 0)[:, None], 0.0)
+def _ordered(hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows in `order`, in the memory of `to` if given. An ignored one may hold anything: it is taken for zeros."""
+    to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if to is None else to
+    to = to[:len(order)]
+    backends.select("linear_logp", hidden.device).take(hidden, order, target, to)
+    return to
+
+
+def _returned(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """`to` [N, D] <- the fp32 rows `order`, rounded; zeros elsewhere."""
+    backends.select("linear_logp", to.device).put(sums, order, target, to)
+    return to
 
 
 class _LogitsLogp(torch.autograd.Function):
@@ -373,7 +413,8 @@ def _temperatures(temperature, shape, device) -> torch.Tensor | None:
 def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None,
                 temperature: float | torch.Tensor = 1.0, soft_cap: float | None = None, logit_scale: float = 1.0,
                 ignore_index: int = -100, vocab_size: int | None = None, vocab_start: int = 0, tp: TP | None = None,
-                return_entropy: bool = False, keep_logits: bool = False, main_grad: torch.Tensor | None = None):
+                return_entropy: bool = False, keep_logits: bool = False, main_grad: torch.Tensor | None = None,
+                workspace: int | None = None):
     """``log_softmax(logits / temperature)[target]`` with ``logits = logit_scale * cap(hidden @ weight.T + bias)``,
     ``cap(x) = soft_cap * tanh(x / soft_cap)``; the logits are fp32, not rounded, and not stored unless `keep_logits`.
 
@@ -397,6 +438,9 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
             again. The same bits; without it no more than some bytes per row and 128 ids are stored.
         main_grad: fp32 [V_local, D], contiguous, or None. The gradient of weight is added to it, unrounded, in each backward
             pass, and weight.grad stays as it is.
+        workspace: limit, in bytes, of the logits and their gradients alive at a time, at least a few rows or ids; None: 8 MiB
+            on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass holds hidden's
+            gradient in fp32.
 
     Returns:
         logp, fp32 [...], in nats; or (logp, entropy). Differentiable in hidden (summed over ranks), weight and bias
@@ -416,6 +460,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
             require(main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous(),
                     f"main_grad: {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}, does not fit "
                     f"weight: {tuple(weight.shape)} on {weight.device}")
+        require(workspace is None or workspace > 0, f"workspace: {workspace} bytes is no positive number")
         require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
         return Shards.describe(vocab_start, weight.shape[0], vocab_size), (
             tuple(hidden.shape), str(hidden.dtype), bias is not None, soft_cap, logit_scale, ignore_index,
@@ -425,7 +470,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
     logp, entropy = _LinearLogp.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
         None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
-        return_entropy, keep_logits and torch.is_grad_enabled(), main_grad)
+        return_entropy, keep_logits and torch.is_grad_enabled(), main_grad, workspace)
     return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
 
 

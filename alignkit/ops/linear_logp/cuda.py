@@ -15,13 +15,15 @@ from .triton import (
     gradient_type,
     join,
     pick,
+    put,
     spread,
     statistics,
+    take,
     transform,
 )
 
-__all__ = ["check_rows", "finish", "gradient", "gradient_type", "head_gradient", "head_product", "head_statistics",
-           "join", "pick", "spread", "statistics", "transform"]
+__all__ = ["check_rows", "finish", "gradient", "gradient_type", "head_gradient", "head_products", "head_statistics",
+           "join", "pick", "put", "spread", "statistics", "take", "transform"]
 
 FEW = 256
 """Up to so many rows a tile of the kernels is mostly empty."""
@@ -76,22 +78,37 @@ def head_gradient(hidden, weight, how, temperature, target, first: int, lse, ent
     return True
 
 
-def head_product(out, a, b, accumulate: bool, count=None, before: int = 0) -> bool:
-    """out [M, N] = a [M, K] . b [N, K]^T, one chain, plus `out` (fp32) if `accumulate`, where b's rows are contiguous
-    along N. False, and nothing done, if it is not for these operands.
+class _Products(ctypes.Structure):
+    """AlignkitHeadProducts of csrc/sm90/gemm.cu."""
+    _fields_ = [("dz", ctypes.c_void_p), ("weight", ctypes.c_void_p), ("hidden", ctypes.c_void_p),
+                ("dz_pitch", ctypes.c_int64), ("weight_pitch", ctypes.c_int64), ("hidden_pitch", ctypes.c_int64),
+                ("rows", ctypes.c_int), ("ids", ctypes.c_int), ("d", ctypes.c_int),
+                ("count", ctypes.c_void_p), ("before", ctypes.c_int),
+                ("dhidden", ctypes.c_void_p), ("dhidden_pitch", ctypes.c_int64), ("resume", ctypes.c_int),
+                ("dweight", ctypes.c_void_p), ("dweight_pitch", ctypes.c_int64), ("rounded", ctypes.c_int),
+                ("add", ctypes.c_int)]
 
-    count and before as above, of the rows of a; or of K, where a's rows are contiguous along M. What does not count is
-    taken for zeros."""
-    (m, k), n = a.shape, len(b)
-    transposed = a.stride(1) != 1
-    if not m or not n or not k or not takes(b.t()) or not takes(a.t() if transposed else a):
-        return False
+
+def _written(out: torch.Tensor | None) -> bool:
+    """Whether the kernels write to this fp32 or bf16 tensor, or need not."""
+    if out is None:
+        return True
     if out.dtype == torch.float32:
-        if n % 2 or out.stride(1) != 1 or out.stride(0) % 2 or out.data_ptr() % 8:
-            return False
-    elif accumulate or n % 8 or not out.is_contiguous() or out.data_ptr() % 16:
+        return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 8 == 0
+    return out.is_contiguous() and out.data_ptr() % 16 == 0
+
+
+def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool, count=None, before: int = 0) -> bool:
+    """dhidden fp32 [n, D] = dz [n, C] . weight [C, D], chains that go on from what it holds if `resume`; and dweight [C, D] =
+    dz^T . hidden [n, D], chains that are rounded for bf16, added to what it holds if it is fp32 and `add`. Either may be
+    None. False, and nothing done, if they are not for these operands. `count` and `before` as above; rows that do not count
+    are taken for zeros."""
+    (n, c), d = dz.shape, hidden.shape[1]
+    if not n or not c or d % 8 or not all(map(takes, (dz, hidden, weight))) or not _written(dhidden) or not _written(dweight):
         return False
-    cuda.call("alignkit_head_product", out.device, a, ctypes.c_int64(a.stride(1) if transposed else a.stride(0)), int(transposed),
-              b, ctypes.c_int64(b.stride(1)), out, ctypes.c_int64(out.stride(0)), int(out.dtype == torch.bfloat16),
-              int(accumulate), m, n, k, count, before)
+    out = [(cuda.pointer(t), 0 if t is None else t.stride(0)) for t in (dhidden, dweight)]
+    products = _Products(dz.data_ptr(), weight.data_ptr(), hidden.data_ptr(), dz.stride(0), weight.stride(0), hidden.stride(0),
+                         n, c, d, cuda.pointer(count), before, *out[0], resume, *out[1],
+                         dweight is not None and dweight.dtype == torch.bfloat16, add)
+    cuda.call("alignkit_head_products", dz.device, ctypes.byref(products))
     return True

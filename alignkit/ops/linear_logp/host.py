@@ -9,6 +9,16 @@ from ... import backends
 INF = float("inf")
 
 
+def take(x, order, target, out) -> None:
+    """out [n, D] <- the rows x[order], zeros where the target is negative."""
+    torch.index_select(x, 0, order, out=out).masked_fill_((target < 0)[:, None], 0.0)
+
+
+def put(x, order, target, out) -> None:
+    """out [N, D] <- x [n, D] at the rows `order`, rounded; zeros elsewhere."""
+    out.zero_().index_copy_(0, order, x.to(out.dtype))
+
+
 def _kernels():
     return backends.select("linear_logp", "cpu")
 

@@ -7,10 +7,10 @@ import torch
 
 from ...contract import VOCAB_TILE
 from .._common import exp
-from .host import finish, gradient, gradient_type, join, pick, spread, statistics, transform
+from .host import finish, gradient, gradient_type, join, pick, put, spread, statistics, take, transform
 
-__all__ = ["exp", "finish", "gradient", "gradient_type", "join", "logits_grad", "lse", "pick", "soft_cap", "spread",
-           "statistics", "tile_stats", "transform"]
+__all__ = ["exp", "finish", "gradient", "gradient_type", "join", "logits_grad", "lse", "pick", "put", "soft_cap",
+           "spread", "statistics", "take", "tile_stats", "transform"]
 
 INF = float("inf")
 

@@ -61,6 +61,40 @@ def check_rows(target: torch.Tensor | None, temperature: torch.Tensor | None, vo
 
 
 @triton.jit
+def _logp_take(X, ORDER, TARGET, OUT, cols, blocks, sx, BLOCK: tl.constexpr):
+    r = (tl.program_id(0) // blocks).to(tl.int64)
+    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    counts = tl.load(TARGET + r) >= 0
+    x = tl.load(X + tl.load(ORDER + r) * sx + j, mask=counts & (j < cols), other=0.0)
+    tl.store(OUT + r * cols + j, x, mask=j < cols)
+
+
+@triton.jit
+def _logp_put(X, ORDER, TARGET, OUT, cols, blocks, BLOCK: tl.constexpr):
+    r = (tl.program_id(0) // blocks).to(tl.int64)
+    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    counts = tl.load(TARGET + r) >= 0
+    x = tl.load(X + r * cols + j, mask=counts & (j < cols), other=0.0)
+    tl.store(OUT + tl.load(ORDER + r) * cols + j, x.to(OUT.dtype.element_ty), mask=j < cols)
+
+
+def take(x, order, target, out) -> None:
+    """out [n, D] <- the rows x[order], zeros where the target is negative."""
+    (n, cols), block = out.shape, 2048
+    if out.numel():
+        x, blocks = x if x.stride(1) == 1 else x.contiguous(), triton.cdiv(cols, block)
+        launch(_logp_take, (n * blocks,), (x, order, target, out, cols, blocks, x.stride(0)), {"num_warps": 8}, BLOCK=block)
+
+
+def put(x, order, target, out) -> None:
+    """out [n, D] <- fp32 x at the rows `order`, all of them, rounded; zeros where the target is negative."""
+    (n, cols), block = out.shape, 2048
+    if out.numel():
+        blocks = triton.cdiv(cols, block)
+        launch(_logp_put, (n * blocks,), (x, order, target, out, cols, blocks), {"num_warps": 8}, BLOCK=block)
+
+
+@triton.jit
 def _logp_transform(Z, BIAS, cols, sz, cap, scale, BLOCK: tl.constexpr):
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     z = Z + tl.program_id(1).to(tl.int64) * sz + j
