@@ -21,7 +21,7 @@ from .errors import BackendError
 CHOICES = ("auto", "cpu", "reference", "triton", "cuda")
 GPU = ("triton", "cuda")
 CUDA = ("linear", "linear_logp")
-"""Ops that have CUDA kernels, csrc/sm90, beside those of Triton. They are taken when `cuda` is chosen."""
+"""Ops that have CUDA kernels, csrc/sm90, beside those of Triton."""
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
 _warned = False
 
@@ -40,8 +40,7 @@ def name(device: torch.device | str = "cpu") -> str:
         _require_hopper(device)
         if _choice == "cuda":
             cuda.library()  # raises where it was not built
-            return "cuda"
-        return "triton"
+        return "triton" if _choice == "triton" or not cuda.available() else "cuda"
     if device.type != "cpu":
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
     if _choice in GPU:

@@ -4,7 +4,7 @@
 namespace alignkit {
 namespace {
 
-// fp32 [m, n], rows `pitch` elements apart; even, as is n.
+// fp32 [m, n], rows `pitch` elements apart; both multiples of 4.
 struct Out {
   float* data;
   int64_t pitch;
@@ -23,6 +23,14 @@ struct Out {
   // Where pair i lies among the sums.
   static __device__ __forceinline__ int from(int i) { return i % 32 * 4 + i / 32 * 2; }
 
+  // Rows of a block's tile.
+  __device__ __forceinline__ void prefetch(const Shape& s, int row, int first_column) const {
+    const float* from = data + row * pitch + first_column;
+    int bytes = min(s.n - first_column, kColumns) * static_cast<int>(sizeof(float));
+#pragma unroll 1
+    for (int i = min(s.m - row, kRows); i > 0; --i, from += pitch) alignkit::prefetch(from, bytes);
+  }
+
   __device__ __forceinline__ void zero(const Shape& s, int group_row, int first_column) const {
     Place p(s.m, group_row, first_column);
 #pragma unroll
@@ -35,11 +43,12 @@ struct Out {
 template <bool kResume>
 struct Chains {
   static constexpr bool kResumes = kResume;
+  struct State {};
   Out out;
 
   // Every sum is loaded, whatever its place: loads under a condition would keep the compiler from overlapping products.
-  __device__ __forceinline__ void begin(const Shape& s, float (&sums)[128], int group_row, int first_column) const {
-    if (!kResume) return;
+  __device__ __forceinline__ State begin(const Shape& s, float (&sums)[128], int group_row, int first_column) const {
+    if (!kResume) return {};
     Place p(s.m, group_row, first_column);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -51,19 +60,14 @@ struct Chains {
         sums[4 * j + 2 * h + 1] = pair.y;
       }
     }
+    return {};
   }
 
-  __device__ __forceinline__ void prefetch(const Shape& s, int row, int first_column, int i, int n) const {
-    if (!kResume) return;
-    constexpr int line = 32, lines = kColumns / line, all = kRows * lines;
-    int each = (all + n - 1) / n;
-    for (int j = i * each; j < min((i + 1) * each, all); ++j) {
-      int r = row + j / lines, c = first_column + j % lines * line;
-      if (r < s.m && c < s.n) alignkit::prefetch(out.data + r * out.pitch + c);
-    }
+  __device__ __forceinline__ void prefetch(const Shape& s, int row, int first_column) const {
+    if (kResume) out.prefetch(s, row, first_column);
   }
 
-  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column) const {
+  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
     Place p(s.m, group_row, first_column);
 #pragma unroll
     for (int i = 0; i < Out::kPairs; ++i)
@@ -79,7 +83,11 @@ struct Chains {
 struct Added : FromZero {
   Out out;
 
-  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column) const {
+  __device__ __forceinline__ void prefetch(const Shape& s, int row, int first_column) const {
+    out.prefetch(s, row, first_column);
+  }
+
+  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
     Place p(s.m, group_row, first_column);
     constexpr int some = 8;  // loads that are on their way together
 #pragma unroll
@@ -102,13 +110,13 @@ struct Added : FromZero {
 struct Rounded : FromZero {
   __nv_bfloat16* out;  // [m, n], n a multiple of 8
 
-  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column) const {
+  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
     store_rows(sums, Place(s.m, group_row, first_column), out, s.n, first_column);
   }
 
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_column) const {
     float zeros[128] = {};
-    run(s, zeros, group_row, first_column);
+    run(s, zeros, group_row, first_column, {});
   }
 };
 

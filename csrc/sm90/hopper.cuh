@@ -69,7 +69,10 @@ __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddep
 // When all blocks are here, the next kernel may begin wherever there is room.
 __device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// `bytes` of memory to the L2 cache; a multiple of 16, as is the address.
+__device__ __forceinline__ void prefetch(const void* p, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
 
 // Clusters.
 

@@ -63,7 +63,7 @@ struct Statistics : FromZero {
   float* products;  // [rows, products_pitch], or null
   int64_t products_pitch;  // a multiple of 2, at least ids
 
-  __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id) const {
+  __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, State) const {
     Place p(s.m, group_row, first_id);
     if (products) {
 #pragma unroll
@@ -160,49 +160,56 @@ struct Gradient : FromZero {
   __nv_bfloat16* dz;                                // [rows, width]
   int64_t width;                                    // a multiple of 8, at least ids
 
-  __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id) const {
-    Place p(s.m, group_row, first_id);
-    float l[2], g[2], ent[2], ge[2];
+  // Of a thread's two rows.
+  struct State {
+    float lse[2], g[2], entropy[2], g_entropy[2], temperature[2];
     int at[2];  // the target's id here; -1: elsewhere; -2: the row does not count
+  };
+
+  __device__ __forceinline__ State begin(const Shape& s, float (&)[128], int group_row, int first_id) const {
+    Place p(s.m, group_row, first_id);
+    State of;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int row = p.row + 8 * h;
+      int row = min(p.row + 8 * h, s.m - 1);
       int64_t id = p.here[h] ? target[row] : -1;
-      at[h] = id < 0 ? -2 : id >= first && id < first + s.n ? static_cast<int>(id - first) : -1;
-      l[h] = id >= 0 ? lse[row] : 0.0f;
-      g[h] = id >= 0 ? g_logp[row] : 0.0f;
-      ent[h] = kEntropy && id >= 0 ? entropy[row] : 0.0f;
-      ge[h] = kEntropy && id >= 0 ? g_entropy[row] : 0.0f;
+      of.at[h] = id < 0 ? -2 : id >= first && id < first + s.n ? static_cast<int>(id - first) : -1;
+      of.lse[h] = lse[row];
+      of.g[h] = g_logp[row];
+      of.entropy[h] = kEntropy ? entropy[row] : 0.0f;
+      of.g_entropy[h] = kEntropy ? g_entropy[row] : 0.0f;
+      of.temperature[h] = !kPlain && how.temperature ? how.temperature[row] : 1.0f;
     }
+    return of;
+  }
+
+  __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, const State& of) const {
+    Place p(s.m, group_row, first_id);
     bool mine = false, edge = first_id + kColumns > s.n;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      mine |= at[h] >= first_id && at[h] < first_id + kColumns;
-      edge |= at[h] == -2;
+      mine |= of.at[h] >= first_id && of.at[h] < first_id + kColumns;
+      edge |= of.at[h] == -2;
     }
     mine = __any_sync(~0u, mine);
     edge = __any_sync(~0u, edge);
-    float t[2] = {1.0f, 1.0f};
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (!kPlain && how.temperature && at[h] > -2) t[h] = how.temperature[p.row + 8 * h];
 #pragma unroll
     for (int i = 0; i < 128; ++i) {
       int h = i / 2 % 2, id = p.column + i / 4 * 8 + i % 2;
       float capped;
       if (!kPlain) {
         float bias = how.bias && id < s.n ? how.bias[id] : 0.0f;
-        z[i] = logit(z[i], how, bias, t[h], capped);
+        z[i] = logit(z[i], how, bias, of.temperature[h], capped);
       }
-      float d = gradient(z[i] - l[h], g[h], ge[h], ent[h]);
-      if (mine && id == at[h]) d = d + g[h];
-      if (!kPlain && how.temperature) d = __fdiv_rn(d, t[h]);
+      float d = gradient(z[i] - of.lse[h], of.g[h], of.g_entropy[h], of.entropy[h]);
+      if (mine && id == of.at[h]) d = d + of.g[h];
+      if (!kPlain && how.temperature) d = __fdiv_rn(d, of.temperature[h]);
       if (!kPlain && how.scaled) d = d * how.scale;
       if (!kPlain && how.capped) {
         float c = __fdiv_rn(capped, how.cap);
         d = d * (1.0f - c * c);
       }
-      z[i] = edge && (at[h] == -2 || id >= s.n) ? 0.0f : d;
+      z[i] = edge && (of.at[h] == -2 || id >= s.n) ? 0.0f : d;
     }
     store_rows(z, p, dz, width, first_id);
   }

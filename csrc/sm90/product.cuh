@@ -87,15 +87,18 @@ __device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, con
   constexpr uint16_t all = (1 << kBlocks) - 1;
   constexpr int half = kColumns / kBlocks, box = 64;  // of a transposed matrix
   Tiles<kA> tiles(s);
-  int stage = 0, phase = 0, clusters = gridDim.x / kBlocks;
-  for (int i = blockIdx.x / kBlocks; i < tiles.down * tiles.across; i += clusters) {
-    int row, column, next_row, next_column;
+  int stage = 0, phase = 0, first = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
+  int early = max(tiles.steps - 8, 0) * kStep;  // as many steps before the end of a tile as hide the latency of memory
+  for (int i = first; i < tiles.down * tiles.across; i += clusters) {
+    int row, column, soon_row, soon_column;
     if (!tiles.at(i, row, column)) continue;
-    bool next = tiles.at(i + clusters, next_row, next_column);
     row += rank * kRows;
+    if (Epilogue::kResumes && i == first) epilogue.prefetch(s, row, column);
     column += rank * half;
+#pragma unroll 1
     for (int k = 0; k < tiles.steps * kStep; k += kStep, step(stage, phase)) {
-      if (next) epilogue.prefetch(s, next_row + rank * kRows, next_column, k / kStep, tiles.steps);
+      if (k == early && tiles.at(Epilogue::kResumes ? i + clusters : i, soon_row, soon_column))
+        epilogue.prefetch(s, soon_row + rank * kRows, soon_column);
       barrier_wait(&sh.empty[stage], phase ^ 1);
       uint64_t* full = &sh.full[stage];
       barrier_expect(full, kStageBytes);
@@ -158,14 +161,16 @@ __device__ __forceinline__ void store_rows(const float (&sums)[128], const Place
 }
 
 // An Epilogue has
-// - run(Shape, sums, the group's first row, first column);
-// - skip, for a tile without rows or k that count: the same but the sums;
-// - kResumes: whether products go on from sums, which begin sets, called as run is;
-// - prefetch(Shape, a block's first row, first column, i, n): the i-th of n parts of what begin will read.
+// - begin(Shape, sums, the group's first row, first column), before the products: what run will need of memory;
+// - kResumes: whether the products go on from sums, which begin sets;
+// - run, the same and what begin returned, after them;
+// - skip(Shape, the group's first row, first column), for a tile without rows or k that count;
+// - prefetch(Shape, a block's first row, first column): what begin will read, if it sets sums, or else run.
 struct FromZero {
   static constexpr bool kResumes = false;
-  __device__ void begin(const Shape&, float (&)[128], int, int) const {}
-  __device__ void prefetch(const Shape&, int, int, int, int) const {}
+  struct State {};
+  __device__ State begin(const Shape&, float (&)[128], int, int) const { return {}; }
+  __device__ void prefetch(const Shape&, int, int) const {}
 };
 
 template <Layout kA, Layout kB, class Epilogue>
@@ -186,8 +191,8 @@ __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilo
       epilogue.skip(s, row, column);
       continue;
     }
-    epilogue.begin(s, sums, row, column);
-    products_taken(sums);
+    auto state = epilogue.begin(s, sums, row, column);
+    if (Epilogue::kResumes) products_taken(sums);
     if (kBehind && first && late) named_barrier_sync(1, 256);
     int before = 0;
 #pragma unroll 1
@@ -211,7 +216,7 @@ __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilo
     products_wait<0>();
     products_taken(sums);
     if (threadIdx.x % 32 < kBlocks) barrier_arrive(&sh.empty[before], threadIdx.x % 32);
-    epilogue.run(s, sums, row, column);
+    epilogue.run(s, sums, row, column, state);
     first = false;
   }
 }

@@ -112,19 +112,24 @@ class _Head:
         return self._fused("head_statistics", self.hidden[rows], self.weight[columns], self.how.of(columns), *args,
                            self.count, rows.start, None if self.kept is None else self.kept[rows, columns])
 
-    def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple) -> torch.Tensor:
+    def memory(self, rows: int, columns: int) -> torch.Tensor:
+        """For gradients of so many rows and columns at most."""
+        return torch.empty(rows * (columns + -columns % 8), dtype=self.backend.gradient_type(self.weight.dtype),
+                           device=self.weight.device)
+
+    def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple, memory: torch.Tensor) -> torch.Tensor:
         """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
-        (n, c), like = (rows.stop - rows.start, columns.stop - columns.start), self.weight
-        dz = torch.empty(n, c + -c % 8, dtype=self.backend.gradient_type(like.dtype), device=like.device)[:, :c]
+        n, c = rows.stop - rows.start, columns.stop - columns.start
+        width = c + -c % 8
+        dz = memory[:n * width].view(n, width)[:, :c]
         temperature, target, *others = (_part(v, rows) for v in per_row)
-        if not self.filled and self._fused("head_gradient", self.hidden[rows], like[columns], self.how.of(columns),
+        if not self.filled and self._fused("head_gradient", self.hidden[rows], self.weight[columns], self.how.of(columns),
                                            temperature, target, first, *others, dz, self.count, rows.start):
             return dz
         for part in _cuts(rows.start, rows.stop, PART_ROWS[self.family], border=rows.start):
             self.backend.gradient(self.products(part, columns), self.how.of(columns), first,
                                   dz[part.start - rows.start:part.stop - rows.start], *(_part(v, part) for v in per_row))
         return dz
-
 
     def products_of(self, dz: torch.Tensor, rows: slice, columns: slice, dhidden: torch.Tensor | None,
                     dweight: torch.Tensor | None, resume: bool, add: bool) -> None:
@@ -286,7 +291,9 @@ class _LinearLogp(torch.autograd.Function):
         for grad in (dw, db):
             if grad is not None:
                 grad[used:].zero_()
-        for columns in _cuts(0, used, width):
+        slabs = _cuts(0, used, width)
+        memory = source.memory(*(max((part.stop - part.start for part in cut), default=0) for cut in (blocks, slabs)))
+        for columns in slabs:
             dw_sum = db_sum = None
             if main is not None:
                 dw_sum = main[columns]
@@ -294,7 +301,7 @@ class _LinearLogp(torch.autograd.Function):
                 dw_sum = dw[columns] if len(blocks) == 1 else torch.empty(dw[columns].shape, dtype=torch.float32,
                                                                                           device=dw.device)
             for rows in blocks:
-                dz = source.gradient(rows, columns, start + columns.start, per_row)
+                dz = source.gradient(rows, columns, start + columns.start, per_row, memory)
                 source.products_of(dz, rows, columns, None if dh is None else dh[rows], dw_sum, columns.start > 0,
                                    main is not None or rows.start > 0)
                 if need_b:

@@ -94,7 +94,7 @@ def _written(out: torch.Tensor | None) -> bool:
     if out is None:
         return True
     if out.dtype == torch.float32:
-        return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 8 == 0
+        return out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 16 == 0
     return out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
