@@ -61,20 +61,11 @@ struct Statistics : FromZero {
   int64_t pitch;  // elements of these from row to row; tiles are contiguous
   float* z_target;
   float* products;  // [rows, products_pitch], or null
-  int64_t products_pitch;  // a multiple of 2, at least ids
+  int64_t products_pitch;  // a multiple of 4, at least ids
 
   __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, State) const {
     Place p(s.m, group_row, first_id);
-    if (products) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float* row = products + (p.row + 8 * h) * products_pitch + p.column;
-#pragma unroll
-        for (int j = 0; j < 32; ++j)
-          if (p.here[h] && p.column + 8 * j < s.n)
-            *reinterpret_cast<float2*>(row + 8 * j) = make_float2(z[4 * j + 2 * h], z[4 * j + 2 * h + 1]);
-      }
-    }
+    if (products) store_products(s, z, p, first_id);
     if (!kPlain) {
       float t[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -145,6 +136,36 @@ struct Statistics : FromZero {
 
   __device__ __forceinline__ void skip(const Shape&, int, int) const {}
 
+  // Two lanes hold two neighbours each of two groups of eight columns; they trade, and each has four of one group, 16 bytes.
+  __device__ __forceinline__ void store_products(const Shape& s, const float (&z)[128], const Place& p, int first_id) const {
+    bool odd = p.lane & 1;
+    int column = first_id + 2 * (p.lane % 4 - odd) + 8 * odd;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float* row = products + (p.row + 8 * h) * products_pitch;
+#pragma unroll
+      for (int j = 0; j < 32; j += 2) {
+        float here[2], there[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float left = z[4 * j + 2 * h + e], right = z[4 * j + 4 + 2 * h + e];
+          here[e] = odd ? right : left;
+          there[e] = __shfl_xor_sync(~0u, odd ? left : right, 1);
+        }
+        float4 four = odd ? make_float4(there[0], there[1], here[0], here[1])
+                          : make_float4(here[0], here[1], there[0], there[1]);
+        int id = column + 8 * j;
+        if (p.here[h] && id + 3 < s.n) {
+          *reinterpret_cast<float4*>(row + id) = four;
+        } else if (p.here[h] && id < s.n) {
+          row[id] = four.x;
+          if (id + 1 < s.n) row[id + 1] = four.y;
+          if (id + 2 < s.n) row[id + 2] = four.z;
+        }
+      }
+    }
+  }
+
   static __device__ __forceinline__ uint32_t quad_sum(uint32_t v) {
     v += __shfl_xor_sync(~0u, v, 1);
     return v + __shfl_xor_sync(~0u, v, 2);
@@ -160,10 +181,10 @@ struct Gradient : FromZero {
   __nv_bfloat16* dz;                                // [rows, width]
   int64_t width;                                    // a multiple of 8, at least ids
 
-  // Of a thread's two rows.
+  // Of a thread's two rows, as it lies in memory, so that nothing waits for it before run.
   struct State {
+    int64_t target[2];
     float lse[2], g[2], entropy[2], g_entropy[2], temperature[2];
-    int at[2];  // the target's id here; -1: elsewhere; -2: the row does not count
   };
 
   __device__ __forceinline__ State begin(const Shape& s, float (&)[128], int group_row, int first_id) const {
@@ -172,8 +193,7 @@ struct Gradient : FromZero {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int row = min(p.row + 8 * h, s.m - 1);
-      int64_t id = p.here[h] ? target[row] : -1;
-      of.at[h] = id < 0 ? -2 : id >= first && id < first + s.n ? static_cast<int>(id - first) : -1;
+      of.target[h] = target[row];
       of.lse[h] = lse[row];
       of.g[h] = g_logp[row];
       of.entropy[h] = kEntropy ? entropy[row] : 0.0f;
@@ -185,14 +205,28 @@ struct Gradient : FromZero {
 
   __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, const State& of) const {
     Place p(s.m, group_row, first_id);
+    int at[2];  // the target's id here; -1: elsewhere; -2: the row does not count
     bool mine = false, edge = first_id + kColumns > s.n;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      mine |= of.at[h] >= first_id && of.at[h] < first_id + kColumns;
-      edge |= of.at[h] == -2;
+      int64_t id = p.here[h] ? of.target[h] : -1;
+      at[h] = id < 0 ? -2 : id >= first && id < first + s.n ? static_cast<int>(id - first) : -1;
+      mine |= at[h] >= first_id && at[h] < first_id + kColumns;
+      edge |= at[h] == -2;
     }
     mine = __any_sync(~0u, mine);
     edge = __any_sync(~0u, edge);
+    if (!kPlain || mine || edge)
+      by_products<true>(s, z, p, of, at);
+    else
+      by_products<false>(s, z, p, of, at);
+    store_rows(z, p, dz, width, first_id);
+  }
+
+  // kSpecial: a target is here, or what does not count.
+  template <bool kSpecial>
+  __device__ __forceinline__ void by_products(const Shape& s, float (&z)[128], const Place& p, const State& of,
+                                              const int (&at)[2]) const {
 #pragma unroll
     for (int i = 0; i < 128; ++i) {
       int h = i / 2 % 2, id = p.column + i / 4 * 8 + i % 2;
@@ -202,16 +236,15 @@ struct Gradient : FromZero {
         z[i] = logit(z[i], how, bias, of.temperature[h], capped);
       }
       float d = gradient(z[i] - of.lse[h], of.g[h], of.g_entropy[h], of.entropy[h]);
-      if (mine && id == of.at[h]) d = d + of.g[h];
+      if (kSpecial && id == at[h]) d = d + of.g[h];
       if (!kPlain && how.temperature) d = __fdiv_rn(d, of.temperature[h]);
       if (!kPlain && how.scaled) d = d * how.scale;
       if (!kPlain && how.capped) {
         float c = __fdiv_rn(capped, how.cap);
         d = d * (1.0f - c * c);
       }
-      z[i] = edge && (of.at[h] == -2 || id >= s.n) ? 0.0f : d;
+      z[i] = kSpecial && (at[h] == -2 || id >= s.n) ? 0.0f : d;
     }
-    store_rows(z, p, dz, width, first_id);
   }
 
   // By the logit of an id that is not the target, from its logprob.

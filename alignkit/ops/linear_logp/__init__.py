@@ -211,17 +211,18 @@ def _row_sums(source, device, n: int, target, temperature, shards: Shards, tp: T
 def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
     """logp, lse, entropy (or None), fp32 [N], of this source on every rank."""
     backend = backends.select("linear_logp", target.device)
-    whole = [torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(3 if entropy else 2)]
-    for rows, m, sums in _row_sums(source, target.device, len(target), target, temperature, shards, tp, entropy):
-        for kept, part in zip(whole, backend.finish(m, sums, target[rows], entropy)):
-            kept[rows] = part
-    return *whole[:2], whole[2] if entropy else None
+    parts = [backend.finish(m, sums, target[rows], entropy) for rows, m, sums in _row_sums(
+        source, target.device, len(target), target, temperature, shards, tp, entropy)]
+    if len(parts) == 1:
+        return parts[0]
+    empty = torch.empty(0, dtype=torch.float32, device=target.device)
+    logp, lse, ent = zip(*parts) if parts else ((empty,),) * 3
+    return torch.cat(logp), torch.cat(lse), torch.cat(ent) if entropy else None
 
 
-def _remaining(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+def _remaining(ignored: torch.Tensor) -> torch.Tensor:
     """The rows that count, in order. Counting them would wait for a GPU: there the ignored rows follow at the end."""
-    ignored = target == ignore_index
-    if target.device.type == "cpu":
+    if ignored.device.type == "cpu":
         return (~ignored).nonzero()[:, 0]
     return torch.argsort(ignored, stable=True)
 
@@ -255,29 +256,30 @@ class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
                 entropy, keep, main_grad, workspace):
-        order = _remaining(target, ignore_index)
-        target, temperature = _taken(target.masked_fill(target == ignore_index, -1), order), _taken(temperature, order)
+        ignored = target == ignore_index
+        order = _remaining(ignored)
+        target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
         kept = None
         if keep:
             columns = shards.columns(tp.rank)
-            kept = torch.empty(len(target), columns + columns % 2, dtype=torch.float32, device=hidden.device)[:, :columns]
-        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, _count(target), kept,
-                       workspace=workspace)
+            kept = torch.empty(len(target), columns + -columns % 4, dtype=torch.float32, device=hidden.device)[:, :columns]
+        count = _count(target)
+        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, count, kept, workspace=workspace)
         logp, lse, ent = _statistics(source, target, temperature, shards, tp, entropy)
-        ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept)
+        ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept, count)
         ctx.args = (soft_cap, logit_scale, shards, tp, workspace)
         ctx.main_grad = main_grad  # written to in every backward pass, so nothing that autograd may watch
         return _put_back(logp, order, len(hidden)), _put_back(ent, order, len(hidden))
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
-        hidden, weight, bias, order, target, temperature, lse, ent, kept = ctx.saved_tensors
+        hidden, weight, bias, order, target, temperature, lse, ent, kept, count = ctx.saved_tensors
         soft_cap, logit_scale, shards, tp, workspace = ctx.args
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         main = ctx.main_grad
         # The rows in order lie where the gradient will.
         given = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        source = _head(_ordered(hidden, order, target, given), weight, bias, soft_cap, logit_scale, _count(target), kept,
+        source = _head(_ordered(hidden, order, target, given), weight, bias, soft_cap, logit_scale, count, kept,
                        kept is not None, workspace)
         per_row = (temperature, target, lse, ent, _taken(g_logp, order), None if ent is None else _taken(g_ent, order))
         height, width = source.slabs(len(order), max(shards.sizes), need_w and main is None)
@@ -331,8 +333,9 @@ class _LogitsLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy):
         # On a GPU every row is taken where it is: nothing is summed over rows here.
-        order = _remaining(target, ignore_index) if target.device.type == "cpu" else None
-        target, temperature = _taken(target.masked_fill(target == ignore_index, -1), order), _taken(temperature, order)
+        ignored = target == ignore_index
+        order = _remaining(ignored) if target.device.type == "cpu" else None
+        target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
         logp, lse, ent = _statistics(_Given(logits, order), target, temperature, shards, tp, entropy)
         ctx.save_for_backward(logits, order, target, temperature, lse, ent)
         ctx.args = (shards, tp)

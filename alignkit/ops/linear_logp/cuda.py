@@ -58,7 +58,7 @@ def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, 
     Of the rows, `before` of a batch come before these; the first count[0] of the batch (int32, on the device) are
     computed; None: all. What is written for the others is not defined."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
-    if head is None or products is not None and (products.stride(0) % 2 or products.data_ptr() % 8):
+    if head is None or products is not None and (products.stride(0) % 4 or products.data_ptr() % 16):
         return False
     cuda.call("alignkit_head_statistics", hidden.device, ctypes.byref(head), m, q, u, ctypes.c_int64(m.stride(0)), z_target,
               products, ctypes.c_int64(0 if products is None else products.stride(0)))
