@@ -89,7 +89,7 @@ struct Added : FromZero {
 
   __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
     Place p(s.m, group_row, first_column);
-    constexpr int some = 8;  // loads that are on their way together
+    constexpr int some = 32;  // loads that are on their way together
 #pragma unroll
     for (int i = 0; i < Out::kPairs; i += some) {
       float2 before[some];

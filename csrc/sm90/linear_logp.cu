@@ -65,7 +65,7 @@ struct Statistics : FromZero {
 
   __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, State) const {
     Place p(s.m, group_row, first_id);
-    if (products) store_products(s, z, p, first_id);
+    if (!kPlain && products) store_products<0, 32>(s, z, p, first_id);
     if (!kPlain) {
       float t[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -98,6 +98,9 @@ struct Statistics : FromZero {
     }
 #pragma unroll
     for (int tile = 0; tile < kColumns / kTile; ++tile) {
+      constexpr int groups = kTile / 8;  // between what is computed, so that nothing waits for the stores
+      if (kPlain && products && tile == 0) store_products<0, groups>(s, z, p, first_id);
+      if (kPlain && products && tile == 1) store_products<groups, 2 * groups>(s, z, p, first_id);
       float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < 64; ++i) top[i / 2 % 2] = larger(top[i / 2 % 2], z[64 * tile + i]);
@@ -136,7 +139,9 @@ struct Statistics : FromZero {
 
   __device__ __forceinline__ void skip(const Shape&, int, int) const {}
 
-  // Two lanes hold two neighbours each of two groups of eight columns; they trade, and each has four of one group, 16 bytes.
+  // Those of the groups of eight columns from kFrom to kTo. Two lanes hold two neighbours each of two groups; they trade, and
+  // each has four of one group, 16 bytes.
+  template <int kFrom, int kTo>
   __device__ __forceinline__ void store_products(const Shape& s, const float (&z)[128], const Place& p, int first_id) const {
     bool odd = p.lane & 1;
     int column = first_id + 2 * (p.lane % 4 - odd) + 8 * odd;
@@ -144,7 +149,7 @@ struct Statistics : FromZero {
     for (int h = 0; h < 2; ++h) {
       float* row = products + (p.row + 8 * h) * products_pitch;
 #pragma unroll
-      for (int j = 0; j < 32; j += 2) {
+      for (int j = kFrom; j < kTo; j += 2) {
         float here[2], there[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {

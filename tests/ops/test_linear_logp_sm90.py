@@ -48,7 +48,7 @@ def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed
     def outputs():
         return (torch.full((n, tiles), float("nan")), *(torch.full((n, tiles), -1, dtype=torch.int32) for _ in range(2)),
                 torch.zeros(n))
-    got, want, products = outputs(), outputs(), torch.full((n, v + v % 2), float("nan"))[:, :v]
+    got, want, products = outputs(), outputs(), torch.full((n, v + -v % 4), float("nan"))[:, :v]
     (m, q, u, z), (m0, q0, u0, z0) = got, want
     assert kernels.head_statistics(hidden, weight, how, t, target, first, m, q, u if entropy else None, z, None, 0, products)
     logits = matmul(hidden, weight)

@@ -21,6 +21,8 @@ from .vocab import Shards
 
 WORKSPACE = {"cpu": 1 << 23, "sm90": 132 << 20}
 """Bytes of logits and their gradients alive at a time if the caller does not say, by device family; not in the contract."""
+KEPT = 8
+"""Where logits are kept, their gradients may take this fraction of their memory, if that is more."""
 PART_ROWS = {"cpu": None, "sm90": 4096}
 """Rows of logits computed at a time, so that they are still in the cache when they are read; not in the contract."""
 EVEN = 66 * VOCAB_TILE
@@ -68,7 +70,9 @@ class _Head:
         self.hidden, self.weight, self.how, self.count, self.kept, self.filled = hidden, weight, how, count, kept, filled
         self.family = backends.family(hidden.device)
         self.backend = backends.select("linear_logp", hidden.device)
-        self.workspace = WORKSPACE[self.family] if workspace is None else workspace
+        if workspace is None:
+            workspace = max(WORKSPACE[self.family], 0 if kept is None else 4 * kept.numel() // KEPT)
+        self.workspace = workspace
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int | None]:
         """How many rows and columns of logits to take at a time where the order is free; the same on every rank if
@@ -449,8 +453,8 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         main_grad: fp32 [V_local, D], contiguous, or None. The gradient of weight is added to it, unrounded, in each backward
             pass, and weight.grad stays as it is.
         workspace: limit, in bytes, of the logits and their gradients alive at a time, at least a few rows or ids; None: 8 MiB
-            on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass holds hidden's
-            gradient in fp32.
+            on a CPU, 132 MiB on a GPU, or an eighth of the logits kept. A small one takes more time; it changes no bit. Beyond it
+            the backward pass holds hidden's gradient in fp32.
 
     Returns:
         logp, fp32 [...], in nats; or (logp, entropy). Differentiable in hidden (summed over ranks), weight and bias

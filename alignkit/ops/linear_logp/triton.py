@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ...contract import VOCAB_TILE
-from .._triton import EXACT, fixed, launch
+from .._triton import EXACT, fixed, launch, next_power_of_2
 from .._triton import exp as _exp
 
 INF = tl.constexpr(float("inf"))
@@ -276,7 +276,7 @@ def pick(z, temperature, ids, m, q, out) -> None:
     if out.numel():
         n, k = out.shape
         launch(_logp_pick, (n,), (z, temperature, ids, m, q, out, k, z.shape[1], m.shape[1], z.stride(0)),
-               {"num_warps": 4}, BLOCK=1024, PICKS=16)
+               {"num_warps": 8}, BLOCK=min(next_power_of_2(m.shape[1]), 2048), PICKS=16)
 
 
 @triton.jit
