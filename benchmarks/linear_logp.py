@@ -54,7 +54,7 @@ from alignkit import backends
 from alignkit.check.machine import family, machine
 from alignkit.check.run import write_json
 from alignkit.contract import contract_id
-from alignkit.ops import head_logits, linear_logp, logp_from_logits
+from alignkit.ops import head_logits, linear_logp, token_logp
 
 Shape = tuple[int, int, int]
 """n, d, v."""
@@ -92,7 +92,7 @@ def _compiled():
 
 
 def _decode(hidden, weight, target):
-    return logp_from_logits(head_logits(hidden, weight), target)
+    return token_logp(head_logits(hidden, weight), target[:, None])[:, 0]
 
 
 def _liger():

@@ -115,9 +115,11 @@ struct Statistics : FromZero {
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         int h = i / 2 % 2;
-        float d = z[64 * tile + i] - top[h], e = exponential(d);
+        float d = z[64 * tile + i] - top[h];
+        if (kEntropy) d = fmaxf(d, -200.0f);  // where e is 0, so that 0 times infinity is not NaN
+        float e = exponential(d);
         sum[h] += fixed_plus_one(e);
-        if (kEntropy) weighted[h] += fixed_plus_one(e > 0.0f ? e * -d : 0.0f);
+        if (kEntropy) weighted[h] += fixed_plus_one(e * -d);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
