@@ -9,19 +9,13 @@ struct Out {
   float* data;
   int64_t pitch;
 
-  // Of the 64 pairs of sums that a thread has, 32 in each of two rows.
-  static constexpr int kPairs = 64;
-
   __device__ __forceinline__ bool here(const Shape& s, const Place& p, int i) const {
-    return p.here[i / 32] && p.column + i % 32 * 8 < s.n;
+    return p.here[i / 16] && p.quad + i % 16 * 16 < s.n;
   }
 
-  __device__ __forceinline__ float2& at(const Place& p, int i) const {
-    return *reinterpret_cast<float2*>(data + (p.row + i / 32 * 8) * pitch + p.column + i % 32 * 8);
+  __device__ __forceinline__ float4& at(const Place& p, int i) const {
+    return *reinterpret_cast<float4*>(data + (p.row + i / 16 * 8) * pitch + p.quad + i % 16 * 16);
   }
-
-  // Where pair i lies among the sums.
-  static __device__ __forceinline__ int from(int i) { return i % 32 * 4 + i / 32 * 2; }
 
   // Rows of a block's tile.
   __device__ __forceinline__ void prefetch(const Shape& s, int row, int first_column) const {
@@ -34,8 +28,8 @@ struct Out {
   __device__ __forceinline__ void zero(const Shape& s, int group_row, int first_column) const {
     Place p(s.m, group_row, first_column);
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i)
-      if (here(s, p, i)) at(p, i) = make_float2(0.0f, 0.0f);
+    for (int i = 0; i < kQuads; ++i)
+      if (here(s, p, i)) at(p, i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 };
 
@@ -50,16 +44,14 @@ struct Chains {
   __device__ __forceinline__ State begin(const Shape& s, float (&sums)[128], int group_row, int first_column) const {
     if (!kResume) return {};
     Place p(s.m, group_row, first_column);
+    float4 quads[kQuads];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float* row = out.data + min(p.row + 8 * h, s.m - 1) * out.pitch;
-#pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        float2 pair = *reinterpret_cast<const float2*>(row + min(p.column + 8 * j, s.n - 2));
-        sums[4 * j + 2 * h] = pair.x;
-        sums[4 * j + 2 * h + 1] = pair.y;
-      }
+    for (int i = 0; i < kQuads; ++i) {
+      const float* row = out.data + min(p.row + i / 16 * 8, s.m - 1) * out.pitch;
+      quads[i] = *reinterpret_cast<const float4*>(row + min(p.quad + i % 16 * 16, s.n - 4));
     }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) set_quad(sums, p, i, quads[i]);
     return {};
   }
 
@@ -70,8 +62,10 @@ struct Chains {
   __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
     Place p(s.m, group_row, first_column);
 #pragma unroll
-    for (int i = 0; i < Out::kPairs; ++i)
-      if (out.here(s, p, i)) out.at(p, i) = make_float2(sums[Out::from(i)], sums[Out::from(i) + 1]);
+    for (int i = 0; i < kQuads; ++i) {
+      float4 quad = quad_of(sums, p, i);
+      if (out.here(s, p, i)) out.at(p, i) = quad;
+    }
   }
 
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_column) const {
@@ -89,17 +83,17 @@ struct Added : FromZero {
 
   __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
     Place p(s.m, group_row, first_column);
-    constexpr int some = 32;  // loads that are on their way together
+    constexpr int some = 16;  // loads that are on their way together
 #pragma unroll
-    for (int i = 0; i < Out::kPairs; i += some) {
-      float2 before[some];
+    for (int i = 0; i < kQuads; i += some) {
+      float4 before[some];
 #pragma unroll
-      for (int j = 0; j < some; ++j) before[j] = out.here(s, p, i + j) ? out.at(p, i + j) : make_float2(0.0f, 0.0f);
+      for (int j = 0; j < some; ++j)
+        before[j] = out.here(s, p, i + j) ? out.at(p, i + j) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int j = 0; j < some; ++j) {
-        int from = Out::from(i + j);
-        float2 sum = make_float2(before[j].x + sums[from], before[j].y + sums[from + 1]);
-        if (out.here(s, p, i + j)) out.at(p, i + j) = sum;
+        float4 a = before[j], b = quad_of(sums, p, i + j);
+        if (out.here(s, p, i + j)) out.at(p, i + j) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
       }
     }
   }

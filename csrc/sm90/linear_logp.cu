@@ -65,7 +65,10 @@ struct Statistics : FromZero {
 
   __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, State) const {
     Place p(s.m, group_row, first_id);
-    if (!kPlain && products) store_products<0, 32>(s, z, p, first_id);
+    if (!kPlain && products) {
+      store_products<0>(s, z, p);
+      store_products<1>(s, z, p);
+    }
     if (!kPlain) {
       float t[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -98,9 +101,9 @@ struct Statistics : FromZero {
     }
 #pragma unroll
     for (int tile = 0; tile < kColumns / kTile; ++tile) {
-      constexpr int groups = kTile / 8;  // between what is computed, so that nothing waits for the stores
-      if (kPlain && products && tile == 0) store_products<0, groups>(s, z, p, first_id);
-      if (kPlain && products && tile == 1) store_products<groups, 2 * groups>(s, z, p, first_id);
+      // Between what is computed, so that nothing waits for the stores.
+      if (kPlain && products && tile == 0) store_products<0>(s, z, p);
+      if (kPlain && products && tile == 1) store_products<1>(s, z, p);
       float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < 64; ++i) top[i / 2 % 2] = larger(top[i / 2 % 2], z[64 * tile + i]);
@@ -141,34 +144,21 @@ struct Statistics : FromZero {
 
   __device__ __forceinline__ void skip(const Shape&, int, int) const {}
 
-  // Those of the groups of eight columns from kFrom to kTo. Two lanes hold two neighbours each of two groups; they trade, and
-  // each has four of one group, 16 bytes.
-  template <int kFrom, int kTo>
-  __device__ __forceinline__ void store_products(const Shape& s, const float (&z)[128], const Place& p, int first_id) const {
-    bool odd = p.lane & 1;
-    int column = first_id + 2 * (p.lane % 4 - odd) + 8 * odd;
+  // Those of half kHalf of the columns.
+  template <int kHalf>
+  __device__ __forceinline__ void store_products(const Shape& s, const float (&z)[128], const Place& p) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float* row = products + (p.row + 8 * h) * products_pitch;
-#pragma unroll
-      for (int j = kFrom; j < kTo; j += 2) {
-        float here[2], there[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float left = z[4 * j + 2 * h + e], right = z[4 * j + 4 + 2 * h + e];
-          here[e] = odd ? right : left;
-          there[e] = __shfl_xor_sync(~0u, odd ? left : right, 1);
-        }
-        float4 four = odd ? make_float4(there[0], there[1], here[0], here[1])
-                          : make_float4(here[0], here[1], there[0], there[1]);
-        int id = column + 8 * j;
-        if (p.here[h] && id + 3 < s.n) {
-          *reinterpret_cast<float4*>(row + id) = four;
-        } else if (p.here[h] && id < s.n) {
-          row[id] = four.x;
-          if (id + 1 < s.n) row[id + 1] = four.y;
-          if (id + 2 < s.n) row[id + 2] = four.z;
-        }
+    for (int i = 0; i < kQuads; ++i) {
+      if (i % 16 / 8 != kHalf) continue;
+      float4 quad = quad_of(z, p, i);
+      int id = p.quad + i % 16 * 16;
+      float* to = products + (p.row + i / 16 * 8) * products_pitch + id;
+      if (p.here[i / 16] && id + 3 < s.n) {
+        *reinterpret_cast<float4*>(to) = quad;
+      } else if (p.here[i / 16] && id < s.n) {
+        to[0] = quad.x;
+        if (id + 1 < s.n) to[1] = quad.y;
+        if (id + 2 < s.n) to[2] = quad.z;
       }
     }
   }

@@ -118,6 +118,7 @@ __device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, con
 // Where a thread's sums of a tile lie: rows `row` and row + 8, columns `column` + 8 j + e.
 struct Place {
   int row, column, lane;
+  int quad;      // see quad_of
   bool here[2];  // whether its rows exist
 
   __device__ Place(int m, int group_row, int first_column) {
@@ -125,10 +126,34 @@ struct Place {
     lane = thread % 32;
     row = group_row + thread / 32 * 16 + lane / 4;
     column = first_column + 2 * (lane % 4);
+    quad = first_column + lane / 2 % 2 * 4 + lane % 2 * 8;
     here[0] = row < m;
     here[1] = row + 8 < m;
   }
 };
+
+// Two lanes hold two neighbours each of two groups of eight columns. They trade, so that each has four neighbours, 16 bytes:
+// of 32 such quads, the i-th is in row `row` + i / 16 * 8, columns from `quad` + i % 16 * 16 on.
+constexpr int kQuads = 32;
+
+__device__ __forceinline__ float4 quad_of(const float (&sums)[128], const Place& p, int i) {
+  bool odd = p.lane & 1;
+  int at = i % 16 * 8 + i / 16 * 2;
+  float a = sums[at], b = sums[at + 1], c = sums[at + 4], d = sums[at + 5];
+  float x = __shfl_xor_sync(~0u, odd ? a : c, 1), y = __shfl_xor_sync(~0u, odd ? b : d, 1);
+  return odd ? make_float4(x, y, c, d) : make_float4(a, b, x, y);
+}
+
+__device__ __forceinline__ void set_quad(float (&sums)[128], const Place& p, int i, float4 v) {
+  bool odd = p.lane & 1;
+  int at = i % 16 * 8 + i / 16 * 2;
+  float a = v.x, b = v.y, c = v.z, d = v.w;
+  float x = __shfl_xor_sync(~0u, odd ? a : c, 1), y = __shfl_xor_sync(~0u, odd ? b : d, 1);
+  sums[at] = odd ? x : a;
+  sums[at + 1] = odd ? y : b;
+  sums[at + 4] = odd ? c : x;
+  sums[at + 5] = odd ? d : y;
+}
 
 // Sums, rounded, to out [m, width], whose rows follow each other; width is a multiple of 8. Four lanes hold two neighbours
 // each of eight columns; they trade until each has all eight of its own, 16 bytes.

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from ... import cuda
-from ..linear.launch import copied, operand
+from ..linear.cuda import takes
 from .triton import (
     check_rows,
     finish,
@@ -29,11 +29,6 @@ FEW = 256
 """Up to so many rows a tile of the kernels is mostly empty."""
 
 
-def _takes(t: torch.Tensor) -> bool:
-    """Whether a matrix may be an operand: bf16 that the copy engine takes."""
-    return t.dtype == torch.bfloat16 and copied(operand(t))
-
-
 class _Head(ctypes.Structure):
     """AlignkitHead of csrc/sm90/linear_logp.cu."""
     _fields_ = [("hidden", ctypes.c_void_p), ("weight", ctypes.c_void_p),
@@ -47,7 +42,7 @@ class _Head(ctypes.Structure):
 
 def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head | None:
     """None if the kernels are not for these operands."""
-    if len(hidden) <= FEW or not len(weight) or not _takes(hidden) or not _takes(weight):
+    if len(hidden) <= FEW or not len(weight) or not takes(hidden) or not takes(weight):
         return None
     cap, scale = how.soft_cap, how.logit_scale
     return _Head(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0), len(hidden),
@@ -76,7 +71,7 @@ def head_gradient(hidden, weight, how, temperature, target, first: int, lse, ent
     are zeroed. False, and nothing done, if it is not for these operands. `count` and `before` as above; rows that are not
     computed get zeros."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
-    if head is None or not _takes(out) or out.stride(0) - out.shape[1] >= 8:
+    if head is None or not takes(out) or out.stride(0) - out.shape[1] >= 8:
         return False
     cuda.call("alignkit_head_gradient", hidden.device, ctypes.byref(head), lse, entropy, g_logp, g_entropy, out,
               ctypes.c_int64(out.stride(0)))
@@ -109,7 +104,7 @@ def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool,
     None. False, and nothing done, if they are not for these operands. `count` and `before` as above; rows that do not count
     are taken for zeros."""
     (n, c), d = dz.shape, hidden.shape[1]
-    if not n or not c or d % 8 or not all(map(_takes, (dz, hidden, weight))) or not _written(dhidden) or not _written(dweight):
+    if not n or not c or d % 8 or not all(map(takes, (dz, hidden, weight))) or not _written(dhidden) or not _written(dweight):
         return False
     out = [(cuda.pointer(t), 0 if t is None else t.stride(0)) for t in (dhidden, dweight)]
     products = _Products(dz.data_ptr(), weight.data_ptr(), hidden.data_ptr(), dz.stride(0), weight.stride(0), hidden.stride(0),
