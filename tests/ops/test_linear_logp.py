@@ -14,26 +14,30 @@ from .test_tp import HEADS, run_head
 pytestmark = pytest.mark.skipif(not CPU, reason="on a GPU cuts are in the contract")
 
 
-def run_in_blocks(tp, sizes, dtype):
-    """`run_head` in blocks of 48 rows (32 at a time) and slabs of 256 ids."""
+def run_in_blocks(tp, sizes, dtype, rows):
+    """`run_head` in blocks of `rows` rows (32 at a time) and slabs of 256 ids, or, for a block of all, of 32 ids and more whose
+    gradient lies where that of the weight will."""
     module = sys.modules[ops.linear_logp.__module__]  # the function has the module's name
-    cuts = ((contract.HEAD_ROWS, 48), (module.PART_ROWS, 32), (module.WORKSPACE, 1 << 16))
-    before = [table["cpu"] for table, _ in cuts]
+    cuts = ((contract.HEAD_ROWS, rows), (module.PART_ROWS, 32), (module.WORKSPACE, 1 << 16 if rows == 48 else 1))
+    before, even = [table["cpu"] for table, _ in cuts], module.EVEN
     try:
+        module.EVEN = even if rows == 48 else 32
         for table, value in cuts:
             table["cpu"] = value
         return run_head(tp, sizes, dtype, {"temperature": 0.7, "soft_cap": 8.0})
     finally:
+        module.EVEN = even
         for (table, _), value in zip(cuts, before):
             table["cpu"] = value
 
 
+@pytest.mark.parametrize("rows", [48, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", HEADS)
-def test_cuts_change_no_bit(ranks, size, dtype):
+def test_cuts_change_no_bit(ranks, size, dtype, rows):
     for rank, (want, got) in enumerate(zip(
             ranks.run(size, run_head, HEADS[size], dtype, {"temperature": 0.7, "soft_cap": 8.0}),
-            ranks.run(size, run_in_blocks, HEADS[size], dtype), strict=True)):
+            ranks.run(size, run_in_blocks, HEADS[size], dtype, rows), strict=True)):
         for name, a, b in zip(("logp", "entropy", "given", "dhidden", "dweight", "dbias"),
                               (*got[0], got[1], *got[2]), (*want[0], want[1], *want[2]), strict=True):
             assert_bitwise_equal(a, b, f"{name} on rank {rank}")

@@ -144,6 +144,23 @@ def test_the_op(kwargs):
         assert_bitwise_equal(a, b, f"tensor {i}")
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_in_the_memory_of_the_weights(keep):
+    """Slabs that lie where the weight's gradient will, against slabs in memory of their own."""
+    hidden, weight = operands(700, 512, 40000, 0)
+    target, g = torch.randint(0, 40000, (700,)), randn(700)
+    target[::5] = -100
+    main = torch.zeros(40000, 512)
+
+    def run(**options):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        return torch.autograd.grad(ops.linear_logp(*leaves, target, keep_logits=keep, **options), leaves, g,
+                                   allow_unused=True)
+    dh, dw = run()
+    assert_bitwise_equal(run(main_grad=main, workspace=1)[0], dh, "dhidden")
+    assert_bitwise_equal(main.to(BF16), dw, "dweight")
+
+
 def test_what_the_kernels_do_not_take():
     """fp32, odd strides, few rows: Triton's, the same bits, and no error."""
     hidden, weight = operands(600, 72, 300, 0)

@@ -21,8 +21,6 @@ from .vocab import Shards
 
 WORKSPACE = {"cpu": 1 << 23, "sm90": 132 << 20}
 """Bytes of logits and their gradients alive at a time if the caller does not say, by device family; not in the contract."""
-KEPT = 8
-"""Where logits are kept, their gradients may take this fraction of their memory, if that is more."""
 PART_ROWS = {"cpu": None, "sm90": 4096}
 """Rows of logits computed at a time, so that they are still in the cache when they are read; not in the contract."""
 EVEN = 66 * VOCAB_TILE
@@ -70,9 +68,7 @@ class _Head:
         self.hidden, self.weight, self.how, self.count, self.kept, self.filled = hidden, weight, how, count, kept, filled
         self.family = backends.family(hidden.device)
         self.backend = backends.select("linear_logp", hidden.device)
-        if workspace is None:
-            workspace = max(WORKSPACE[self.family], 0 if kept is None else 4 * kept.numel() // KEPT)
-        self.workspace = workspace
+        self.workspace = WORKSPACE[self.family] if workspace is None else workspace
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int | None]:
         """How many rows and columns of logits to take at a time where the order is free; the same on every rank if
@@ -85,8 +81,7 @@ class _Head:
 
     def slabs(self, rows: int, columns: int, summed: bool) -> tuple[int, int | None]:
         """Of how many rows and columns to take the gradient at a time, where chains go over columns and begin again at every
-        HEAD_ROWS rows; `summed`:
-        if so, sums over these take memory too."""
+        HEAD_ROWS rows; `summed`: if so, sums over these take memory too."""
         most, part = HEAD_ROWS[self.family], PART_ROWS[self.family]
         if most is None:
             return _cpu_rows(columns, self.workspace), None
@@ -94,6 +89,26 @@ class _Head:
         rows = min(rows, most)
         column = 2 * rows if hasattr(self.backend, "head_gradient") else 2 * rows + 4 * min(rows, part)
         return most, _even(self.workspace // max(column + 4 * summed * self.weight.shape[1], 1))
+
+    def places(self, rows: int, columns: int, width: int | None, dweight: torch.Tensor | None):
+        """The slabs of columns, each with memory for its gradient of so many rows: as wide as fit into the rows of dweight
+        that come after them and are written later, if it is given; or else `width`."""
+        dtype, start, own = self.backend.gradient_type(self.weight.dtype), 0, None
+        while start < columns:
+            left = columns - start
+            wide = 0
+            if dweight is not None and dweight.dtype == dtype and width is not None:
+                d = dweight.shape[1]
+                wide = left * d // (rows + d) // EVEN * EVEN
+            if wide and wide > width:
+                stop = start + wide
+                yield slice(start, stop), dweight[stop:].view(-1)
+            else:
+                stop = start + min(left, width or left)
+                if own is None:
+                    own = torch.empty(rows * (stop - start + -(stop - start) % 8), dtype=dtype, device=self.weight.device)
+                yield slice(start, stop), own
+            start = stop
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
         """fp32; the caller may write to them unless they are kept on a GPU."""
@@ -115,11 +130,6 @@ class _Head:
         """Those of the products, if that takes no products in memory; see the backend."""
         return self._fused("head_statistics", self.hidden[rows], self.weight[columns], self.how.of(columns), *args,
                            self.count, rows.start, None if self.kept is None else self.kept[rows, columns])
-
-    def memory(self, rows: int, columns: int) -> torch.Tensor:
-        """For gradients of so many rows and columns at most."""
-        return torch.empty(rows * (columns + -columns % 8), dtype=self.backend.gradient_type(self.weight.dtype),
-                           device=self.weight.device)
 
     def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple, memory: torch.Tensor) -> torch.Tensor:
         """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
@@ -294,12 +304,8 @@ class _LinearLogp(torch.autograd.Function):
                   for t, need in ((weight, need_w and main is None), (bias, need_b)))
         if need_h and not used:
             dh.zero_()
-        for grad in (dw, db):
-            if grad is not None:
-                grad[used:].zero_()
-        slabs = _cuts(0, used, width)
-        memory = source.memory(*(max((part.stop - part.start for part in cut), default=0) for cut in (blocks, slabs)))
-        for columns in slabs:
+        rows = max((part.stop - part.start for part in blocks), default=0)
+        for columns, memory in source.places(rows, used, width, dw if len(blocks) == 1 else None):
             dw_sum = db_sum = None
             if main is not None:
                 dw_sum = main[columns]
@@ -316,6 +322,9 @@ class _LinearLogp(torch.autograd.Function):
                 dw[columns] = dw_sum
             if need_b:
                 db[columns] = db_sum
+        for grad in (dw, db):
+            if grad is not None:
+                grad[used:].zero_()
         return _returned(tp.tree_sum(dh), order, target, given) if need_h else None, dw, db, *[None] * 11
 
 
@@ -453,8 +462,8 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         main_grad: fp32 [V_local, D], contiguous, or None. The gradient of weight is added to it, unrounded, in each backward
             pass, and weight.grad stays as it is.
         workspace: limit, in bytes, of the logits and their gradients alive at a time, at least a few rows or ids; None: 8 MiB
-            on a CPU, 132 MiB on a GPU, or an eighth of the logits kept. A small one takes more time; it changes no bit. Beyond it
-            the backward pass holds hidden's gradient in fp32.
+            on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass holds hidden's
+            gradient in fp32.
 
     Returns:
         logp, fp32 [...], in nats; or (logp, entropy). Differentiable in hidden (summed over ranks), weight and bias
