@@ -31,7 +31,7 @@ from alignkit.check.run import stop, write_json
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """The slowest first."""
 TESTS = [f"tests/ops/test_{name}.py" for name in ("accuracy", "invariance", "linear_cuda", "linear_logp_cuda",
-                                                  "attention_cuda")]
+                                                  "linear_logp_sm90", "attention_cuda")]
 _WITHOUT = {"memcheck": "", "racecheck": "cublaslt", "initcheck": "cublaslt hopper"}
 """Providers of products, by tool."""
 _SKIPPED = "graph or capture or beyond or far or 2_31 or current_stream"

@@ -2,7 +2,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from alignkit import backends, cuda, ops
 from alignkit.ops.linear import matmul
@@ -34,7 +34,6 @@ options = {"bias": st.booleans(), "cap": st.sampled_from([None, 5.0]), "scale": 
            "temperature": st.booleans(), "entropy": st.booleans(), "first": st.sampled_from([0, 128, 151936]), "seed": seeds}
 
 
-@settings(max_examples=25)
 @given(n=rows, d=depths, v=ids, **options)
 @example(n=4097, d=4096, v=4096 + 3, bias=False, cap=None, scale=None, temperature=False, entropy=True, first=0, seed=0)
 def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed):
@@ -58,7 +57,6 @@ def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed
         assert_bitwise_equal(a, b, name)
 
 
-@settings(max_examples=25)
 @given(n=rows, d=depths, v=ids, counted=st.floats(0, 1), **options)
 def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, first, seed):
     from alignkit.ops.linear_logp import cuda as kernels
@@ -78,7 +76,6 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
         assert_bitwise_equal(got, want, f"dz, {before}")
 
 
-@settings(max_examples=40)
 @given(n=st.integers(1, 1000), d=st.integers(1, 80).map(lambda n: 8 * n), c=st.integers(1, 1000), resume=st.booleans(),
        add=st.booleans(), counted=st.sampled_from([None, 0.0, 0.3, 1.0]), which=st.sampled_from(["both", "dh", "dw"]), seed=seeds)
 @example(n=700, d=4096, c=4096 + 8, resume=True, add=False, counted=1.0, which="both", seed=0)
@@ -110,7 +107,6 @@ def test_products(n, d, c, resume, add, counted, which, seed):
             assert_bitwise_equal(dw, dw0, f"dweight, {dtype}")
 
 
-@settings(max_examples=20)
 @given(m=st.integers(1, 256), k=st.integers(1, 60).map(lambda n: 8 * n), more=st.integers(0, 300),
        out_dtype=st.sampled_from([torch.float32, BF16]), seed=seeds)
 def test_few_rows(m, k, more, out_dtype, seed):
