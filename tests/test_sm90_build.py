@@ -18,7 +18,7 @@ SPEC = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py
 setup = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(setup)
 
-TENSOR_CORES = re.compile("head|gemm")
+TENSOR_CORES = re.compile("head|gemm|delta")
 """In the names of the kernels that multiply by tensor cores."""
 BAD_KERNEL = """
 __global__ void bad_gemm(float* out, unsigned long long a, int n) {

@@ -1,0 +1,595 @@
+// The gradient of the gated delta rule's state, back over chunks of 64 rows: alignkit/ops/gated_delta_rule/__init__.py.
+//
+// The state D [K, V] is kept transposed, 64 of V by all of K to a group of four warps, in fp32 sums of the tensor core.
+// What leaves a product is laid out as the next one's left operand, so the chain over chunks never goes through memory:
+//
+//   dv2^T = D^T k^T    D rounded, in registers; k [64, K] in shared memory
+//   D^T += do^T q      do scaled, in registers; q [64, K] in shared memory; it runs while dv2 is finished
+//   D^T -= dv2^T w     dv2 rounded, in registers; w [64, K] in shared memory
+//
+// Columns of V do not meet. A block holds one group or two, a cluster as many blocks as V takes; which of these is a
+// matter of speed alone. Blocks of a cluster read q, k and w together, each a part of the rows for all. In a block one
+// warp copies in, one computes the factors of the gates, and one for each group copies out. Blocks stay and take heads
+// and sequences in turn.
+#include "product.cuh"
+#include "tensors.cuh"
+
+// The arguments, as alignkit/ops/gated_delta_rule/cuda.py fills them. Strides are in elements.
+struct AlignkitDelta {
+  const void *q, *k, *w, *d_o, *dv;
+  int64_t strides[5][3];  // of these: batch, row, head
+  const float *g, *gk, *dht;
+  const void* cu_seqlens;  // null: not packed
+  void* dh;
+  float* dh0;
+  void* dv2;
+  int batch, rows, heads, key_heads, key_dim, value_dim, sequences, chunks;  // chunks: of a batch
+  float scale, unit;  // unit: what makes a gate a logarithm to base 2
+  int wide, half, v_first, groups;  // of cu_seqlens, 64 bits; fp16; states [V, K]; groups of a block, 0: as is best
+};
+
+namespace alignkit {
+namespace {
+
+constexpr int kChunk = 64;
+constexpr int kSlice = 64;  // of V, of a group
+constexpr int kTile = kChunk * 64;
+enum Part { kOfK, kOfQ, kOfW, kParts };
+
+struct Ticket {
+  int row, rows;       // of the chunk; of `rows` there may be none, where a sequence is empty
+  int chunk;           // among all, times heads, plus the head: the state of dh
+  int batch, head;
+  int state;           // of dht and dh0
+  int first, last;     // of the sequence's chunks, as they are taken
+  int stop;
+};
+
+template <class T, int K, int kGroups>
+struct DeltaStage {
+  T k[kChunk * K], q[kChunk * K], w[kChunk * K];
+  T dv[kGroups][kTile], d_o[kGroups][kTile];
+};
+
+template <int K>
+struct Factors {
+  float decay[K], of_do[kChunk], of_dv[kChunk];
+};
+
+template <class T, int K, int kGroups, int kStages_>
+struct DeltaShared {
+  static constexpr int kDepth = kStages_;
+  DeltaStage<T, K, kGroups> stage[kDepth];
+  T dh[kGroups][kSlice * K], dv2[kGroups][kTile];  // on their way out
+  Factors<K> factors[kDepth];
+  Ticket ticket[kDepth], out[kGroups];
+  uint64_t full[kDepth][kParts], empty[kDepth][kParts], factors_full[kDepth], factors_empty[kDepth];
+};
+
+constexpr int kMostShared = 227 * 1024 - 1024;  // to begin at a multiple of 1024
+
+template <class T, int K, int kGroups>
+constexpr int delta_depth() {
+  constexpr int one = sizeof(DeltaShared<T, K, kGroups, 1>), two = sizeof(DeltaShared<T, K, kGroups, 2>);
+  return 1 + (kMostShared - one) / (two - one);
+}
+
+template <class T, int K, int kGroups>
+using DeltaSharedOf = DeltaShared<T, K, kGroups, delta_depth<T, K, kGroups>()>;
+
+struct Sequence {
+  int batch, begin, rows, first_chunk;
+
+  __device__ int steps() const { return max((rows + kChunk - 1) / kChunk, 1); }
+  __device__ int of_chunk(int chunk) const { return min(rows - chunk * kChunk, kChunk); }
+};
+
+__device__ __forceinline__ int start_of(const AlignkitDelta& p, int i) {
+  int64_t at = p.wide ? static_cast<const int64_t*>(p.cu_seqlens)[i] : static_cast<const int32_t*>(p.cu_seqlens)[i];
+  return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(p.rows)));
+}
+
+// Called by a warp.
+__device__ Sequence sequence_of(const AlignkitDelta& p, int i) {
+  if (!p.cu_seqlens) return {i, 0, p.rows, i * p.chunks};
+  int before = 0;
+  for (int j = threadIdx.x % 32; j < i; j += 32)
+    before += (max(start_of(p, j + 1) - start_of(p, j), 0) + kChunk - 1) / kChunk;
+  int begin = start_of(p, i);
+  return {0, begin, max(start_of(p, i + 1) - begin, 0), static_cast<int>(__reduce_add_sync(~0u, before))};
+}
+
+// The pairs (sequence, head) of a cluster. Heads go first: sequences are long or short, and so each meets many of them.
+template <class Function>
+__device__ __forceinline__ void for_each_state(const AlignkitDelta& p, int blocks, const Function& function) {
+  for (int i = blockIdx.x / blocks; i < p.sequences * p.heads; i += gridDim.x / blocks)
+    function(sequence_of(p, i / p.heads), i % p.heads, i);
+}
+
+struct DeltaMaps {
+  CUtensorMap k, q, w, d_o, dv, dh, dv2;
+};
+
+template <class Sh>
+__device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int rank, int blocks) {
+  constexpr int groups = sizeof(sh.out) / sizeof(sh.out[0]), K = sizeof(sh.factors[0].decay) / sizeof(float);
+  constexpr int bytes = sizeof(sh.stage[0].k), slices = sizeof(sh.stage[0].dv);
+  int stage = 0, phase = 0, lane = threadIdx.x % 32, rows_each = kChunk / blocks;
+  auto tile = [&](auto* to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
+    to += rank * rows_each * 64;
+    row += rank * rows_each;
+    for (int x = 0; x < K; x += 64)
+      if (blocks == 1)
+        copy_box(to + x * kChunk, map, x, head, row, batch, full);
+      else
+        copy_box_to((1 << blocks) - 1, to + x * kChunk, map, x, head, row, batch, full);
+  };
+  auto slice = [&](auto& to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
+    for (int i = 0; i < groups; ++i) copy_box(to[i], map, (rank * groups + i) * kSlice, head, row, batch, full);
+  };
+  for_each_state(p, blocks, [&](const Sequence& s, int head, int state) {
+    int key_head = head / (p.heads / p.key_heads);
+    for (int chunk = s.steps() - 1; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
+      if (lane) continue;
+      int row = s.begin + chunk * kChunk, rows = s.of_chunk(chunk);
+      uint64_t *full = sh.full[stage], *empty = sh.empty[stage];
+      auto& to = sh.stage[stage];
+      barrier_wait(&empty[kOfK], phase ^ 1);
+      sh.ticket[stage] = {row,   rows,  (s.first_chunk + chunk) * p.heads + head, s.batch, head,
+                          state, chunk == s.steps() - 1, chunk == 0, 0};
+      if (rows == 0) {
+        for (int part = 0; part < kParts; ++part) {
+          barrier_wait(&empty[part], phase ^ 1);
+          barrier_arrive(&full[part]);
+        }
+        continue;
+      }
+      barrier_expect(&full[kOfK], bytes + slices);
+      tile(to.k, &maps.k, key_head, row, s.batch, &full[kOfK]);
+      slice(to.dv, &maps.dv, head, row, s.batch, &full[kOfK]);
+      barrier_wait(&empty[kOfQ], phase ^ 1);
+      barrier_expect(&full[kOfQ], bytes + slices);
+      tile(to.q, &maps.q, key_head, row, s.batch, &full[kOfQ]);
+      slice(to.d_o, &maps.d_o, head, row, s.batch, &full[kOfQ]);
+      barrier_wait(&empty[kOfW], phase ^ 1);
+      barrier_expect(&full[kOfW], bytes);
+      tile(to.w, &maps.w, head, row, s.batch, &full[kOfW]);
+    }
+    __syncwarp();
+  });
+  if (lane) return;
+  barrier_wait(&sh.empty[stage][kOfK], phase ^ 1);
+  sh.ticket[stage].stop = 1;
+  barrier_arrive(&sh.full[stage][kOfK]);
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The gates of a chunk, as a lane reads them: of rows lane and lane + 32, of the last row, and of K / 32 channels.
+template <int K>
+struct Gates {
+  float g[2], last, of_k[K / 32];
+
+  __device__ __forceinline__ void read(const AlignkitDelta& p, const Sequence& s, int chunk, int head) {
+    int lane = threadIdx.x % 32, end = s.of_chunk(chunk) - 1;
+    bool here = end >= 0;
+    int64_t from = (static_cast<int64_t>(s.batch) * p.rows + s.begin + chunk * kChunk) * p.heads + head;
+    for (int i = 0; i < 2; ++i)  // beyond the end, anything finite: the rows are zeros
+      g[i] = p.g && here ? p.g[from + static_cast<int64_t>(min(lane + 32 * i, end)) * p.heads] : 0.0f;
+    last = p.g && here ? p.g[from + static_cast<int64_t>(end) * p.heads] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < K / 32; ++i)
+      of_k[i] = p.gk && here ? p.gk[(from + static_cast<int64_t>(end) * p.heads) * K + lane * (K / 32) + i] : 0.0f;
+  }
+
+  __device__ __forceinline__ void write(Factors<K>& to, float scale, float unit) const {
+    int lane = threadIdx.x % 32;
+    float whole = exp2_of(last * unit);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      to.of_do[lane + 32 * i] = scale * exp2_of(g[i] * unit);
+      to.of_dv[lane + 32 * i] = exp2_of((last - g[i]) * unit);
+    }
+#pragma unroll
+    for (int i = 0; i < K / 32; ++i) to.decay[lane * (K / 32) + i] = whole * exp2_of(of_k[i] * unit);
+  }
+};
+
+template <int K, class Sh>
+__device__ void compute_factors(Sh& sh, const AlignkitDelta& p, int blocks) {
+  int stage = 0, phase = 0;
+  for_each_state(p, blocks, [&](const Sequence& s, int head, int) {
+    int chunk = s.steps() - 1;
+    Gates<K> now, next;
+    now.read(p, s, chunk, head);
+    if (chunk > 0) next.read(p, s, chunk - 1, head);
+    for (; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
+      Gates<K> later = next;
+      if (chunk > 1) later.read(p, s, chunk - 2, head);  // on its way while the others are used
+      barrier_wait(&sh.factors_empty[stage], phase ^ 1);
+      now.write(sh.factors[stage], p.scale, p.unit);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(&sh.factors_full[stage]);
+      now = next;
+      next = later;
+    }
+  });
+}
+
+// Named barriers between a group and the warp that copies out for it, and of all groups.
+enum Name { kDhFull = 1, kDhEmpty, kDv2Full, kDv2Empty, kNames = 4, kGroupsMeet = 2 * kNames + 1 };
+constexpr int kGroupAndWarp = 128 + 32;
+
+// Where a lane finds its row of four matrices in rows of 128 bytes, swizzled: those of 16 rows from `row` on, by the 16
+// columns of its warp. Loaded or stored transposed they are a left operand.
+__device__ __forceinline__ uint32_t matrices_at(uint32_t tile, int row) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  row += lane / 16 * 8 + lane % 8;
+  return tile + row * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+}
+
+template <class T, int K, class Sh>
+__device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int group, int rank) {
+  constexpr int groups = sizeof(sh.out) / sizeof(sh.out[0]);
+  int lane = threadIdx.x % 32, names = group * kNames, first = (rank * groups + group) * kSlice;
+  for (;;) {
+    if (lane == 0) stores_taken<1>();
+    __syncwarp();
+    named_barrier_arrive(names + kDhEmpty, kGroupAndWarp);
+    named_barrier_sync(names + kDhFull, kGroupAndWarp);
+    Ticket t = sh.out[group];
+    if (t.stop) break;
+    if (lane == 0) {
+      if (t.rows > 0 && p.v_first)
+        for (int x = 0; x < K; x += 64) store_box(&maps.dh, sh.dh[group] + x * kSlice, x, first, t.chunk);
+      else if (t.rows > 0)
+        store_box(&maps.dh, sh.dh[group], first, 0, t.chunk);
+      stores_end();
+      stores_taken<1>();
+    }
+    __syncwarp();
+    named_barrier_arrive(names + kDv2Empty, kGroupAndWarp);
+    named_barrier_sync(names + kDv2Full, kGroupAndWarp);
+    if (t.rows == kChunk) {
+      if (lane == 0) store_box(&maps.dv2, sh.dv2[group], first, t.head, t.row, t.batch);
+    } else {  // the rows that follow may be another sequence's
+      int64_t row = (static_cast<int64_t>(t.batch) * p.rows + t.row) * p.heads + t.head;
+      T* to = static_cast<T*>(p.dv2) + row * p.value_dim + first + lane % 8 * 8;
+      for (int r = lane / 8; r < t.rows; r += 4)
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(r) * p.heads * p.value_dim) =
+            *reinterpret_cast<const uint4*>(sh.dv2[group] + r * 64 + (lane % 8 ^ r % 8) * 8);
+    }
+    if (lane == 0) stores_end();
+  }
+  if (lane == 0) stores_done();
+}
+
+// Rows of a tile of boxes [64, 64] from `rows` on are set to zero, by threads 0 to count - 1.
+template <class T>
+__device__ __forceinline__ void zero_rows(T* tile, int boxes, int rows, int thread, int count) {
+  int each = (kChunk - rows) * 8;
+  for (int i = thread; i < boxes * each; i += count)
+    reinterpret_cast<uint4*>(tile + i / each * kTile + rows * 64)[i % each] = make_uint4(0, 0, 0, 0);
+}
+
+// Of a thread's part of a state, the sums and where they lie in memory.
+template <int K, class Function>
+__device__ __forceinline__ void for_each_sum(const AlignkitDelta& p, int state, int first, const Function& function) {
+  int lane = threadIdx.x % 32, v = first + threadIdx.x / 32 % 4 * 16 + lane / 4, k = 2 * (lane % 4);
+  int64_t next_v = p.v_first ? K : 1, next_k = p.v_first ? 1 : p.value_dim;
+  int64_t from = static_cast<int64_t>(state) * K * p.value_dim + v * next_v + k * next_k;
+#pragma unroll
+  for (int i = 0; i < K / 2; ++i) function(i, from + i / 2 % 2 * 8 * next_v + (i / 4 * 8 + i % 2) * next_k);
+}
+
+template <class T, int K, class Sh>
+__device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int blocks) {
+  constexpr int groups = sizeof(sh.out) / sizeof(sh.out[0]);
+  constexpr int part = K < 128 ? K : 128;  // of K whose rounded state is held
+  int thread = threadIdx.x, lane = thread % 32, names = group * kNames, first = (rank * groups + group) * kSlice;
+  int stage = 0, phase = 0, pair = 2 * (lane % 4);
+  float s[K / 2];
+  uint32_t out_dh = shared_address(sh.dh[group]), out_dv2 = shared_address(sh.dv2[group]);
+  auto release = [&](Part which) {
+    __syncwarp();
+    if (lane < blocks) barrier_arrive(&sh.empty[stage][which], lane);
+  };
+  for (;; step<Sh::kDepth>(stage, phase)) {
+    uint64_t* full = sh.full[stage];
+    auto& in = sh.stage[stage];
+    const auto& factors = sh.factors[stage];
+    barrier_wait(&full[kOfK], phase);
+    Ticket t = sh.ticket[stage];
+    if (t.stop) break;
+    if (t.first) {
+      if (p.dht)
+        for_each_sum<K>(p, t.state, first, [&](int i, int64_t at) { s[i] = p.dht[at]; });
+      else
+        for_each_sum<K>(p, t.state, first, [&](int i, int64_t) { s[i] = 0.0f; });
+    }
+    if (t.rows < kChunk) {  // what was read beyond the end is not the sequence's
+      barrier_wait(&full[kOfQ], phase);
+      barrier_wait(&full[kOfW], phase);
+      constexpr int threads = groups * 128;
+      zero_rows(in.k, K / 64, t.rows, thread, threads);
+      zero_rows(in.q, K / 64, t.rows, thread, threads);
+      zero_rows(in.w, K / 64, t.rows, thread, threads);
+      zero_rows(in.dv[0], groups, t.rows, thread, threads);
+      zero_rows(in.d_o[0], groups, t.rows, thread, threads);
+      shared_written();
+      named_barrier_sync(kGroupsMeet, threads);
+    }
+
+    // dv2^T = D^T k^T. D, rounded, is also dh.
+    float x[32];
+    uint32_t a[part / 16][4];
+    auto stage_dh = [&](int from) {
+#pragma unroll
+      for (int i = 0; i < part / 16; ++i) {
+        if (p.v_first) {
+          int box = (from / 16 + i) / 4, unit = (from / 16 + i) % 4 * 2 + lane / 16;
+          int row = thread / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8;
+          store_matrices<false>(out_dh + box * (kTile * 2) + row * 128 + ((unit ^ (lane % 8)) << 4), a[i]);
+        } else {
+          store_matrices<true>(matrices_at(out_dh, from + i * 16), a[i]);
+        }
+      }
+    };
+    uint64_t of_k = operand<false>(in.k);
+    products_wait<0>();  // there are none; without it the compiler waits for these, when it meets D again
+#pragma unroll
+    for (int from = 0; from < K; from += part) {
+#pragma unroll
+      for (int i = 0; i < part / 16; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          int at = from / 2 + 8 * i + 2 * r;
+          a[i][r] = pack<T>(s[at], s[at + 1]);
+        }
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < part / 16; ++i)
+        multiply<false, false>(T{}, x, a[i], of_k + (from / 64 + i / 4) * (kTile * 2 >> 4) + i % 4 * kNext<false>,
+                               from + i > 0);
+      products_end();
+      if (from + part < K) {
+        if (from == 0) {
+          named_barrier_sync(names + kDhEmpty, kGroupAndWarp);
+          if (thread % 128 == 0) sh.out[group] = t;
+        }
+        stage_dh(from);
+        products_wait<0>();
+      }
+    }
+
+    // D^T = decay D^T + do^T q, meanwhile.
+    barrier_wait(&sh.factors_full[stage], phase);
+#pragma unroll
+    for (int j = 0; j < K / 8; ++j) {
+      float2 decay = *reinterpret_cast<const float2*>(&factors.decay[8 * j + pair]);
+      s[4 * j] *= decay.x;
+      s[4 * j + 1] *= decay.y;
+      s[4 * j + 2] *= decay.x;
+      s[4 * j + 3] *= decay.y;
+    }
+    barrier_wait(&full[kOfQ], phase);
+    uint32_t b[4][4];
+    uint32_t of_do = shared_address(in.d_o[group]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load_matrices<true>(b[i], matrices_at(of_do, 16 * i));
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float2 factor = *reinterpret_cast<const float2*>(&factors.of_do[16 * i + r / 2 * 8 + pair]);
+        float2 v = unpack<T>(b[i][r]);
+        b[i][r] = pack<T>(v.x * factor.x, v.y * factor.y);
+      }
+    }
+    uint64_t of_q = operand<true>(in.q);
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) multiply<false, true>(T{}, s, b[i], of_q + i * kNext<true>, true);
+    products_end();
+    if (part == K) {
+      named_barrier_sync(names + kDhEmpty, kGroupAndWarp);
+      if (thread % 128 == 0) sh.out[group] = t;
+    }
+    stage_dh(K - part);
+    shared_written();
+    named_barrier_arrive(names + kDhFull, kGroupAndWarp);
+
+    // dv2^T is finished.
+    uint32_t c[4][4];
+    uint32_t of_dv = shared_address(in.dv[group]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_matrices<true>(c[i], matrices_at(of_dv, 16 * i));
+    products_wait<1>();
+    products_taken(x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float2 factor = *reinterpret_cast<const float2*>(&factors.of_dv[16 * i + r / 2 * 8 + pair]);
+        float2 v = unpack<T>(c[i][r]);
+        int at = 8 * i + 2 * r;
+        c[i][r] = pack<T>(__fmaf_rn(factor.x, x[at], v.x), __fmaf_rn(factor.y, x[at + 1], v.y));
+      }
+    release(kOfK);
+
+    // D^T -= dv2^T w.
+    barrier_wait(&full[kOfW], phase);
+    uint64_t of_w = operand<true>(in.w);
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) multiply<true, true>(T{}, s, c[i], of_w + i * kNext<true>, true);
+    products_end();
+    if (lane == 0) barrier_arrive(&sh.factors_empty[stage]);
+    named_barrier_sync(names + kDv2Empty, kGroupAndWarp);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_matrices<true>(matrices_at(out_dv2, 16 * i), c[i]);
+    shared_written();
+    named_barrier_arrive(names + kDv2Full, kGroupAndWarp);
+    products_wait<1>();
+    release(kOfQ);
+    products_wait<0>();
+    products_taken(s);
+    release(kOfW);
+    if (t.last && p.dh0) for_each_sum<K>(p, t.state, first, [&](int i, int64_t at) { p.dh0[at] = s[i]; });
+  }
+  named_barrier_sync(names + kDhEmpty, kGroupAndWarp);
+  if (thread % 128 == 0) sh.out[group].stop = 1;
+  named_barrier_arrive(names + kDhFull, kGroupAndWarp);
+}
+
+template <class T, int K, int kGroups>
+__global__ void __launch_bounds__((kGroups + 1) * 128, 1)
+    delta_back(const __grid_constant__ DeltaMaps maps, const __grid_constant__ AlignkitDelta p, int blocks) {
+  using Sh = DeltaSharedOf<T, K, kGroups>;
+  extern __shared__ uint8_t raw[];
+  Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Sh::kDepth; ++i) {
+      for (int part = 0; part < kParts; ++part) {
+        barrier_init(&sh.full[i][part], 1);
+        barrier_init(&sh.empty[i][part], 4 * kGroups * blocks);  // warps that multiply, in all blocks
+      }
+      barrier_init(&sh.factors_full[i], 1);
+      barrier_init(&sh.factors_empty[i], 4 * kGroups);
+    }
+    barrier_init_done();
+  }
+  cluster_sync();
+  int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp / 4 == kGroups) {
+    if (kGroups == 2) registers_down<56>();
+    if (warp % 4 == 0) copy_in(sh, maps, p, rank, blocks);
+    if (warp % 4 == 1) compute_factors<K>(sh, p, blocks);
+    if (warp % 4 >= 2 && warp % 4 - 2 < kGroups) copy_out<T, K>(sh, maps, p, warp % 4 - 2, rank);
+  } else {
+    if (kGroups == 2) registers_up<224>();
+    go_back<T, K>(sh, p, warp / 4, rank, blocks);
+  }
+  __syncwarp();
+  cluster_sync();  // nobody leaves while another block may still write here
+}
+
+// Host.
+
+struct Box {
+  const void* data;
+  bool half;
+  cuuint64_t size[4], stride[3];  // in elements
+  cuuint32_t box[4];
+  int dimensions;
+};
+
+cudaError_t map_of(CUtensorMap* map, Box b) {
+  if (!encode()) return cudaErrorNotSupported;
+  cuuint32_t one[4] = {1, 1, 1, 1};
+  for (cuuint64_t& s : b.stride) s *= 2;
+  CUtensorMapDataType type = b.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  CUresult made = encode()(map, type, b.dimensions, const_cast<void*>(b.data), b.size, b.stride, b.box, one,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Rows of 64 columns of a head of a tensor [batch, rows, heads, columns].
+cudaError_t rows_of(CUtensorMap* map, const AlignkitDelta& p, const void* data, const int64_t (&strides)[3], int heads,
+                    int columns, int rows) {
+  using Size = cuuint64_t;
+  return map_of(map, {data, p.half != 0,
+                      {Size(columns), Size(heads), Size(p.rows), Size(p.batch)},
+                      {Size(strides[2]), Size(strides[1]), Size(strides[0])},
+                      {64, 1, cuuint32_t(rows), 1}, 4});
+}
+
+cudaError_t maps_of(DeltaMaps* maps, const AlignkitDelta& p, int blocks) {
+  struct {
+    CUtensorMap* map;
+    const void* data;
+    int heads, columns, rows;
+  } inputs[5] = {{&maps->q, p.q, p.key_heads, p.key_dim, kChunk / blocks},
+                 {&maps->k, p.k, p.key_heads, p.key_dim, kChunk / blocks},
+                 {&maps->w, p.w, p.heads, p.key_dim, kChunk / blocks},
+                 {&maps->d_o, p.d_o, p.heads, p.value_dim, kChunk},
+                 {&maps->dv, p.dv, p.heads, p.value_dim, kChunk}};
+  for (int i = 0; i < 5; ++i)
+    if (cudaError_t e = rows_of(inputs[i].map, p, inputs[i].data, p.strides[i], inputs[i].heads, inputs[i].columns,
+                                inputs[i].rows))
+      return e;
+  int64_t row = int64_t{p.heads} * p.value_dim, dense[3] = {row * p.rows, row, p.value_dim};
+  if (cudaError_t e = rows_of(&maps->dv2, p, p.dv2, dense, p.heads, p.value_dim, kChunk)) return e;
+  using Size = cuuint64_t;
+  Size across = p.v_first ? p.key_dim : p.value_dim, down = p.v_first ? p.value_dim : p.key_dim;
+  return map_of(&maps->dh, {p.dh, p.half != 0, {across, down, Size(p.batch) * p.chunks * p.heads, 1},
+                            {across, across * down, 0}, {64, cuuint32_t(p.v_first ? kSlice : p.key_dim), 1, 1}, 3});
+}
+
+template <class T, int K, int kGroups>
+cudaError_t launch_delta(const AlignkitDelta& p, int blocks, cudaStream_t stream) {
+  constexpr auto kernel = delta_back<T, K, kGroups>;
+  constexpr int bytes = sizeof(DeltaSharedOf<T, K, kGroups>) + 1024;
+  static_assert(bytes <= 227 * 1024);
+  DeltaMaps maps;
+  if (cudaError_t e = maps_of(&maps, p, blocks)) return e;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = (kGroups + 1) * 128;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  // Of this kernel, how many clusters of `blocks` the device holds.
+  static thread_local int prepared = -1, held[5];
+  int device;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (prepared != device) {
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+    std::fill(held, held + 5, 0);
+    prepared = device;
+  }
+  if (!held[blocks])
+    if (cudaError_t e = cudaOccupancyMaxActiveClusters(&held[blocks], kernel, &config)) return e;
+  int64_t states = int64_t{p.sequences} * p.heads;
+  config.gridDim = static_cast<unsigned>(std::min<int64_t>(states, held[blocks]) * blocks);
+  return cudaLaunchKernelEx(&config, kernel, maps, p, blocks);
+}
+
+template <class T, int K>
+cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
+  int slices = p.value_dim / kSlice, groups = p.groups, processors, device;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+  // Few states: each over as many blocks as it takes. K = 256 leaves registers for one group.
+  if (!groups) groups = int64_t{p.sequences} * p.heads * slices > processors ? 2 : 1;
+  if constexpr (K < 256)
+    if (groups == 2 && slices > 1) return launch_delta<T, K, 2>(p, slices / 2, stream);
+  return launch_delta<T, K, 1>(p, slices, stream);
+}
+
+template <class T>
+cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
+  if (p.key_dim == 64) return launch_delta<T, 64>(p, stream);
+  if (p.key_dim == 128) return launch_delta<T, 128>(p, stream);
+  return launch_delta<T, 256>(p, stream);
+}
+
+}  // namespace
+}  // namespace alignkit
+
+// Returns a cudaError_t. K is 64, 128 or 256, as is V. Inputs have strides that are multiples of 8 and lie at multiples
+// of 16 bytes; everything else is dense.
+extern "C" int alignkit_delta_back(const AlignkitDelta* p, cudaStream_t stream) {
+  using namespace alignkit;
+  return p->half ? launch_delta<__half>(*p, stream) : launch_delta<__nv_bfloat16>(*p, stream);
+}

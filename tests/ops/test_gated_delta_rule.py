@@ -1,0 +1,476 @@
+"""The backward of the gated delta rule's state: bits, bounds, gradients of the whole rule with it in, bad input."""
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from alignkit import backends, cuda
+from alignkit.errors import InputError
+from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu, fla
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU, EXP, U32, UNIT, assert_within, gamma, seeds
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ROUNDING = UNIT | {FP16: 2.0**-11}
+SMALLEST = {FP32: 2.0**-149, BF16: 2.0**-133, FP16: 2.0**-24}
+"""Spacing of the numbers next to zero."""
+MODES = ("", "g", "gk", "g gk")
+BACKENDS = ["auto"] if CPU else ["triton", *(["cuda"] if cuda.available() else [])]
+DIMS = (64, 128) if CPU else (64, 128, 256)
+COMPILED = (
+    ((64, 64), "g gk", BF16, False, True),
+    ((128, 128), "g", FP16, True, False),
+    ((256, 64), "", BF16, False, True),
+    ((64, 256), "gk", FP16, True, True),
+    ((64, 128), "g gk", FP32, True, True),
+    ((256, 64), "", FP32, False, False),
+)
+"""K and V, gates, type, state_v_first, and whether there is dht: Triton compiles for each, so it has no others."""
+gpu = pytest.mark.skipif(CPU, reason="about a GPU")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with backends.use(request.param):
+        yield request.param
+
+
+def problem(t=130, heads=2, key_heads=1, k_dim=64, v_dim=64, batch=1, mode="g gk", dtype=None, starts=None,
+            v_first=False, dht=True, seed=0):
+    """Arguments of the op: tensors of the sequences' rows, and the rest."""
+    torch.manual_seed(seed)
+    dtype = dtype or (FP32 if CPU else BF16)
+    q, k = (torch.randn(batch, t, key_heads, k_dim) / k_dim**0.5 for _ in range(2))
+    w = torch.randn(batch, t, heads, k_dim) / k_dim**0.5 / 2
+    do, dv = (torch.randn(batch, t, heads, v_dim) for _ in range(2))
+    rows = {name: x.to(dtype) for name, x in zip(("q", "k", "w", "do", "dv"), (q, k, w, do, dv))}
+    edges = [0, t] if starts is None else starts
+    place = torch.cat([torch.arange(b - a) % CHUNK for a, b in pairwise(edges)]) + 1
+    if "g" in mode.split():
+        rows["g"] = -place[:, None] * torch.rand(batch, t, heads) / 50
+    if "gk" in mode:
+        rows["gk"] = -place[:, None, None] * torch.rand(batch, t, heads, k_dim) / 50
+    count = batch if starts is None else len(starts) - 1
+    rest = {"state_v_first": v_first, "need_dh0": True}
+    if dht:
+        rest["dht"] = torch.randn(count, heads, *((v_dim, k_dim) if v_first else (k_dim, v_dim)))
+    if starts is not None:
+        rest["cu_seqlens"] = torch.tensor(starts)
+    return rows, rest
+
+
+def run(rows, rest):
+    return chunk_gated_delta_rule_bwd_dhu(**rows, **rest)
+
+
+def assert_same(got, want, what):
+    for name, a, b in zip(("dh", "dh0", "dv2"), got, want, strict=True):
+        assert (a is None) == (b is None), f"{what}: {name}"
+        if a is not None:
+            assert_bitwise_equal(a, b, f"{what}: {name}")
+
+
+def bounds(rows, rest, sequence, begin, end, head, scale, dtype):
+    """What the recurrence gives in float64 for one sequence and head, and how far off T's rounding may be: for each
+    chunk, last first, (dh, its bound, dv2, its bound), and (dh0, its bound)."""
+    u, tiny = ROUNDING[dtype], SMALLEST[dtype]
+    group = rows["do"].shape[2] // rows["q"].shape[2]
+    exp = torch.exp2 if rest.get("base2") else torch.exp
+
+    def of(name, at, heads_each=1):
+        return rows[name][0, at:min(at + CHUNK, end), head // heads_each].double()
+
+    def off(x, e, rel):
+        """|x| off by e, then by a share `rel` of itself."""
+        return e + rel * (x.abs() + e)
+    D = torch.zeros(rows["q"].shape[3], rows["do"].shape[3], dtype=torch.float64)
+    if "dht" in rest:
+        D += rest["dht"][sequence, head].double().t() if rest["state_v_first"] else rest["dht"][sequence, head].double()
+    E, found = torch.zeros_like(D), []
+    sums = 4 * gamma(2 * CHUNK + D.shape[0])  # of products; the tensor core truncates
+    for at in reversed(range(begin, end, CHUNK)):
+        q, k, w, do, dv = of("q", at, group), of("k", at, group), of("w", at), of("do", at), of("dv", at)
+        one, two, decay = 1.0, 1.0, torch.ones(len(D), 1, dtype=torch.float64)
+        if "g" in rows:
+            g = of("g", at)
+            one, two, decay = exp(g[-1] - g)[:, None], exp(g)[:, None], exp(g[-1]) * decay
+        if "gk" in rows:
+            decay = decay * exp(of("gk", at)[-1])[:, None]
+        of_D = off(D, E, u) + tiny
+        x, of_x = k @ D, k.abs() @ of_D + sums * (k.abs() @ (D.abs() + of_D))
+        dv2 = dv + one * x
+        of_dv2 = off(dv2, off(one * x, one * of_x, EXP + 2 * U32), u + U32) + tiny
+        found.append((D, of_D, dv2, of_dv2))
+        scaled, of_scaled = scale * two * do, off(scale * two * do, 0.0, EXP + 2 * U32 + u) + tiny
+        parts = (decay * D).abs() + q.abs().t() @ scaled.abs() + w.abs().t() @ dv2.abs()
+        E = off(decay * D, decay * E, 2 * EXP + 4 * U32) + q.abs().t() @ of_scaled + w.abs().t() @ of_dv2
+        E = E + sums * (parts + E)
+        D = decay * D + q.t() @ scaled - w.t() @ dv2
+    return found, (D, E)
+
+
+def check(got, rows, rest):
+    """Against float64."""
+    dh, dh0, dv2 = got
+    starts = rest["cu_seqlens"].tolist() if "cu_seqlens" in rest else [0, rows["q"].shape[1]]
+    scale, chunk = rest.get("scale") or rows["q"].shape[3] ** -0.5, 0
+    if rest["state_v_first"]:
+        dh, dh0 = dh.transpose(-1, -2), dh0.transpose(-1, -2)
+    for i, (begin, end) in enumerate(pairwise(starts)):
+        chunks = range(chunk, chunk - (begin - end) // CHUNK)
+        chunk = chunks.stop
+        for head in range(dh.shape[2]):
+            found, (want, bound) = bounds(rows, rest, i, begin, end, head, scale, rows["q"].dtype)
+            assert len(found) == len(chunks)
+            assert_within(dh0[i, head], want, bound, f"dh0, sequence {i}")
+            for j, (want, bound, want_dv2, bound_dv2) in zip(reversed(chunks), found):
+                assert_within(dh[0, j, head], want, bound, f"dh, sequence {i}, chunk {j}")
+                at = begin + (j - chunks.start) * CHUNK
+                new = dv2[0, at:min(at + CHUNK, end), head]
+                assert_within(new, want_dv2, bound_dv2, f"dv2, sequence {i}, chunk {j}")
+
+
+def drawn_starts(data, most=4):
+    lengths = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200])
+    ends = torch.tensor(data.draw(st.lists(lengths, min_size=1, max_size=most))).cumsum(0, dtype=torch.int64)
+    return [0, *ends.tolist()]
+
+
+def kinds(backend):
+    """What to draw for a backend, as in COMPILED."""
+    if backend == "triton":
+        return st.sampled_from(COMPILED)
+    dtypes = [BF16, FP16] if backend == "cuda" else [FP32, BF16, FP16]  # CUDA's fp32 is Triton's
+    dim = st.sampled_from(DIMS)
+    return st.tuples(st.tuples(dim, dim), st.sampled_from(MODES), st.sampled_from(dtypes), st.booleans(), st.booleans())
+
+
+@given(data=st.data(), seed=seeds)
+def test_error_is_within_bounds(backend, data, seed):
+    starts = drawn_starts(data)
+    key_heads = data.draw(st.sampled_from([1, 2]))
+    dims, mode, dtype, v_first, dht = data.draw(kinds(backend))
+    rows, rest = problem(starts[-1], data.draw(st.sampled_from([1, 3])) * key_heads, key_heads, *dims, mode=mode,
+                         starts=starts, seed=seed, dtype=dtype, v_first=v_first, dht=dht)
+    rest |= {"base2": data.draw(st.booleans())}
+    if data.draw(st.booleans()):
+        rest["scale"] = 0.3
+    check(run(rows, rest), rows, rest)
+
+
+@given(data=st.data(), seed=seeds)
+def test_packed_is_dense(backend, data, seed):
+    """And so a sequence does not depend on its neighbours, its place or the number of chunks before it."""
+    starts = drawn_starts(data)
+    rows, rest = problem(starts[-1], mode=data.draw(st.sampled_from(["", "g gk"])), starts=starts, seed=seed)
+    dh, dh0, dv2 = run(rows, rest)
+    chunk = 0
+    for i, (begin, end) in enumerate(pairwise(starts)):
+        chunks = -(-(end - begin) // CHUNK)
+        alone = run({name: t[:, begin:end] for name, t in rows.items()},
+                    {"dht": rest["dht"][i:i + 1], "need_dh0": True})
+        assert_same((dh[:, chunk:chunk + chunks], dh0[i:i + 1], dv2[:, begin:end]), alone, f"sequence {i}")
+        chunk += chunks
+
+
+def test_batch_and_heads_do_not_matter(backend):
+    rows, rest = problem(150, 4, 2, batch=3)
+    dh, dh0, dv2 = run(rows, rest)
+    for b in range(3):
+        for pair in range(2):
+            heads = slice(2 * pair, 2 * pair + 2)
+            some = {name: t[b:b + 1, :, pair:pair + 1] if name in ("q", "k") else t[b:b + 1, :, heads]
+                    for name, t in rows.items()}
+            assert_same((dh[b:b + 1, :, heads], dh0[b:b + 1, heads], dv2[b:b + 1, :, heads]),
+                        run(some, rest | {"dht": rest["dht"][b:b + 1, heads]}), f"batch {b}, heads {pair}")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_neighbours_may_be_anything(backend, bad):
+    starts = [0, 70, 100, 165]
+    rows, rest = problem(165, starts=starts)
+    want = run(rows, rest)
+    for name in rows:
+        rows[name][:, 70:100] = bad
+    dh, dh0, dv2 = run(rows, rest)
+    for at in (slice(0, 2), slice(3, 5)):
+        assert_bitwise_equal(dh[:, at], want[0][:, at], "dh")
+    for i in (0, 2):
+        assert_bitwise_equal(dh0[i], want[1][i], "dh0")
+        assert_bitwise_equal(dv2[:, starts[i]:starts[i + 1]], want[2][:, starts[i]:starts[i + 1]], "dv2")
+
+
+def test_empty_sequences(backend):
+    rows, rest = problem(70, starts=[0, 0, 70, 70])
+    dh, dh0, dv2 = run(rows, rest)
+    assert dh.shape[1] == 2
+    for i in (0, 2):
+        assert torch.equal(dh0[i], rest["dht"][i])
+    alone = run(rows, {"dht": rest["dht"][1:2], "need_dh0": True})
+    assert_same((dh, dh0[1:2], dv2), alone, "between empty ones")
+
+
+def test_state_layouts_have_the_same_bits(backend):
+    rows, rest = problem(130, k_dim=128)
+    dh, dh0, dv2 = run(rows, rest)
+    turned = run(rows, rest | {"state_v_first": True, "dht": rest["dht"].transpose(-1, -2)})
+    assert_same((dh, dh0, dv2), (turned[0].transpose(-1, -2), turned[1].transpose(-1, -2), turned[2]), "state_v_first")
+
+
+def test_strided_inputs_have_the_same_bits(backend):
+    rows, rest = problem(130)
+    apart = {name: torch.cat([t, t], 1)[:, :130] if name == "w" else t.transpose(1, 2).contiguous().transpose(1, 2)
+             for name, t in rows.items()}
+    assert_same(run(apart, rest), run(rows, rest), "strided")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("starts", [None, [0, 1, 65, 129, 200]])
+def test_every_element_is_written(backend, mode, starts, monkeypatch):
+    rows, rest = problem(200, mode=mode, starts=starts, batch=1 if starts else 2)
+    want = run(rows, rest)
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **kw: new_empty(*a, **kw).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+    got = run(rows, rest)
+    assert_same(got, want, "poisoned")
+    assert not any(t.isnan().any() for t in got)
+
+
+# The whole rule.
+
+def recurrence(q, k, v, beta, log_decay, h0, scale):
+    """A row at a time; log_decay [T] or [T, K]. Returns outputs and the final state."""
+    S, out = h0, []
+    for t in range(len(q)):
+        S = S * log_decay[t].exp().reshape(-1, 1)
+        S = S + torch.outer(k[t], beta[t] * (v[t] - k[t] @ S))
+        out.append(scale * (q[t] @ S))
+    return torch.stack(out), S
+
+
+def chunk_step(q, k, w, u, gates, S, scale):
+    """A chunk's outputs and the next state; gates [C] or [C, K], summed."""
+    G = gates if gates.ndim == 2 else gates[:, None]
+    attention = ((q[:, None] * k[None] * (G[:, None] - G[None]).clamp(max=0.0).exp()).sum(-1)).tril()
+    new = u - w @ S
+    return (scale * ((q * G.exp()) @ S + attention @ new),
+            G[-1].exp().reshape(-1, 1) * S + (k * (G[-1] - G).exp()).t() @ new)
+
+
+class States(torch.autograd.Function):
+    """The rule over chunks, one head; backward by the op, and what is left by a chunk's own derivative."""
+
+    @staticmethod
+    def forward(ctx, q, k, w, u, gates, h0, scale):
+        ctx.save_for_backward(q, k, w, u, gates, h0)
+        ctx.scale = scale
+        out, S = [], h0
+        for at in range(0, len(q), CHUNK):
+            o, S = chunk_step(*(t[at:at + CHUNK] for t in (q, k, w, u, gates)), S, scale)
+            out.append(o)
+        return torch.cat(out), S
+
+    @staticmethod
+    def backward(ctx, do, dht):
+        q, k, w, u, gates, h0 = ctx.saved_tensors
+        starts, states, local = range(0, len(q), CHUNK), [h0], []
+        for at in starts:
+            here = [t[at:at + CHUNK] for t in (q, k, w, u, gates)]
+            states.append(chunk_step(*here, states[-1], ctx.scale)[1])
+            with torch.enable_grad():  # of the new values within the chunk
+                new = here[3].clone().requires_grad_()
+                o, _ = chunk_step(here[0], here[1], torch.zeros_like(here[2]), new, here[4], states[-2], ctx.scale)
+            local.append(torch.autograd.grad(o, new, do[at:at + CHUNK])[0])
+        q_, k_, gate = q, k, {"g": gates[None, :, None]}
+        if gates.ndim == 2:
+            last = torch.cat([gates[at:at + CHUNK][-1:].expand(len(gates[at:at + CHUNK]), -1) for at in starts])
+            q_, k_, gate = q * gates.exp(), k * (last - gates).exp(), {"gk": gates[None, :, None]}
+        dh, dh0, dv2 = chunk_gated_delta_rule_bwd_dhu(
+            *(t[None, :, None] for t in (q_, k_, w, do, torch.cat(local))), **gate, dht=dht[None, None],
+            scale=ctx.scale, need_dh0=True)
+        grads = []
+        for i, at in enumerate(starts):
+            with torch.enable_grad():
+                leaves = [t[at:at + CHUNK].clone().requires_grad_() for t in (q, k, w, gates)]
+                outs = chunk_step(*leaves[:3], u[at:at + CHUNK], leaves[3], states[i], ctx.scale)
+            grads.append(torch.autograd.grad(outs, leaves, (do[at:at + CHUNK], dh[0, i, 0])))
+        dq, dk, dw, dgates = (torch.cat(g) for g in zip(*grads))
+        return dq, dk, dw, dv2[0, :, 0], dgates, dh0[0, 0], None
+
+
+def chunked(q, k, v, beta, log_decay, h0, scale):
+    """The same as `recurrence`."""
+    W, U, gates = [], [], []
+    for at in range(0, len(q), CHUNK):
+        k_, v_, b = k[at:at + CHUNK], v[at:at + CHUNK], beta[at:at + CHUNK, None]
+        summed = log_decay[at:at + CHUNK].cumsum(0)
+        G = summed if summed.ndim == 2 else summed[:, None]
+        A = (b * (k_[:, None] * k_[None] * (G[:, None] - G[None]).clamp(max=0.0).exp()).sum(-1)).tril(-1)
+        inverse = torch.linalg.inv(torch.eye(len(A)) + A)
+        W.append(inverse @ (b * k_ * G.exp()))
+        U.append(inverse @ (b * v_))
+        gates.append(summed)
+    return States.apply(q, k, torch.cat(W), torch.cat(U), torch.cat(gates), h0, scale)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("t", [64, 130])
+def test_gradients_of_the_whole_rule(channels, t):
+    torch.manual_seed(t)
+    unit = torch.nn.functional.normalize
+    q, k, v = unit(torch.randn(t, 64), dim=-1), unit(torch.randn(t, 64), dim=-1), torch.randn(t, 64)
+    leaves = [q, k, v, torch.rand(t), -torch.rand(t, 64) / 10 if channels else -torch.rand(t) / 10, torch.randn(64, 64)]
+    do, dht = torch.randn(t, 64), torch.randn(64, 64)
+    results = []
+    for rule in (chunked, recurrence):
+        mine = [x.clone().requires_grad_() for x in leaves]
+        outs = rule(*mine, 0.125)
+        results.append([*outs, *torch.autograd.grad(outs, mine, (do, dht))])
+    for name, a, b in zip(("o", "state", "q", "k", "v", "beta", "decay", "h0"), *results):
+        assert (a - b).norm() <= 2e-5 * b.norm(), name
+
+
+# Bad input.
+
+@pytest.mark.parametrize("change, message", [
+    ({"q": lambda t: t[..., :32]}, "q: head dimension 32"),
+    ({"do": lambda t: t[..., :48]}, "do: head dimension 48"),
+    ({"q": lambda t: t[:, :-1]}, "k: expected shape"),
+    ({"w": lambda t: t[:, :, :1]}, "w: expected shape"),
+    ({"dv": lambda t: t[:, :-1]}, "dv: expected shape"),
+    ({"k": lambda t: t.double()}, "k: dtype"),
+    ({"k": lambda t: t.to("meta")}, "k: device"),
+    ({"q": lambda t: t[0]}, "q: expected 4 dimensions"),
+    ({"q": lambda t: None}, "q: expected a tensor"),
+    ({name: (lambda t: t[:, :0]) for name in ("q", "k", "w", "do", "dv")}, "q: empty"),
+    ({"q": lambda t: t.repeat(1, 1, 3, 1)}, "q: 3 heads do not divide"),
+    ({"g": lambda t: t[:, :-1]}, "g: expected shape"),
+    ({"g": lambda t: t.bfloat16()}, "g: dtype"),
+    ({"gk": lambda t: t[..., 0]}, "gk: expected 4 dimensions"),
+    ({"dht": lambda t: t[:, :, :32]}, "dht: expected shape"),
+    ({"cu_seqlens": lambda t: torch.tensor([0, 90, 80, 130])}, "cu_seqlens: must not decrease"),
+    ({"cu_seqlens": lambda t: torch.tensor([0, 129])}, "cu_seqlens: ends at 129"),
+    ({"cu_seqlens": lambda t: torch.tensor([1, 130])}, "cu_seqlens: must begin with 0"),
+    ({"cu_seqlens": lambda t: torch.tensor([0])}, "cu_seqlens: no sequence"),
+    ({"cu_seqlens": lambda t: torch.tensor([0.0, 130.0])}, "cu_seqlens: dtype"),
+    ({"cu_seqlens": lambda t: torch.tensor([0, 130]), "num_chunks": lambda t: 0}, "num_chunks: 0"),
+    ({"num_chunks": lambda t: 3}, "num_chunks: only packed"),
+])
+def test_bad_input(change, message):
+    rows, rest = problem(130)
+    arguments = rows | rest
+    for name, how in change.items():
+        arguments[name] = how(arguments.get(name))
+    with pytest.raises(InputError, match=message):
+        chunk_gated_delta_rule_bwd_dhu(**arguments)
+
+
+def test_packed_sequences_lie_in_a_batch_of_one():
+    rows, rest = problem(130, batch=2)
+    with pytest.raises(InputError, match="batch of 1"):
+        run(rows, rest | {"cu_seqlens": torch.tensor([0, 130])})
+
+
+# flash-linear-attention.
+
+def test_the_drop_in_takes_old_and_new_arguments():
+    starts = [0, 70, 130]
+    rows, rest = problem(130, starts=starts, v_first=True)
+    h0, indices = torch.zeros_like(rest["dht"]), torch.zeros(3, 2)
+    more = {"h0": h0, "dht": rest["dht"], "cu_seqlens": rest["cu_seqlens"], "chunk_indices": indices}
+    new = fla.chunk_gated_delta_rule_bwd_dhu(**rows, **more, state_v_first=True, chunk_size=64, use_graph=False)
+    old = fla.chunk_gated_delta_rule_bwd_dhu(**rows, **more, transpose_state_layout=True, use_exp2=False)
+    assert_same(new, run(rows, rest | {"base2": True}), "new")
+    assert_same(old, run(rows, rest), "old")
+    by_place = fla.chunk_gated_delta_rule_bwd_dhu(*rows.values(), h0, rest["dht"], None, True, rest["cu_seqlens"])
+    assert_same(by_place, new, "by place")
+    assert fla.chunk_gated_delta_rule_bwd_dhu(**rows)[1] is None
+    with pytest.raises(InputError, match="chunk_size: 32"):
+        fla.chunk_gated_delta_rule_bwd_dhu(**rows, chunk_size=32)
+
+
+def test_registered_with_flash_linear_attention():
+    theirs = pytest.importorskip("fla.ops.common.chunk_delta_h")
+    fla.register()
+    rows, rest = problem(130, dtype=BF16)
+    got = theirs.chunk_gated_delta_rule_bwd_dhu(**rows, h0=rest["dht"], dht=rest["dht"], scale=0.125)
+    assert_same(got, run(rows, rest | {"base2": True, "scale": 0.125}), "registered")
+    with pytest.raises(InputError, match="g: expected shape"):
+        theirs.chunk_gated_delta_rule_bwd_dhu(**rows | {"g": rows["g"][:, 1:]}, scale=0.125)
+
+
+def test_what_is_left_to_flash_linear_attention():
+    q, do = torch.zeros(1, 1, 1, 64, dtype=BF16), torch.zeros(1, 1, 1, 128, dtype=BF16)
+    assert fla._refused(q=q, do=do) is None
+    assert "head dimensions" in fla._refused(q=q[..., :32], do=do)
+    assert "dtype" in fla._refused(q=q.float(), do=do)
+    assert "chunk_size" in fla._refused(q=q, do=do, chunk_size=32)
+    assert "no backend" in fla._refused(q=q.to("meta"), do=do)
+
+
+# On a GPU.
+
+@gpu
+@pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
+@pytest.mark.parametrize("dims, mode, dtype", [
+    ((64, 64), "", BF16), ((64, 64), "g gk", FP16), ((64, 256), "gk", FP16), ((128, 64), "gk", BF16),
+    ((128, 128), "", BF16), ((128, 128), "g", BF16), ((128, 128), "g gk", BF16), ((256, 128), "gk", BF16),
+    ((256, 256), "", FP16), ((256, 64), "g", BF16)])
+def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, monkeypatch):
+    from alignkit.ops.gated_delta_rule import cuda as kernels
+    back = kernels.bwd_dhu
+    rows, rest = problem(463, 4, 2, *dims, dtype=dtype, mode=mode, starts=[0, 1, 130, 463])
+    strong = {name: rows[name].cumsum(1) for name in mode.split()}  # until factors underflow
+    for gated in (rows, rows | strong):
+        with backends.use("triton"):
+            want = run(gated, rest)
+        with backends.use("cuda"):
+            for groups in (0, 1, 2):
+                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, groups=groups: back(*a, groups=groups))
+                assert_same(run(gated, rest), want, f"{groups} groups")
+
+
+@gpu
+def test_more_work_than_multiprocessors(backend):
+    rows, rest = problem(100, 300, 300)
+    dh, dh0, dv2 = run(rows, rest)
+    for head in (0, 131, 132, 299):
+        one = slice(head, head + 1)
+        alone = run({name: t[:, :, one] for name, t in rows.items()}, rest | {"dht": rest["dht"][:, one]})
+        assert_same((dh[:, :, one], dh0[:, one], dv2[:, :, one]), alone, f"head {head}")
+
+
+@gpu
+def test_captured_in_a_graph_and_nothing_waits(backend):
+    rows, rest = problem(200, starts=[0, 1, 130, 200])
+    rest["num_chunks"] = 6
+    want = run(rows, rest)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run(rows, rest)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same(again, want, "again")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(rows, rest)
+    rows["do"].neg_()
+    rows["dv"].neg_()
+    rest["dht"].neg_()
+    graph.replay()
+    assert_same([-t for t in out], want, "replayed")
+
+
+@gpu
+def test_wrong_cu_seqlens_touch_no_other_memory(backend):
+    """Nothing to compare: compute-sanitizer watches."""
+    for starts in ([-5, 300], [150, 20, 500], [0, 2**31 - 1], [2**31 - 1, 0]):
+        rows, rest = problem(200, starts=[0, 200] if len(starts) == 2 else [0, 100, 200])
+        rest |= {"cu_seqlens": torch.tensor(starts), "num_chunks": 2}
+        assert run(rows, rest)[0].shape[1] == 2
+    torch.cuda.synchronize()
