@@ -8,7 +8,7 @@ if a test failed or none ran.
 Left out: tests that capture graphs, because memory comes from no cache here and its allocation is no part of a graph; those
 of large tensors, where the tools take minutes; from racecheck cuBLAS's kernels, whose synchronisation it takes for none, and
 those of hopper.py, where it reports the compiler's own handing of arguments to the groups of warps; from initcheck both
-too, because it does not see what the copy engine writes.
+too, and the gated delta rule's CUDA kernels, because it does not see what the copy engine writes.
 """
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from alignkit.check.run import stop, write_json
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """The slowest first."""
 TESTS = [f"tests/ops/test_{name}.py" for name in ("accuracy", "invariance", "linear_cuda", "linear_logp_cuda",
-                                                  "linear_logp_sm90", "attention_cuda")]
-_WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper", "initcheck": "cublaslt hopper"}
-"""Providers of products, by tool."""
+                                                  "linear_logp_sm90", "attention_cuda", "gated_delta_rule")]
+_WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper", "initcheck": "cublaslt hopper gated_delta_rule"}
+"""Providers of products, and ops whose CUDA kernels are left out, by tool."""
 _SKIPPED = "graph or capture or beyond or far or 2_31 or current_stream"
 _ABOUT_THEM = "takes_the_usual or refused_and_named or many_rows"
 _FOUND = 99

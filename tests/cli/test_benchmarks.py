@@ -284,6 +284,42 @@ def test_logp_line_of_a_row(logp):
         "1 x 2 x 3 forward, a: 1.000 ms, 2.00 gemm, 320 MiB, error 1.0e-06")
 
 
+# gated_delta_rule
+
+def test_gdn_cases(module):
+    gdn = module("gated_delta_rule")
+    cases = gdn.cases([16, 64])
+    keys = [tuple(case.key()[k] for k in gdn.KEY) for case in cases]
+    assert len(set(keys)) == len(keys) == 2 * 5 * (16 + 4)
+    assert (8, 16384, 64, "g+gk", "dense") in keys and (1, 32768, 16, "dht+dh0", "packed 25") in keys
+
+
+@pytest.mark.parametrize("mode, sequences", [("none", 0), ("g", 3), ("gk", 0), ("g+gk", 3), ("dht+dh0", 3)])
+def test_gdn_row(module, mode, sequences):
+    import torch
+
+    gdn, device = module("gated_delta_rule"), torch.device("cpu")
+    case = gdn.Case(1, 130, 2, mode, sequences)
+    inputs = gdn.Inputs(case, device)
+    dh, dh0, _ = inputs.ours()
+    chunks = dh.shape[1]
+    assert chunks == 3 if not sequences else 3 <= chunks <= 5
+    state = 2 * 128 * 128
+    gates = {"g": 4 * 130 * 2, "gk": 4 * chunks * 2 * 128}
+    moved = 2 * 6 * 130 * 2 * 128 + 2 * chunks * state + sum(gates.get(name, 0) for name in mode.split("+"))
+    assert (dh0 is not None) == (mode == "dht+dh0")
+    assert inputs.bytes() == moved + (2 * 4 * sequences * state if mode == "dht+dh0" else 0)
+    row = gdn.measure(case, gdn.Stopwatch(device), 0.001, 1e9)
+    assert row["floor_x"] == pytest.approx(row["ms"] / (inputs.bytes() / 1e9 * 1e3))
+    assert (row["fla_ms"] is None) == (row["x"] is None)
+
+
+def test_gdn_summary(module):
+    gdn = module("gated_delta_rule")
+    assert gdn.summary([{"x": None}]) == {}
+    assert gdn.summary([{"x": 2.0}, {"x": 8.0}, {"x": None}]) == {"x_mean": pytest.approx(4.0), "x_least": 2.0}
+
+
 # Tables and plots
 
 def logp_sample():
@@ -299,6 +335,14 @@ def logp_sample():
         rows += [one((n, 4096, 151936), impl, "forward", x) for n in (64, 4096)]
     rows += [one((8, 4096, 151936), impl, "decode", 1.0, x_copy=x) for impl, x in (("copy", 1.0), ("alignkit", 1.05))]
     return {"meta": {"runs": {"a": INFO}, "errors": []}, "rows": rows}
+
+
+def gdn_sample():
+    rows = [("none", "dense", 16, 2.0, 3.0), ("none", "dense", 16, 8.0, 3.0), ("none", "dense", 64, None, 1.25),
+            ("g", "packed 20", 16, 4.0, 2.0), ("g", "packed 25", 16, 4.0, 4.5)]
+    return {"runs": {"a": INFO | {"versions": {"torch": "2.11.0", "fla-core": "0.6.0"}}},
+            "rows": [{"b": 1, "t": 2048, "h": h, "mode": mode, "layout": layout, "ms": 1.0, "fla_ms": x, "x": x,
+                      "floor_x": floor, "run": "a"} for mode, layout, h, x, floor in rows]}
 
 
 def samples():
@@ -323,7 +367,13 @@ def test_tables(tables):
     assert "| gemm | 5.00 ms | 100 |  |  |  |  |" in logp
     assert "| verl | 1.90x | 100 | 5.70x | 320 | 1.0e-06 | 1.0e-03 |" in logp
     assert "| **alignkit** | **1.10x** | **100** | **3.30x** | **320** | **1.0e-06** | **1.0e-03** |" in logp
-    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n")):
+    gdn = tables.gdn_bwd_dhu(gdn_sample())
+    assert "| gates, states | sequences | H=16 | H=64 |" in gdn
+    assert "| none | dense | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
+    assert "| g | packed | **4.00x** (4.00 to 4.00); 3.00 floors |  |" in gdn
+    assert "| all |  | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
+    assert "(torch 2.11.0, fla-core 0.6.0; NVIDIA H200; 2030-01-01)" in gdn
+    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n"), gdn):
         widths = {line.count("|") for line in made.splitlines() if line.startswith("|")}
         assert len(widths) <= 1
     assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp

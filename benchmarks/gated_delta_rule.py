@@ -1,0 +1,184 @@
+"""The backward of the gated delta rule's state beside flash-linear-attention's Triton kernel, on one GPU:
+``make gpu-gdn``; options in GDN_ARGS.
+
+bf16, K = V = 128, gates to base 2, states [K, V]. The file (benchmarks/results/h200/gdn_bwd_dhu.json) is
+``{"runs": {...}, "rows": [...]}``; ``runs``: by the rows' ``run``, what they were made on, with the geometric mean and
+the least of its rows' ``x``. A row:
+
+``b``, ``t``, ``h``, ``mode``, ``layout``
+    Batch, rows, heads; which of g, gk, and both dht and dh0 there are; "dense", or "packed" and how many sequences of
+    random lengths.
+``ms``, ``fla_ms``, ``x``
+    Median times on the device by turns, cold cache; theirs over ours. None where theirs failed.
+``floor_x``
+    Our time over that of reading every input and writing every output once at the speed of a copy ("copy_tb_s" of the
+    run; bytes read plus bytes written). Of gk, only the last row of each chunk is read.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import itertools
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from e2e import ROOT, merge
+from linear_logp import Stopwatch
+
+from alignkit import backends
+from alignkit.check.machine import family, machine
+from alignkit.check.run import write_json
+from alignkit.contract import contract_id
+from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
+
+KEY = ("b", "t", "h", "mode", "layout")
+MODES = ("none", "dht+dh0", "g", "gk", "g+gk")
+DIM = 128
+COPIED = 1 << 30
+"""Bytes of the copy whose speed is the floor's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    b: int
+    t: int
+    h: int
+    mode: str
+    sequences: int = 0
+    """Of packed ones; 0: dense."""
+
+    def key(self) -> dict:
+        layout = f"packed {self.sequences}" if self.sequences else "dense"
+        return {"b": self.b, "t": self.t, "h": self.h, "mode": self.mode, "layout": layout}
+
+
+def cases(heads: list[int]) -> list[Case]:
+    dense = itertools.product(heads, MODES, (1, 2, 4, 8), (2048, 4096, 8192, 16384))
+    packed = itertools.product(heads, MODES, ((8192, 20), (8192, 25), (32768, 20), (32768, 25)))
+    return [*(Case(b, t, h, mode) for h, mode, b, t in dense),
+            *(Case(1, t, h, mode, count) for h, mode, (t, count) in packed)]
+
+
+class Inputs:
+    def __init__(self, case: Case, device: torch.device):
+        torch.manual_seed(0)
+        shape = (case.b, case.t, case.h)
+
+        def rows(scale: float) -> torch.Tensor:
+            return torch.randn(*shape, DIM, dtype=torch.bfloat16, device=device).mul_(scale)
+        self.rows = [rows(DIM**-0.5), rows(DIM**-0.5), rows(DIM**-0.5 / 2), rows(1.0), rows(1.0)]
+        self.gates, self.last, self.starts = {}, 0, None
+        place = torch.arange(case.t, device=device) % CHUNK
+        count, chunks = case.b, case.b * -(-case.t // CHUNK)
+        if case.sequences:
+            cuts = torch.randperm(case.t - 1)[:case.sequences - 1].sort().values + 1
+            edges = [0, *cuts.tolist(), case.t]
+            place = torch.cat([torch.arange(b - a, device=device) % CHUNK for a, b in itertools.pairwise(edges)])
+            self.starts = torch.tensor(edges, device=device)
+            count, chunks = case.sequences, sum(-(-(b - a) // CHUNK) for a, b in itertools.pairwise(edges))
+        decay = (place + 1).float() / -100
+        if "g" in case.mode.split("+"):
+            self.gates["g"] = decay[:, None] * torch.rand(shape, device=device)
+        if "gk" in case.mode:
+            self.gates["gk"] = torch.rand(*shape, DIM, device=device).mul_(decay[:, None, None])
+            self.last = 4 * chunks * case.h * DIM
+        self.dht = torch.randn(count, case.h, DIM, DIM, device=device) if "dht" in case.mode else None
+        self.chunks = chunks if case.sequences else None
+
+    def ours(self):
+        return chunk_gated_delta_rule_bwd_dhu(*self.rows, **self.gates, dht=self.dht, need_dh0=self.dht is not None,
+                                              cu_seqlens=self.starts, num_chunks=self.chunks, base2=True)
+
+    def bytes(self) -> int:
+        moved = [*self.rows, self.gates.get("g"), self.dht, *self.ours()]
+        return sum(t.nbytes for t in moved if t is not None) + self.last
+
+    def theirs(self):
+        """A call of flash-linear-attention's kernel; ImportError where it is not installed."""
+        from fla.ops.common.chunk_delta_h import (
+            chunk_gated_delta_rule_bwd_dhu as function,
+        )
+        from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
+        packed = {}
+        if self.starts is not None:
+            packed = {"cu_seqlens": self.starts, "chunk_indices": prepare_chunk_indices(self.starts, CHUNK),
+                      "chunk_offsets": prepare_chunk_offsets(self.starts, CHUNK)}
+        return lambda: function(*self.rows, **self.gates, h0=self.dht, dht=self.dht, scale=DIM**-0.5, **packed)
+
+
+def copy_speed(watch: Stopwatch, device: torch.device) -> float:
+    """Bytes read and written a second."""
+    source = torch.randn(COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED / (watch.medians([lambda: target.copy_(source)], 0.5)[0] / 1e3)
+
+
+def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
+    inputs = Inputs(case, watch.device)
+    floor = inputs.bytes() / speed * 1e3
+    runs = [inputs.ours]
+    try:
+        theirs = inputs.theirs()
+        theirs()
+        runs.append(theirs)
+    except Exception as e:  # noqa: BLE001  # a peer may raise whatever it likes
+        print(f"flash-linear-attention failed: {type(e).__name__}: {str(e)[:300]}", flush=True)
+    ms, *fla = watch.medians(runs, seconds)
+    return case.key() | {"ms": ms, "fla_ms": fla[0] if fla else None, "x": fla[0] / ms if fla else None,
+                         "floor_x": ms / floor}
+
+
+def fla_version() -> str | None:
+    """Of flash-linear-attention's kernels, None where they are not installed."""
+    try:
+        return importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def summary(rows: list[dict]) -> dict:
+    ratios = [row["x"] for row in rows if row["x"] is not None]
+    if not ratios:
+        return {}
+    return {"x_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)), "x_least": min(ratios)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64])
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
+    parser.add_argument("--minutes", type=float, help="after which no measurement is begun")
+    parser.add_argument("--resume", action="store_true", help="only rows that the file does not have yet")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gdn_bwd_dhu.json")
+    options = parser.parse_args(arguments)
+
+    started, device = time.monotonic(), torch.device("cuda")
+    watch = Stopwatch(device)
+    speed = copy_speed(watch, device)
+    name = datetime.datetime.now().isoformat(timespec="seconds")
+    info = machine() | {"contract": contract_id(family()), "seconds": options.seconds, "copy_tb_s": speed / 1e12,
+                        "backend": backends.select("gated_delta_rule", device).__name__.rpartition(".")[2]}
+    info["versions"]["fla-core"] = fla_version()
+    old = json.loads(options.json.read_text()) if options.json.exists() else {}
+    had = {tuple(row[k] for k in KEY) for row in old.get("rows", [])} if options.resume else set()
+    todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]
+    rows: list[dict] = []
+    for case in todo:
+        if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+            break
+        rows.append(measure(case, watch, options.seconds, speed))
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, merge(old, name, info | summary(rows), rows, KEY))
+    print(f"{len(rows)} of {len(todo)} rows, {summary(rows)}; {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
