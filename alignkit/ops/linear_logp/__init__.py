@@ -20,7 +20,8 @@ from ..linear import matmul, row_sum
 from .vocab import Shards
 
 WORKSPACE = {"cpu": 1 << 23, "sm90": 132 << 20}
-"""Bytes of logits and their gradients alive at a time if the caller does not say, by device family; not in the contract."""
+"""Bytes of logits alive at a time, and of their gradients, if the caller does not say, by device family; not in the
+contract."""
 PART_ROWS = {"cpu": None, "sm90": 4096}
 """Rows of logits computed at a time, so that they are still in the cache when they are read; not in the contract."""
 EVEN = 66 * VOCAB_TILE
@@ -82,13 +83,11 @@ class _Head:
     def slabs(self, rows: int, columns: int, summed: bool) -> tuple[int, int | None]:
         """Of how many rows and columns to take the gradient at a time, where chains go over columns and begin again at every
         HEAD_ROWS rows; `summed`: if so, sums over these take memory too."""
-        most, part = HEAD_ROWS[self.family], PART_ROWS[self.family]
+        most = HEAD_ROWS[self.family]
         if most is None:
             return _cpu_rows(columns, self.workspace), None
-        summed &= rows > most
-        rows = min(rows, most)
-        column = 2 * rows if hasattr(self.backend, "head_gradient") else 2 * rows + 4 * min(rows, part)
-        return most, _even(self.workspace // max(column + 4 * summed * self.weight.shape[1], 1))
+        sums = 4 * self.weight.shape[1] if summed and rows > most else 0
+        return most, _even(self.workspace // max(2 * min(rows, most) + sums, 1))
 
     def places(self, rows: int, columns: int, width: int | None, dweight: torch.Tensor | None):
         """The slabs of columns, each with memory for its gradient of so many rows: as wide as fit into the rows of dweight
@@ -140,9 +139,13 @@ class _Head:
         if not self.filled and self._fused("head_gradient", self.hidden[rows], self.weight[columns], self.how.of(columns),
                                            temperature, target, first, *others, dz, self.count, rows.start):
             return dz
-        for part in _cuts(rows.start, rows.stop, PART_ROWS[self.family], border=rows.start):
-            self.backend.gradient(self.products(part, columns), self.how.of(columns), first,
-                                  dz[part.start - rows.start:part.stop - rows.start], *(_part(v, part) for v in per_row))
+        height, step = self.blocks(n, c)
+        for part in _cuts(0, n, height):
+            here = slice(rows.start + part.start, rows.start + part.stop)
+            each = [_part(v, here) for v in per_row]
+            for cut in _cuts(0, c, None if self.filled else step):
+                ids = slice(columns.start + cut.start, columns.start + cut.stop)
+                self.backend.gradient(self.products(here, ids), self.how.of(ids), first + cut.start, dz[part, cut], *each)
         return dz
 
     def products_of(self, dz: torch.Tensor, rows: slice, columns: slice, dhidden: torch.Tensor | None,
@@ -304,14 +307,13 @@ class _LinearLogp(torch.autograd.Function):
                   for t, need in ((weight, need_w and main is None), (bias, need_b)))
         if need_h and not used:
             dh.zero_()
-        rows = max((part.stop - part.start for part in blocks), default=0)
-        for columns, memory in source.places(rows, used, width, dw if len(blocks) == 1 else None):
+        highest = max((part.stop - part.start for part in blocks), default=0)
+        for columns, memory in source.places(highest, used, width, dw if len(blocks) == 1 else None):
             dw_sum = db_sum = None
             if main is not None:
                 dw_sum = main[columns]
             elif need_w:  # rounded at once if it is one chain
-                dw_sum = dw[columns] if len(blocks) == 1 else torch.empty(dw[columns].shape, dtype=torch.float32,
-                                                                                          device=dw.device)
+                dw_sum = dw[columns] if len(blocks) == 1 else torch.empty_like(dw[columns], dtype=torch.float32)
             for rows in blocks:
                 dz = source.gradient(rows, columns, start + columns.start, per_row, memory)
                 source.products_of(dz, rows, columns, None if dh is None else dh[rows], dw_sum, columns.start > 0,
@@ -461,8 +463,8 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
             again. The same bits; without it no more than some bytes per row and 128 ids are stored.
         main_grad: fp32 [V_local, D], contiguous, or None. The gradient of weight is added to it, unrounded, in each backward
             pass, and weight.grad stays as it is.
-        workspace: limit, in bytes, of the logits and their gradients alive at a time, at least a few rows or ids; None: 8 MiB
-            on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass holds hidden's
+        workspace: limit, in bytes, of the logits alive at a time, and of their gradients, at least a few rows or ids; None:
+            8 MiB on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass holds hidden's
             gradient in fp32.
 
     Returns:
