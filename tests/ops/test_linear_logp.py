@@ -11,7 +11,7 @@ from alignkit.testing import assert_bitwise_equal
 from .helpers import CPU
 from .test_tp import HEADS, run_head
 
-pytestmark = pytest.mark.skipif(not CPU, reason="on a GPU cuts are in the contract")
+pytestmark = pytest.mark.skipif(not CPU, reason="on a GPU the cuts of rows are in the contract")
 
 
 def run_in_blocks(tp, sizes, dtype, rows):

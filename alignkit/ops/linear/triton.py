@@ -155,8 +155,8 @@ def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Oper
 
 def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
           accumulate: bool, resumed: bool = False, **schedule) -> None:
-    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `schedule` overrides the choice: the tile, and into how many parts the leaves are dealt out to
-    blocks of their own. No choice changes a bit."""
+    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `schedule` overrides the choice: the
+    tile, and into how many parts the leaves are dealt out to blocks of their own. No choice changes a bit."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     product, join, parts = _choose(torch.cuda.current_device(), operand(a), operand(b), operand(bias), operand(out), leaves,

@@ -93,13 +93,11 @@ class _Head:
         """The slabs of columns, each with memory for its gradient of so many rows: as wide as fit into the rows of dweight
         that come after them and are written later, if it is given; or else `width`."""
         dtype, start, own = self.backend.gradient_type(self.weight.dtype), 0, None
+        lent, d = dweight is not None and dweight.dtype == dtype and width is not None, self.weight.shape[1]
         while start < columns:
             left = columns - start
-            wide = 0
-            if dweight is not None and dweight.dtype == dtype and width is not None:
-                d = dweight.shape[1]
-                wide = left * d // (rows + d) // EVEN * EVEN
-            if wide and wide > width:
+            wide = left * d // (rows + d) // EVEN * EVEN
+            if lent and wide > width:
                 stop = start + wide
                 yield slice(start, stop), dweight[stop:].view(-1)
             else:
@@ -464,8 +462,8 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         main_grad: fp32 [V_local, D], contiguous, or None. The gradient of weight is added to it, unrounded, in each backward
             pass, and weight.grad stays as it is.
         workspace: limit, in bytes, of the logits alive at a time, and of their gradients, at least a few rows or ids; None:
-            8 MiB on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass holds hidden's
-            gradient in fp32.
+            8 MiB on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass
+            holds hidden's gradient in fp32.
 
     Returns:
         logp, fp32 [...], in nats; or (logp, entropy). Differentiable in hidden (summed over ranks), weight and bias
