@@ -129,20 +129,30 @@ struct Statistics : FromZero {
         sum[h] = quad_sum(finite[h] ? sum[h] - 32u * kOne : 0u);
         if (kEntropy) weighted[h] = quad_sum(finite[h] ? weighted[h] - 32u * kOne : 0u);
       }
-      int h = p.lane % 2;
-      if ((h ? p.here[1] : p.here[0]) && first_id + tile * kTile < s.n) {
-        int64_t to = (p.row + 8 * h) * pitch + first_id / kTile + tile;
-        if (p.lane % 4 < 2) {
-          m[to] = h ? top[1] : top[0];
-          q[to] = static_cast<int>(h ? sum[1] : sum[0]);
-        } else if (kEntropy) {
-          u[to] = static_cast<int>(h ? weighted[1] : weighted[0]);
-        }
-      }
+      put(s, p, first_id, tile, p.lane % 2 ? top[1] : top[0], p.lane % 2 ? sum[1] : sum[0],
+          p.lane % 2 ? weighted[1] : weighted[0]);
     }
   }
 
-  __device__ __forceinline__ void skip(const Shape&, int, int) const {}
+  // Those of no ids, for rows that do not count.
+  __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_id) const {
+    Place p(s.m, group_row, first_id);
+    for (int tile = 0; tile < kColumns / kTile; ++tile) put(s, p, first_id, tile, -INFINITY, 0, 0);
+  }
+
+  // The statistics of a tile. Of four lanes with the same two rows, an even one writes the first row's, an odd one the other's.
+  __device__ __forceinline__ void put(const Shape& s, const Place& p, int first_id, int tile, float top, uint32_t sum,
+                                      uint32_t weighted) const {
+    int h = p.lane % 2;
+    if (!(h ? p.here[1] : p.here[0]) || first_id + tile * kTile >= s.n) return;
+    int64_t to = (p.row + 8 * h) * pitch + first_id / kTile + tile;
+    if (p.lane % 4 < 2) {
+      m[to] = top;
+      q[to] = static_cast<int>(sum);
+    } else if (kEntropy) {
+      u[to] = static_cast<int>(weighted);
+    }
+  }
 
   // Those of half kHalf of the columns.
   template <int kHalf>

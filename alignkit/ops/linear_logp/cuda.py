@@ -56,7 +56,7 @@ def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, 
     and nothing done, if it is not for these operands.
 
     Of the rows, `before` of a batch come before these; the first count[0] of the batch (int32, on the device) are
-    computed; None: all. What is written for the others is not defined."""
+    computed; None: all. Something is written for the others too."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
     if head is None or products is not None and (products.stride(0) % 4 or products.data_ptr() % 16):
         return False
