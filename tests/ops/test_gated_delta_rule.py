@@ -1,4 +1,5 @@
 """The backward of the gated delta rule's state: bits, bounds, gradients of the whole rule with it in, bad input."""
+import inspect
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -8,7 +9,12 @@ from hypothesis import given
 
 from alignkit import backends, cuda
 from alignkit.errors import InputError
-from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu, fla
+from alignkit.ops.gated_delta_rule import (
+    CHUNK,
+    chunk_gated_delta_rule_bwd_dhu,
+    fla,
+    reference,
+)
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, EXP, U32, UNIT, assert_within, gamma, seeds
@@ -413,6 +419,31 @@ def test_what_is_left_to_flash_linear_attention():
 
 
 # On a GPU.
+
+@gpu
+@pytest.mark.parametrize("mode, starts", [("", None), ("g gk", [0, 1, 700, 1500])])
+def test_no_further_off_than_flash_linear_attention(mode, starts):
+    """By the norm of what each is off from the recurrence in fp32."""
+    pytest.importorskip("fla")
+    rows, rest = problem(1500, 4, 4, 128, 128, mode=mode, starts=starts)
+    packed = {}
+    if starts:
+        from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
+        packed = {"cu_seqlens": rest["cu_seqlens"], "chunk_indices": prepare_chunk_indices(rest["cu_seqlens"], CHUNK),
+                  "chunk_offsets": prepare_chunk_offsets(rest["cu_seqlens"], CHUNK)}
+    from fla.ops.common import chunk_delta_h
+    rest |= {"base2": True, "scale": 0.1}
+    function = inspect.unwrap(chunk_delta_h.chunk_gated_delta_rule_bwd_dhu)  # whatever is registered with them
+    theirs = function(**rows, h0=rest["dht"], dht=rest["dht"], scale=0.1, **packed)
+    ours = run(rows, rest)
+    exact = [torch.empty_like(t, dtype=FP32) for t in ours]
+    reference.bwd_dhu(*(rows[name] for name in ("q", "k", "w", "do", "dv")), rows.get("g"), rows.get("gk"), rest["dht"], 0.1,
+                      rest.get("cu_seqlens"), False, True, *exact)
+    for name, ours_, theirs_, want in zip(("dh", "dh0", "dv2"), ours, theirs, exact, strict=True):
+        off, theirs_off = ((t.float() - want).norm().item() for t in (ours_, theirs_))
+        assert off <= 1.05 * theirs_off, f"{name}: off by {off:.3g}, theirs by {theirs_off:.3g}, of {want.norm():.3g}"
+        assert theirs_off <= 8 * UNIT[BF16] * want.norm(), name
+
 
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
