@@ -43,12 +43,12 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kVectors = 4;       // of a thread, of a tensor, of a step
-constexpr int kColumns = 8;       // of a vector
+constexpr int kVectors = 4;             // of a thread, of a tensor, of a step
+constexpr int kColumns = 8;             // of a vector
 constexpr int kAcross = 32 * kColumns;  // columns of a warp's vectors that are read at once
-constexpr int kBlock = 128;       // threads of a block, unless it is one team
+constexpr int kBlock = 128;             // threads of a block, unless it is one team
 constexpr int kMostThreads = 512;
-constexpr int kChain = 16;        // rows of a chain of dweight
+constexpr int kChain = 16;              // rows of a chain of dweight
 constexpr int kMostLevels = 3;
 constexpr int kMostRows = 1 << 27;
 
@@ -102,8 +102,8 @@ struct Team {
   static constexpr int kLanes = kLanes_, kOfRow = kOfRow_, kRows = kVectors / kOfRow;
   static constexpr bool kWarps = kWarps_;
   static constexpr int kOfBlock = kWarps ? 1 : kBlock / kLanes;
-  static constexpr int kMost = kWarps ? kMostThreads : kBlock;           // threads of a block
-  static constexpr int kHeld = kWarps ? 1 : kOfRow == 4 ? 4 : 6;         // blocks that there are registers for
+  static constexpr int kMost = kWarps ? kMostThreads : kBlock;    // threads of a block
+  static constexpr int kHeld = kWarps ? 1 : kOfRow == 4 ? 4 : 6;  // blocks that there are registers for
 
   uint32_t id, first, count;  // the team; the first team of this warp; how many there are
   int column;                 // of the thread's first vector
@@ -423,8 +423,8 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 constexpr int kJoinWarps = 8;
 constexpr int kJoinLevels = 9;  // a warp joins at most 8 * 2^9 runs: of kMostRows rows there are 2^23
 
-// The balanced tree of rows [first, first + kJoinWarps * each) of parts [runs, h], in the first warp; `each` is a power of two,
-// at least 8. Rows beyond `runs` are -0. All threads of the block call it.
+// The balanced tree of rows [first, first + kJoinWarps * each) of parts [runs, h], in the first warp; `each` is a power of
+// two, at least 8. Rows beyond `runs` are -0. All threads of the block call it.
 __device__ __forceinline__ float4 join_rows(const float* parts, uint32_t runs, int h, int column, uint32_t first, int each,
                                             float4 (&shared)[kJoinWarps][32]) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
