@@ -394,21 +394,38 @@ __global__ void __launch_bounds__(Team::kMost, Team::kHeld)
     int level = __ffs(~chain) - 1;  // how many sums of neighbours wait for this one
     float* slots = plan.slots + int64_t{team.id} * plan.levels * p.h;
     float* to = level == plan.levels ? plan.parts + int64_t{run} * p.h : slots + level * p.h;
+    if (absent) {
+#pragma unroll
+      for (auto& of : dw)
+#pragma unroll
+        for (float& f : of) f = -0.0f;
+    }
+    // All of a level's loads are on their way at once.
+#pragma unroll 1
+    for (int l = 0; l < level; ++l, slots += p.h) {
+      float4 before[Team::kOfRow][2];
+#pragma unroll
+      for (int i = 0; i < Team::kOfRow; ++i) {
+        const float4* from = reinterpret_cast<const float4*>(slots + team.column + i * kAcross);
+        bool here = run < plan.runs && team.column + i * kAcross < p.h;
+        before[i][0] = here ? __ldcg(from) : float4();
+        before[i][1] = here ? __ldcg(from + 1) : float4();
+      }
+#pragma unroll
+      for (int i = 0; i < Team::kOfRow; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float* sums = dw[i] + 4 * half;
+          sums[0] += before[i][half].x, sums[1] += before[i][half].y;
+          sums[2] += before[i][half].z, sums[3] += before[i][half].w;
+        }
+    }
 #pragma unroll
     for (int i = 0; i < Team::kOfRow; ++i) {
-      int column = team.column + i * kAcross;
-#pragma unroll
-      for (float& f : dw[i]) f = absent ? -0.0f : f;
-      if (run < plan.runs && column < p.h) {
-#pragma unroll
-        for (int half = 0; half < kColumns; half += 4) {
-          float4 v = make_float4(dw[i][half], dw[i][half + 1], dw[i][half + 2], dw[i][half + 3]);
-          for (int l = 0; l < level; ++l) {
-            float4 before = __ldcg(reinterpret_cast<const float4*>(slots + l * p.h + column + half));
-            v = make_float4(before.x + v.x, before.y + v.y, before.z + v.z, before.w + v.w);
-          }
-          __stcg(reinterpret_cast<float4*>(to + column + half), v);
-        }
+      float4* at = reinterpret_cast<float4*>(to + team.column + i * kAcross);
+      if (run < plan.runs && team.column + i * kAcross < p.h) {
+        __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
+        __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
       }
 #pragma unroll
       for (float& f : dw[i]) f = 0.0f;
