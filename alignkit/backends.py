@@ -20,7 +20,7 @@ from .errors import BackendError
 
 CHOICES = ("auto", "cpu", "reference", "triton", "cuda")
 GPU = ("triton", "cuda")
-CUDA = ("gated_delta_rule", "linear", "linear_logp")
+CUDA = ("gated_delta_rule", "linear", "linear_logp", "rms_norm")
 """Ops that have CUDA kernels, csrc/sm90, beside those of Triton."""
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
 _warned = False

@@ -5,6 +5,7 @@ runtime and finds the driver when a kernel is launched: loading it takes no GPU.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from pathlib import Path
@@ -50,5 +51,6 @@ def call(function: str, device: torch.device, *args) -> None:
     """A function of the library, on the current stream of `device`. Tensors and None are passed as addresses, an int as a C
     int. Raises BackendError as `check` does."""
     args = [ctypes.c_void_p(pointer(a)) if a is None or isinstance(a, torch.Tensor) else a for a in args]
-    with torch.cuda.device(device):
+    # Most calls are on the current device, and to choose one takes the host longer than the rest of this.
+    with contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
         check(getattr(library(), function)(*args, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)), function)

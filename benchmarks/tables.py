@@ -157,6 +157,23 @@ def _faster(rows: list[dict]) -> str:
     return f"**{geometric_mean(x):.2f}x** ({min(x):.2f} to {max(x):.2f}); {floor}" if x else floor
 
 
+def rms_norm(results: dict) -> str:
+    """A table for each pass: a line for each case, a column for each implementation."""
+    impls = list(dict.fromkeys(r["impl"] for r in results["rows"]))
+    lines = []
+    for which in dict.fromkeys(r["pass"] for r in results["rows"]):
+        by: dict[tuple, dict[str, float]] = {}
+        for r in results["rows"]:
+            if r["pass"] == which:
+                by.setdefault((r["case"], r["m"], r["n"]), {})[r["impl"]] = r["x"]
+        lines += [f"| {which.replace('_', ', ')} | rows | H | {' | '.join(impls)} |", "|---" * (len(impls) + 3) + "|"]
+        for (case, m, n), x in by.items():
+            cells = ["" if i not in x else f"**{x[i]:.2f}**" if i == "alignkit" else f"{x[i]:.2f}" for i in impls]
+            lines.append(f"| {case} | {m} | {n} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join([*lines, _made_on(results["runs"].values())])
+
+
 def profile(results: dict) -> str:
     """Milliseconds of GPU time by what the kernels do, a column for each engine."""
     lines = []
@@ -324,7 +341,8 @@ def tables() -> dict[str, str]:
         if rows and run:
             made[f"check-{machine}"] = check(rows, run)
     writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile,
-                                                 "linear_logp": linear_logp, "gdn_bwd_dhu": gdn_bwd_dhu}
+                                                 "linear_logp": linear_logp, "gdn_bwd_dhu": gdn_bwd_dhu,
+                                                 "rms_norm": rms_norm}
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")
         if results:

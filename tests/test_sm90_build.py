@@ -78,12 +78,14 @@ def product_loops(code: Code) -> list[tuple[int, int]]:
 
 
 def faults(log: str, kernels: dict[str, Code]) -> list[str]:
-    """What is wrong with the kernels that multiply by tensor cores."""
+    """What is wrong with the kernels, most of all those that multiply by tensor cores."""
     found = [line for line in log.splitlines() if re.search("Potential Performance Loss|serialized|setmaxnreg", line)]
     spills = {name: (stores, loads) for name, stores, loads in re.findall(
         r"Function properties for (\S+)\n.*, (\d+) bytes spill stores, (\d+) bytes spill loads", log)}
     assert kernels and spills.keys() >= kernels.keys()
     for mangled, name in zip(kernels, own_names(list(kernels))):
+        if spills[mangled] != ("0", "0"):
+            found.append("{}: {} bytes of spill stores, {} of loads".format(mangled, *spills[mangled]))
         if not TENSOR_CORES.search(name):
             continue
         loops = product_loops(kernels[mangled])
@@ -92,8 +94,6 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
         if any(opcode in ("LDL", "STL") and any(begin <= address <= end for begin, end in loops)
                for address, opcode, _ in kernels[mangled]):
             found.append(f"{mangled}: local memory in a loop of products")
-        if spills[mangled] != ("0", "0"):
-            found.append("{}: {} bytes of spill stores, {} of loads".format(mangled, *spills[mangled]))
     return found
 
 

@@ -43,12 +43,12 @@ void alignkit_logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* ls
     current->logits_grad(rows, cols, z, ldz, lse, entropy, g_logp, g_entropy, column, threads);
 }
 
-void alignkit_rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const void* w, float eps, void* y,
+void alignkit_rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, float eps, void* y,
                        float* rstd, int threads) {
     current->rms_norm(rows, n, dtype, x, ldx, w, eps, y, rstd, threads);
 }
 
-void alignkit_rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const void* w,
+void alignkit_rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w,
                             const float* rstd, void* dx, float* dw, int threads) {
     current->rms_norm_grad(rows, n, dtype, dy, x, w, rstd, dx, dw, threads);
 }

@@ -289,7 +289,7 @@ static void logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* lse,
 // ---------------------------------------------------------------- rms_norm
 
 template <class T>
-static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const T* w, float eps, T* y, float* rstd, int threads) {
+static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const float* w, float eps, T* y, float* rstd, int threads) {
     parallel(rows, threads, [&](i64 r) {
         const T* p = x + r * ldx;
         float s[16] = {};
@@ -299,29 +299,29 @@ static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const T* w, float e
         for (; j < n; ++j) { float v = load(p + j); s[j % 16] = fma1(v, v, s[j % 16]); }
         float rs = 1.f / std::sqrt(tree<16>(s) / float(n) + eps);
         if (rstd) rstd[r] = rs;
-        for (j = 0; j < n; ++j) store(y + r * n + j, load(p + j) * rs * load(w + j));
+        for (j = 0; j < n; ++j) store(y + r * n + j, load(p + j) * rs * w[j]);
     });
 }
 
-static void rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const void* w, float eps, void* y, float* rstd,
+static void rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, float eps, void* y, float* rstd,
                      int threads) {
-    if (dtype == F32) rms_norm_t(rows, n, (const float*)x, ldx, (const float*)w, eps, (float*)y, rstd, threads);
-    else rms_norm_t(rows, n, (const bf16*)x, ldx, (const bf16*)w, eps, (bf16*)y, rstd, threads);
+    if (dtype == F32) rms_norm_t(rows, n, (const float*)x, ldx, w, eps, (float*)y, rstd, threads);
+    else rms_norm_t(rows, n, (const bf16*)x, ldx, w, eps, (bf16*)y, rstd, threads);
 }
 
 template <class T>
-static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const T* w, const float* rstd, T* dx, float* dw,
+static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const float* w, const float* rstd, T* dx, float* dw,
                             int threads) {
     parallel(rows, threads, [&](i64 r) {
         const T *p = x + r * n, *g = dy + r * n;
         float s[16] = {};
         i64 j = 0;
         for (; j + 16 <= n; j += 16)
-            for (int l = 0; l < 16; ++l) s[l] = fma1(load(g + j + l) * load(w + j + l), load(p + j + l), s[l]);
-        for (; j < n; ++j) s[j % 16] = fma1(load(g + j) * load(w + j), load(p + j), s[j % 16]);
+            for (int l = 0; l < 16; ++l) s[l] = fma1(load(g + j + l) * w[j + l], load(p + j + l), s[l]);
+        for (; j < n; ++j) s[j % 16] = fma1(load(g + j) * w[j], load(p + j), s[j % 16]);
         float rs = rstd[r], c = tree<16>(s) / float(n) * rs * rs;
         for (j = 0; j < n; ++j)
-            store(dx + r * n + j, rs * fma1(-c, load(p + j), load(g + j) * load(w + j)));
+            store(dx + r * n + j, rs * fma1(-c, load(p + j), load(g + j) * w[j]));
     });
     i64 cols = 256;  // dw: a chain over rows, columns independent
     parallel((n + cols - 1) / cols, threads, [&](i64 b) {
@@ -331,11 +331,11 @@ static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const T* w
     });
 }
 
-static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const void* w, const float* rstd,
+static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, const float* rstd,
                           void* dx, float* dw, int threads) {
     if (dtype == F32)
-        rms_norm_grad_t(rows, n, (const float*)dy, (const float*)x, (const float*)w, rstd, (float*)dx, dw, threads);
-    else rms_norm_grad_t(rows, n, (const bf16*)dy, (const bf16*)x, (const bf16*)w, rstd, (bf16*)dx, dw, threads);
+        rms_norm_grad_t(rows, n, (const float*)dy, (const float*)x, w, rstd, (float*)dx, dw, threads);
+    else rms_norm_grad_t(rows, n, (const bf16*)dy, (const bf16*)x, w, rstd, (bf16*)dx, dw, threads);
 }
 
 // ---------------------------------------------------------------- rope, silu_mul

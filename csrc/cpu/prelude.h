@@ -40,9 +40,9 @@ struct Kernels {
                        i64 ld_out, int threads);
     void (*logits_grad)(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
                         const float* g_logp, const float* g_entropy, const i64* column, int threads);
-    void (*rms_norm)(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const void* w, float eps, void* y, float* rstd,
+    void (*rms_norm)(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, float eps, void* y, float* rstd,
                      int threads);
-    void (*rms_norm_grad)(i64 rows, i64 n, int dtype, const void* dy, const void* x, const void* w, const float* rstd,
+    void (*rms_norm_grad)(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, const float* rstd,
                           void* dx, float* dw, int threads);
     void (*rope)(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
                  const i64* positions, const float* table, void* y, int threads);

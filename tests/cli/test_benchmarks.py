@@ -284,7 +284,7 @@ def test_logp_line_of_a_row(logp):
         "1 x 2 x 3 forward, a: 1.000 ms, 2.00 gemm, 320 MiB, error 1.0e-06")
 
 
-# gated_delta_rule
+# rms_norm and gated_delta_rule
 
 def test_gdn_cases(module):
     gdn = module("gated_delta_rule")
@@ -314,6 +314,22 @@ def test_gdn_row(module, mode, sequences):
     assert (row["fla_ms"] is None) == (row["x"] is None)
 
 
+def test_rms_norm_rows(module, capsys):
+    """The CPU has no Triton; that is named, and the others go on."""
+    import torch
+
+    rms, device = module("rms_norm"), torch.device("cpu")
+    cases = rms.cases()
+    assert len({tuple(case.key().values()) for case in cases}) == len(cases)
+    assert {case.n for case in cases} >= {64, 128, 16384}
+    for case in (rms.Case("few", 6, 64), rms.Case("q", 16, 128, 8)):
+        rows = rms.measure(case, ["alignkit", "alignkit-triton", "torch"], list(rms.MOVED), rms.Stopwatch(device), 0.001, 1e9)
+        assert [(row["impl"], row["pass"]) for row in rows] == [(i, p) for p in rms.MOVED for i in ("alignkit", "torch")]
+        size = 2 * case.m * case.n
+        assert [row["x"] * row["ms"] for row in rows] == pytest.approx([k * size / 1e6 for k in (2, 2, 4, 4, 3, 3)])
+        assert capsys.readouterr().out.count("alignkit-triton failed") == 3
+
+
 def test_gdn_summary(module):
     gdn = module("gated_delta_rule")
     assert gdn.summary([{"x": None}]) == {}
@@ -335,6 +351,15 @@ def logp_sample():
         rows += [one((n, 4096, 151936), impl, "forward", x) for n in (64, 4096)]
     rows += [one((8, 4096, 151936), impl, "decode", 1.0, x_copy=x) for impl, x in (("copy", 1.0), ("alignkit", 1.05))]
     return {"meta": {"runs": {"a": INFO}, "errors": []}, "rows": rows}
+
+
+def rms_sample():
+    run = {"versions": {"torch": "2.11.0"}, "gpus": ["NVIDIA H200"], "date": "2030-01-01"}
+    rows = [{"case": case, "m": m, "n": 4096, "k": 1, "impl": impl, "pass": which, "ms": 1.0, "x": x}
+            for which in ("forward", "backward")
+            for case, m, impl, x in (("64 MiB", 8192, "alignkit", 0.951), ("64 MiB", 8192, "torch", 0.5),
+                                     ("few", 64, "alignkit", 0.95))]
+    return {"runs": {"a": run}, "rows": rows}
 
 
 def gdn_sample():
@@ -373,7 +398,11 @@ def test_tables(tables):
     assert "| g | packed | **4.00x** (4.00 to 4.00); 3.00 floors |  |" in gdn
     assert "| all |  | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
     assert "(torch 2.11.0, fla-core 0.6.0; NVIDIA H200; 2030-01-01)" in gdn
-    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n"), gdn):
+    rms = tables.rms_norm(rms_sample())
+    assert "| backward | rows | H | alignkit | torch |" in rms
+    assert "| 64 MiB | 8192 | 4096 | **0.95** | 0.50 |" in rms
+    assert "| few | 64 | 4096 | **0.95** |  |" in rms
+    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n"), gdn, *rms.split("\n\n")):
         widths = {line.count("|") for line in made.splitlines() if line.startswith("|")}
         assert len(widths) <= 1
     assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp

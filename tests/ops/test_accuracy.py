@@ -43,15 +43,15 @@ def test_linear(m, n, k, dtype, seed):
             assert_within(a, e, gamma(length) * s + u * e.abs() * 1.001, name)
 
 
-@given(m=st.integers(1, 30), h=st.integers(1, 600), dtype=dtypes, seed=seeds)
-def test_rms_norm(m, h, dtype, seed):
+@given(m=st.integers(1, 30), h=st.integers(1, 600), dtype=dtypes, zero_centered=st.booleans(), seed=seeds)
+def test_rms_norm(m, h, dtype, zero_centered, seed):
     x, w, eps = randn(m, h, dtype=dtype, seed=seed), randn(h, dtype=dtype), 1e-6
-    out, g, (dx, dw) = grads(lambda x, w: ops.rms_norm(x, w, eps), x, w)
+    out, g, (dx, dw) = grads(lambda x, w: ops.rms_norm(x, w, eps, zero_centered=zero_centered), x, w)
 
     def formula(x, w):
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * w
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (w + 1 if zero_centered else w)
     want, (ex, ew) = doubles(formula, g, x, w)
-    u, xd, gw = UNIT[dtype], x.double(), (g.double() * w.double())
+    u, xd, gw = UNIT[dtype], x.double(), g.double() * (w.double() + zero_centered)
     rstd = (xd.square().mean(-1, keepdim=True) + eps).rsqrt()
     rel = gamma(h + 8)
     assert_within(out, want, (rel + u * 1.001) * want.abs() + 1e-40)

@@ -107,7 +107,9 @@ def test_matmul(m, n, leaf, leaves, dtype, transposed, seed):
 def test_rms_norm(rows, h, dtype, seed):
     x, w = randn(rows, h, dtype=dtype, seed=seed), randn(h, dtype=dtype)
     assert_same(lambda a, b: ops.rms_norm(a, b, 1e-6), x, w)
-    assert_same(lambda a, b, r: ops.rms_norm(a, b, 1e-6, r), x, w, randn(rows, h, dtype=dtype))
+    r = randn(rows, h, dtype=dtype)
+    for zero_centered in (False, True):
+        assert_same(lambda a, b, r: ops.rms_norm(a, b, 1e-6, r, zero_centered=zero_centered), x, w, r)
 
 
 @given(tokens=st.integers(1, 9), heads=st.integers(1, 3), half=st.integers(1, 20), dtype=dtypes, seed=seeds)

@@ -10,9 +10,11 @@ from .._common import check_like, check_tensor, require
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps):
-        total, y, rstd = backends.select("rms_norm", x.device).forward(x, weight.contiguous(), eps, residual)
+    def forward(ctx, x, residual, weight, eps, zero_centered):
+        backend = backends.select("rms_norm", x.device)
+        total, y, rstd = backend.forward(x, weight.contiguous(), eps, residual, zero_centered)
         ctx.save_for_backward(total, weight, rstd)
+        ctx.zero_centered = zero_centered
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, total)
 
@@ -21,11 +23,11 @@ class _RMSNorm(torch.autograd.Function):
         total, weight, rstd = ctx.saved_tensors
         has_residual = ctx.needs_input_grad[1]
         if dy is None:
-            return d_total, d_total if has_residual else None, None, None
-        dx, dw = backends.select("rms_norm", dy.device).backward(dy.contiguous(), total, weight.contiguous(), rstd)
-        if d_total is not None:
-            dx = dx + d_total
-        return dx, dx if has_residual else None, dw.to(weight.dtype), None
+            return d_total, d_total if has_residual else None, None, None, None
+        dx, dw = backends.select("rms_norm", dy.device).backward(
+            dy.contiguous(), total, weight.contiguous(), rstd, None if d_total is None else d_total.contiguous(),
+            ctx.zero_centered)
+        return dx, dx if has_residual else None, dw.to(weight.dtype), None, None
 
 
 def check(x, weight, eps: float, residual=None) -> None:
@@ -43,7 +45,8 @@ def check(x, weight, eps: float, residual=None) -> None:
             raise InputError(f"residual: shape {tuple(residual.shape)} differs from x's {tuple(x.shape)}")
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *,
+             zero_centered: bool = False):
     """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim; fp32 inside, one rounding.
 
     Args:
@@ -52,6 +55,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         eps: added to the mean of squares; positive.
         residual: None, or x's shape and type: ``x + residual`` is rounded to the model type first and normalised
             from there.
+        zero_centered: `weight` is the scale minus one; 1 is added in fp32.
 
     Returns:
         y [..., H]; with `residual`, (y, x + residual). Differentiable in x, weight and residual.
@@ -60,4 +64,4 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         InputError: shapes, types or devices do not fit.
     """
     check(x, weight, eps, residual)
-    return _RMSNorm.apply(x, residual, weight, eps)
+    return _RMSNorm.apply(x, residual, weight, eps, zero_centered)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .._triton import launch, next_power_of_2, tree_sum
+from .reference import added
 
 DW_ROWS = 16
 """Rows of one chain of dweight; the chains join by the balanced tree, in row order. In the contract."""
@@ -17,9 +18,15 @@ def _at(r, heads, st, sh):
     return (r // heads * st + r % heads * sh)[:, None]
 
 
+@triton.jit
+def _scale(W, j, H: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)
+    return w + 1.0 if ZERO_CENTERED else w
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(X, RESIDUAL, W, TOTAL, Y, RSTD, rows, heads, sxt, sxh, srt, srh, eps, H: tl.constexpr,
-              BLOCK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
+              BLOCK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
     ok = (r < rows)[:, None] & (j < H)[None, :]
@@ -29,13 +36,13 @@ def _rms_norm(X, RESIDUAL, W, TOTAL, Y, RSTD, rows, heads, sxt, sxh, srt, srh, e
         total = x.to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + r[:, None] * H + j[None, :], total, mask=ok)
         x = total.to(tl.float32)
-    w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)
+    w = _scale(W, j, H, ZERO_CENTERED)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(x * x, LEVELS), H * 1.0) + eps))
     tl.store(Y + r[:, None] * H + j[None, :], (x * rstd[:, None] * w[None, :]).to(Y.dtype.element_ty), mask=ok)
     tl.store(RSTD + r, rstd, mask=r < rows)
 
 
-def _by_head(t: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+def by_head(t: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """t [..., H]; how many rows a token has, and the strides of tokens and of these rows. Copied only if no two strides
     describe it."""
     if t.ndim > 3:
@@ -47,7 +54,8 @@ def _by_head(t: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return t, 1, t.stride(0) if t.ndim == 2 else 0, 0
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None):
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
+            zero_centered: bool = False):
     """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
     h = x.shape[-1]
     rows = x.numel() // h
@@ -55,16 +63,16 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
     total = x if residual is None else torch.empty_like(y)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        x, heads, sxt, sxh = _by_head(x)
+        x, heads, sxt, sxh = by_head(x)
         srt = srh = 0
         if residual is not None:
-            residual, _, srt, srh = _by_head(residual)
+            residual, _, srt, srh = by_head(residual)
         block = next_power_of_2(h)
         r = max(1, 1024 // block)
         launch(_rms_norm, (triton.cdiv(rows, r),),
                (x, residual, weight, total, y, rstd, rows, heads, sxt, sxh, srt, srh, eps),
                {"num_warps": max(1, min(16, block * r // 1024))},
-               H=h, BLOCK=block, LEVELS=block.bit_length() - 1, R=r)
+               H=h, BLOCK=block, LEVELS=block.bit_length() - 1, R=r, ZERO_CENTERED=zero_centered)
     return total, y, rstd
 
 
@@ -78,10 +86,10 @@ def _load(DY, X, RSTD, r, ok, j, heads, sxt, sxh, H: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "chains"])
 def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, heads, sxt, sxh, H: tl.constexpr, BLOCK: tl.constexpr,
-                   LEVELS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr):
+                   LEVELS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     chain = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
-    w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)[None, :]
+    w = _scale(W, j, H, ZERO_CENTERED)[None, :]
     dw = tl.zeros((R, BLOCK), tl.float32)
     r = chain * ROWS
     next_dy, next_x, next_rstd = _load(DY, X, RSTD, r, r < rows, j, heads, sxt, sxh, H)
@@ -107,8 +115,8 @@ def _rms_norm_join(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVEL
     tl.store(OUT + tl.program_id(1).to(tl.int64) * H + j, tree_sum(v, LEVELS), mask=j < H)
 
 
-def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx [..., H] and dweight fp32 [H]; dy is contiguous."""
+def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx + d_total [..., H] and dweight fp32 [H]; dy is contiguous."""
     h = x.shape[-1]
     rows = x.numel() // h
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -117,14 +125,14 @@ def backward(dy, x, weight, rstd) -> tuple[torch.Tensor, torch.Tensor]:
     block, chains = next_power_of_2(h), triton.cdiv(rows, DW_ROWS)
     r = max(1, 1024 // block)
     parts = torch.empty(chains, h, dtype=torch.float32, device=x.device)
-    x, heads, sxt, sxh = _by_head(x)
+    x, heads, sxt, sxh = by_head(x)
     launch(_rms_norm_grad, (triton.cdiv(chains, r),),
            (dy, x, weight, rstd, dx, parts, rows, chains, heads, sxt, sxh),
            {"num_warps": max(1, min(16, r * block // 512))},
-           H=h, BLOCK=block, LEVELS=block.bit_length() - 1, ROWS=DW_ROWS, R=r)
+           H=h, BLOCK=block, LEVELS=block.bit_length() - 1, ROWS=DW_ROWS, R=r, ZERO_CENTERED=zero_centered)
     while len(parts) > 1:
         joined = parts.new_empty(triton.cdiv(len(parts), 64), h)
         launch(_rms_norm_join, (triton.cdiv(h, 32), len(joined)), (parts, joined, len(parts)), {"num_warps": 4},
                H=h, BLOCK=32, LEVELS=6)
         parts = joined
-    return dx, parts[0]
+    return added(dx, d_total), parts[0]

@@ -1,0 +1,197 @@
+"""RMSNorm beside its peers, on one GPU: ``make gpu-rms``; options in RMS_ARGS.
+
+bf16: this project's op by CUDA and by Triton, torch (eager and compiled), Liger, QuACK. A peer that is not installed or fails
+is named, and the others go on. The file (benchmarks/results/h200/rms_norm.json) is ``{"runs": {...}, "rows": [...]}``;
+``runs``: by the rows' ``run``, what they were made on. A row:
+
+``case``, ``m``, ``n``, ``k``
+    What x is: rows, their length, and heads of a token: 1, or in "q" cases those of the queries within a joint tensor of half
+    as many more, which Liger and QuACK must copy first.
+``impl``, ``pass``
+    "forward"; "forward_residual", x + residual rounded first, and returned; "backward", to the gradients of x and the weight.
+``ms``
+    Median time on the device, cold cache.
+``x``
+    The share of a copy's speed ("copy_tb_s" of the run; bytes read plus bytes written), for the bytes that must be moved:
+    of tensors like x two, four with a residual, three backward.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from e2e import ROOT, merge
+from gated_delta_rule import copy_speed
+from linear_logp import Stopwatch
+from torch.nn.functional import rms_norm as torch_norm
+
+from alignkit import backends
+from alignkit.check.machine import family, machine, version
+from alignkit.check.run import write_json
+from alignkit.contract import contract_id
+from alignkit.ops import rms_norm
+
+KEY = ("case", "m", "n", "k", "impl", "pass")
+MOVED = {"forward": 2, "forward_residual": 4, "backward": 3}
+"""Tensors like x, of a pass."""
+LENGTHS = (64, 1024, 2048, 4096, 5120, 8192, 16384)
+HEADS, HEAD_DIM = 8, 128
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    m: int
+    n: int
+    k: int = 1
+
+    def key(self) -> dict:
+        return {"case": self.name, "m": self.m, "n": self.n, "k": self.k}
+
+
+def cases() -> list[Case]:
+    found = []
+    for mib in (512, 64):
+        found += [Case(f"{mib} MiB", (mib << 19) // n, n) for n in LENGTHS]
+        found.append(Case(f"q, {mib} MiB", (mib << 19) // HEAD_DIM, HEAD_DIM, HEADS))
+    return [*found, *(Case("few", m, 4096) for m in (1, 64, 512))]
+
+
+# Implementations: (x, weight, residual or None) -> y, or y and x + residual.
+
+def _ours(x, weight, residual):
+    return rms_norm(x, weight, EPS, residual)
+
+
+def _torch(x, weight, residual):
+    if residual is None:
+        return torch_norm(x, (x.shape[-1],), weight, EPS)
+    total = x + residual
+    return torch_norm(total, (x.shape[-1],), weight, EPS), total
+
+
+def _compiled():
+    torch.compiler.reset()  # each shape is compiled for itself, however many there are
+    torch._functorch.config.donated_buffer = False  # gradients are taken many times of one forward pass
+    return torch.compile(_torch, dynamic=False)
+
+
+def _liger():
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def norm(x, weight, residual):
+        if residual is None:
+            return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+        return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.0, "llama", False)
+    return norm
+
+
+def _quack():
+    from quack.rmsnorm import rmsnorm
+
+    def norm(x, weight, residual):
+        if residual is None:
+            return rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps=EPS)
+        return rmsnorm(x.reshape(-1, x.shape[-1]), weight, residual=residual.reshape(-1, x.shape[-1]), eps=EPS, prenorm=True)
+    return norm
+
+
+IMPLS: dict[str, Callable[[], Callable]] = {
+    "alignkit": lambda: _ours, "alignkit-triton": lambda: _ours, "torch": lambda: _torch, "torch.compile": _compiled,
+    "liger": _liger, "quack": _quack,
+}
+BACKENDS = {"alignkit-triton": "triton"}
+"""Where it is not "auto"."""
+
+
+def within(backend: str, function: Callable) -> Callable:
+    """`function`, called within ``backends.use(backend)``."""
+    def run(*args):
+        with backends.use(backend):
+            return function(*args)
+    return run
+
+
+class Inputs:
+    def __init__(self, case: Case, device: torch.device):
+        torch.manual_seed(0)
+        shape = (case.m, case.n) if case.k == 1 else (case.m // case.k, case.k * 3 // 2, case.n)
+
+        def drawn() -> torch.Tensor:
+            t = torch.randn(*shape, dtype=torch.bfloat16, device=device)
+            return t if case.k == 1 else t[:, :case.k]
+        self.x, self.residual, self.dy = drawn(), drawn(), drawn().contiguous()
+        self.weight = torch.rand(case.n, dtype=torch.bfloat16, device=device)
+
+    def call(self, norm: Callable, which: str) -> Callable:
+        """What is timed. It has run once, so that it is compiled and whatever fails has failed."""
+        if which == "backward":
+            leaves = [self.x.detach().requires_grad_(), self.weight.detach().requires_grad_()]
+            y = norm(*leaves, None)
+            dy = self.dy.view(y.shape)
+            run = partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
+        else:
+            run = torch.no_grad()(partial(norm, self.x, self.weight, self.residual if "residual" in which else None))
+        run()
+        return run
+
+
+def measure(case: Case, impls: list[str], passes: list[str], watch: Stopwatch, seconds: float, speed: float) -> list[dict]:
+    inputs, rows = Inputs(case, watch.device), []
+    for which in passes:
+        runs = {}
+        for name in impls:
+            try:
+                backend = BACKENDS.get(name, "auto")
+                runs[name] = within(backend, within(backend, inputs.call)(IMPLS[name](), which))
+            except Exception as e:  # noqa: BLE001  # a peer may raise whatever it likes
+                print(f"{name} failed, {case}, {which}: {type(e).__name__}: {str(e)[:300]}", flush=True)
+        floor = MOVED[which] * inputs.dy.nbytes / speed * 1e3
+        for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True):
+            rows.append(case.key() | {"impl": name, "pass": which, "ms": ms, "x": floor / ms})
+        print(f"{case.name}, {case.m} x {case.n}, {which}: "
+              + ", ".join(f"{r['impl']} {r['x']:.3f}" for r in rows if r["pass"] == which), flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
+    parser.add_argument("--passes", nargs="+", choices=MOVED, default=list(MOVED))
+    parser.add_argument("--seconds", type=float, default=0.1, help="of each pass of each case")
+    parser.add_argument("--minutes", type=float, help="after which no case is begun")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/rms_norm.json")
+    options = parser.parse_args(arguments)
+
+    started, device = time.monotonic(), torch.device("cuda")
+    watch = Stopwatch(device)
+    speed = copy_speed(watch, device)
+    name = datetime.datetime.now().isoformat(timespec="seconds")
+    info = machine() | {"contract": contract_id(family()), "seconds": options.seconds, "copy_tb_s": speed / 1e12,
+                        "backend": backends.select("rms_norm", device).__name__.rpartition(".")[2]}
+    info["versions"] |= {package: version(package) for package in ("liger-kernel", "quack-kernels")}
+    old = json.loads(options.json.read_text()) if options.json.exists() else {}
+    rows: list[dict] = []
+    for case in cases():
+        if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+            print(f"no time for {case}")
+            continue
+        rows += measure(case, options.impls, options.passes, watch, options.seconds, speed)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, merge(old, name, info, rows, KEY))
+    print(f"{len(rows)} rows, a copy {speed / 1e12:.2f} TB/s, {time.monotonic() - started:.0f} s; {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,654 @@
+// RMSNorm of bf16 rows and its gradients, at the speed of memory: alignkit/ops/rms_norm/cuda.py.
+//
+// A thread takes four vectors of 16 bytes of each tensor at a time. They lie in one row or in up to four, which are the rows
+// of a step; a team of 8 to 32 lanes, or of all warps of a block, shares them. Lane, vector and warp are the bits of a
+// vector's place in its row, lowest first: the balanced tree goes over a vector, then lanes, then vectors, then warps. A pair
+// has one sum, so which of its two threads adds cannot change a bit.
+//
+// A thread waits only for copies of its own: it keeps a ring of steps in shared memory, of which all but one are on their way.
+// Teams stay and take steps, in the backward pass runs of chains, in turn.
+#include <algorithm>
+
+#include "hopper.cuh"
+
+// Row r is head r % heads of token r / heads; strides are in elements. What has no strides is dense.
+struct AlignkitNormRows {
+  const void* data;
+  int64_t token, head;
+};
+
+// The arguments, as alignkit/ops/rms_norm/cuda.py fills them.
+struct AlignkitNorm {
+  AlignkitNormRows x, residual;  // residual: null data if there is none
+  const void* weight;
+  void *total, *y;  // total: x + residual, if there is one
+  float* rstd;
+  int rows, heads, h, zero_centered;
+  float eps;
+};
+
+struct AlignkitNormGrad {
+  AlignkitNormRows x;
+  const void *dy, *d_total, *weight;  // d_total: or null
+  const float* rstd;
+  void *dx, *dweight;
+  float* workspace;
+  int rows, heads, h, zero_centered;
+  int rounded;  // dweight is bf16
+  int levels;   // a run is of 2^levels chains; -1: as is best
+};
+
+namespace alignkit {
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kVectors = 4;             // of a thread, of a tensor, of a step
+constexpr int kColumns = 8;             // of a vector
+constexpr int kAcross = 32 * kColumns;  // columns of a warp's vectors that are read at once
+constexpr int kBlock = 128;             // threads of a block, unless it is one team
+constexpr int kMostThreads = 512;
+constexpr int kChain = 16;              // rows of a chain of dweight
+constexpr int kMostLevels = 3;
+constexpr int kMostRows = 1 << 27;
+
+// n / divisor for n below 2^31, by a product.
+struct Divisor {
+  uint32_t divisor, multiplier, shift;
+
+  explicit Divisor(uint32_t d) : divisor(d), shift(0) {
+    while ((uint64_t{1} << shift) < d) ++shift;
+    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - d) << 32) / d + 1);
+  }
+
+  __device__ __forceinline__ uint32_t of(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
+
+__device__ __forceinline__ const bf16* row_of(const AlignkitNormRows& t, const Divisor& heads, uint32_t row) {
+  uint32_t token = heads.of(row), head = row - token * heads.divisor;
+  return static_cast<const bf16*>(t.data) + token * t.token + head * t.head;
+}
+
+__device__ __forceinline__ const bf16* row_of(const void* dense, int h, uint32_t row) {
+  return static_cast<const bf16*>(dense) + int64_t{row} * h;
+}
+
+__device__ __forceinline__ void unpack(const uint4& v, float (&f)[kColumns]) {
+  const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    f[2 * i] = __uint_as_float(pairs[i] << 16);
+    f[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000);
+  }
+}
+
+__device__ __forceinline__ uint4 pack(const float (&f)[kColumns]) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(f[2 * i], f[2 * i + 1]);
+    pairs[i] = reinterpret_cast<uint32_t&>(pair);
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+__device__ __forceinline__ float tree(const float (&f)[kColumns]) {
+  return ((f[0] + f[1]) + (f[2] + f[3])) + ((f[4] + f[5]) + (f[6] + f[7]));
+}
+
+// Who takes what. Rows of kOfRow vectors a lane; kWarps: the block is one team, else teams are of kLanes lanes.
+template <int kLanes_, int kOfRow_, bool kWarps_>
+struct Team {
+  static constexpr int kLanes = kLanes_, kOfRow = kOfRow_, kRows = kVectors / kOfRow;
+  static constexpr bool kWarps = kWarps_;
+  static constexpr int kOfBlock = kWarps ? 1 : kBlock / kLanes;
+  static constexpr int kMost = kWarps ? kMostThreads : kBlock;    // threads of a block
+  static constexpr int kHeld = kWarps ? 1 : kOfRow == 4 ? 4 : 6;  // blocks that there are registers for
+
+  uint32_t id, first, count;  // the team; the first team of this warp; how many there are
+  int column;                 // of the thread's first vector
+  int held;                   // the row of a step whose sum `sum` leaves in this lane
+
+  __device__ __forceinline__ Team() {
+    int lane = threadIdx.x % 32;
+    first = blockIdx.x * kOfBlock + (kWarps ? 0 : threadIdx.x / 32 * (32 / kLanes));
+    id = first + (kWarps ? 0 : lane / kLanes);
+    count = gridDim.x * kOfBlock;
+    column = lane % kLanes * kColumns + (kWarps ? threadIdx.x / 32 * (kVectors * kAcross) : 0);
+    held = (lane % 2 * 2 + lane / 2 % 2) / kOfRow;
+  }
+
+  // Whether the lane is the one to write what it holds of its row.
+  __device__ __forceinline__ bool writes() const { return threadIdx.x % (kWarps ? kMostThreads : kLanes) < kRows; }
+
+  // The value of a lane that holds row n.
+  __device__ __forceinline__ float of_row(float value, int n) const {
+    int q = n * kOfRow;
+    return kRows == 1 ? value : __shfl_sync(~0u, value, q / 2 + q % 2 * 2, kLanes);
+  }
+
+  // The sum over a row of the vectors' sums. `between`: two lines for what warps have; `line` says which is free.
+  __device__ __forceinline__ float sum(const float (&of)[kVectors], float (*between)[32], int& line) const {
+    // Lanes that differ in a bit share the work: one adds the first half of the values, the other the second.
+    int lane = threadIdx.x % 32;
+    bool upper = lane & 1;
+    float low = (upper ? of[2] : of[0]) + __shfl_xor_sync(~0u, upper ? of[0] : of[2], 1);
+    float high = (upper ? of[3] : of[1]) + __shfl_xor_sync(~0u, upper ? of[1] : of[3], 1);
+    upper = lane & 2;
+    float s = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
+#pragma unroll
+    for (int bit = 4; bit < kLanes; bit *= 2) s += __shfl_xor_sync(~0u, s, bit);
+    if (kOfRow >= 2) s += __shfl_xor_sync(~0u, s, 2);
+    if (kOfRow == 4) s += __shfl_xor_sync(~0u, s, 1);
+    if (!kWarps) return s;
+    int warps = blockDim.x / 32;
+    if (lane == 0) between[line][threadIdx.x / 32] = s;
+    __syncthreads();
+    int padded = 2 << (31 - __clz(warps - 1)), warp = lane % padded;
+    s = warp < warps ? between[line][warp] : 0.0f;
+    for (int bit = 1; bit < padded; bit *= 2) s += __shfl_xor_sync(~0u, s, bit);
+    line ^= 1;
+    return s;
+  }
+};
+
+// The thread's place for each vector of the steps that are on their way.
+template <int kTensors, int kDepth_>
+struct Ring {
+  static constexpr int kDepth = kDepth_, kBytes = kDepth * kTensors * kVectors * 16;  // of a thread
+  uint4* place;
+
+  __device__ __forceinline__ Ring(uint4* shared) : place(shared + threadIdx.x) {}
+
+  __device__ __forceinline__ uint4& at(int stage, int tensor, int vector) const {
+    return place[((stage * kTensors + tensor) * kVectors + vector) * blockDim.x];
+  }
+};
+
+template <class Team>
+__device__ __forceinline__ void load_weight(float (&w)[Team::kOfRow][kColumns], const void* weight, int h, int column,
+                                            int zero_centered) {
+  float offset = zero_centered ? 1.0f : -0.0f;  // -0 changes nothing, not even a zero
+#pragma unroll
+  for (int i = 0; i < Team::kOfRow; ++i, column += kAcross) {
+    uint4 v = column < h ? __ldg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(weight) + column))
+                         : make_uint4(0, 0, 0, 0);
+    unpack(v, w[i]);
+#pragma unroll
+    for (float& f : w[i]) f += offset;
+  }
+}
+
+// Forward.
+
+template <bool kResidual>
+using ForwardRing = Ring<1 + kResidual, kResidual ? 2 : 3>;
+
+template <class Team, bool kResidual>
+__global__ void __launch_bounds__(Team::kMost, Team::kHeld)
+    rms_norm(const __grid_constant__ AlignkitNorm p, const Divisor heads) {
+  using OwnRing = ForwardRing<kResidual>;
+  extern __shared__ uint4 shared[];
+  __shared__ float between[2][32];
+  Team team;
+  OwnRing ring(shared);
+  uint32_t rows = p.rows;
+  uint64_t policy = read_once();
+  auto copy = [&](int stage, uint32_t row) {
+    if (row - (team.id - team.first) * Team::kRows < rows) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        uint32_t r = row + v / Team::kOfRow;
+        int column = team.column + v % Team::kOfRow * kAcross;
+        bool here = r < rows && column < p.h;
+        copy_vector(&ring.at(stage, 0, v), here ? row_of(p.x, heads, r) + column : p.x.data, here, policy);
+        if (kResidual)
+          copy_vector(&ring.at(stage, 1, v), here ? row_of(p.residual, heads, r) + column : p.x.data, here, policy);
+      }
+    }
+    copies_end();
+  };
+  uint32_t row = team.id * Team::kRows, first = team.first * Team::kRows, next = team.count * Team::kRows;
+#pragma unroll
+  for (int i = 0; i < OwnRing::kDepth; ++i) copy(i, row + i * next);
+  float w[Team::kOfRow][kColumns];
+  load_weight<Team>(w, p.weight, p.h, team.column, p.zero_centered);
+  int stage = 0, line = 0;
+  for (; first < rows; first += next, row += next) {
+    copies_wait<OwnRing::kDepth - 1>();
+    uint4 x[kVectors];
+    float squares[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      uint32_t r = row + v / Team::kOfRow;
+      int column = team.column + v % Team::kOfRow * kAcross;
+      x[v] = ring.at(stage, 0, v);
+      float f[kColumns];
+      unpack(x[v], f);
+      if (kResidual) {
+        float other[kColumns];
+        unpack(ring.at(stage, 1, v), other);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) f[i] += other[i];
+        x[v] = pack(f);
+        if (r < rows && column < p.h)
+          *reinterpret_cast<uint4*>(static_cast<bf16*>(p.total) + int64_t{r} * p.h + column) = x[v];
+        unpack(x[v], f);
+      }
+#pragma unroll
+      for (float& e : f) e *= e;
+      squares[v] = tree(f);
+    }
+    copy(stage, row + OwnRing::kDepth * next);
+    stage = stage + 1 == OwnRing::kDepth ? 0 : stage + 1;
+    float mean = __fdiv_rn(team.sum(squares, between, line), static_cast<float>(p.h));
+    float rstd = __fdiv_rn(1.0f, __fsqrt_rn(mean + p.eps));
+    if (team.writes() && row + team.held < rows) p.rstd[row + team.held] = rstd;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      uint32_t r = row + v / Team::kOfRow;
+      int column = team.column + v % Team::kOfRow * kAcross;
+      float of_row = team.of_row(rstd, v / Team::kOfRow), f[kColumns];
+      unpack(x[v], f);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) f[i] = f[i] * of_row * w[v % Team::kOfRow][i];
+      if (r < rows && column < p.h)
+        *reinterpret_cast<uint4*>(static_cast<bf16*>(p.y) + int64_t{r} * p.h + column) = pack(f);
+    }
+  }
+}
+
+// Backward. A team takes runs of 2^levels chains and joins their sums, each thread those of its columns: what waits for its
+// neighbour lies in the team's slots, one a level, which stay in the L2 cache. The sums of runs are joined by a second kernel.
+// Absent chains are -0, which adds nothing; where the contract's tree has absent ones, one zero is added in the end.
+
+struct Plan {
+  uint32_t runs;
+  int levels;
+  uint32_t blocks;
+  int group;             // runs that a block of the second kernel joins
+  float zero;            // what is added in the end: 0, or -0 where there is no absent chain
+  float *parts, *slots;  // the sums of runs; [teams, levels, h]
+  float* joined;         // of groups of runs
+  int* arrived;          // blocks of the second kernel, for each of its slices of columns
+
+  __host__ __device__ uint32_t groups() const { return (runs + group - 1) / group; }
+};
+
+constexpr int kSlice = 128;  // columns of a block of the second kernel
+constexpr int kMostGroups = 256;
+
+template <bool kTotal>
+using BackwardRing = Ring<2 + kTotal, 2>;
+
+template <class Team, bool kTotal>
+__global__ void __launch_bounds__(Team::kMost, Team::kHeld)
+    rms_norm_grad(const __grid_constant__ AlignkitNormGrad p, const __grid_constant__ Plan plan, const Divisor heads) {
+  using OwnRing = BackwardRing<kTotal>;
+  constexpr int kSteps = kChain / Team::kRows;  // of a chain
+  constexpr int kLog = kSteps == 4 ? 2 : kSteps == 8 ? 3 : 4;
+  extern __shared__ uint4 shared[];
+  __shared__ float between[2][32];
+  let_next_kernel_begin();
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) plan.arrived[i] = 0;
+  Team team;
+  OwnRing ring(shared);
+  uint32_t rows = p.rows, chains = (rows + kChain - 1) / kChain;
+  uint64_t policy = read_once();
+  uint32_t log_run = kLog + plan.levels, in_run = (1u << log_run) - 1;  // steps of a run
+  // Of the team `id`, the first row of step n. A warp's first team has the first rows.
+  auto row_of_step = [&](uint32_t id, uint32_t n) {
+    uint32_t run = id + (n >> log_run) * team.count;
+    return ((run << log_run) + (n & in_run)) * Team::kRows;
+  };
+  uint32_t steps = team.first < plan.runs ? ((plan.runs - team.first - 1) / team.count + 1) << log_run : 0;
+  auto copy = [&](int stage, uint32_t n) {
+    if (n < steps && row_of_step(team.first, n) < rows) {
+      uint32_t row = row_of_step(team.id, n);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        uint32_t r = row + v / Team::kOfRow;
+        int column = team.column + v % Team::kOfRow * kAcross;
+        bool here = r < rows && column < p.h;
+        copy_vector(&ring.at(stage, 0, v), here ? row_of(p.dy, p.h, r) + column : p.dy, here, policy);
+        copy_vector(&ring.at(stage, 1, v), here ? row_of(p.x, heads, r) + column : p.dy, here, policy);
+        if (kTotal) copy_vector(&ring.at(stage, 2, v), here ? row_of(p.d_total, p.h, r) + column : p.dy, here, policy);
+      }
+    }
+    copies_end();
+  };
+#pragma unroll
+  for (int i = 0; i < OwnRing::kDepth; ++i) copy(i, i);
+  float next_rstd[Team::kRows];
+  auto load_rstd = [&](uint32_t n) {
+    uint32_t row = row_of_step(team.id, n);
+#pragma unroll
+    for (int i = 0; i < Team::kRows; ++i) next_rstd[i] = n < steps && row + i < rows ? __ldg(p.rstd + row + i) : 0.0f;
+  };
+  load_rstd(0);
+  float w[Team::kOfRow][kColumns], dw[Team::kOfRow][kColumns] = {};
+  load_weight<Team>(w, p.weight, p.h, team.column, p.zero_centered);
+  int stage = 0, line = 0;
+  for (uint32_t n = 0; n < steps; ++n) {
+    uint32_t row = row_of_step(team.id, n);
+    float rstd[Team::kRows];
+#pragma unroll
+    for (int i = 0; i < Team::kRows; ++i) rstd[i] = next_rstd[i];
+    load_rstd(n + 1);
+    copies_wait<OwnRing::kDepth - 1>();
+    if (row_of_step(team.first, n) < rows) {
+      float products[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        float dy[kColumns], x[kColumns];
+        unpack(ring.at(stage, 0, v), dy);
+        unpack(ring.at(stage, 1, v), x);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) dy[i] = dy[i] * w[v % Team::kOfRow][i] * x[i];
+        products[v] = tree(dy);
+      }
+      float of_held = rstd[0];
+#pragma unroll
+      for (int i = 1; i < Team::kRows; ++i) of_held = team.held == i ? rstd[i] : of_held;
+      float sum = team.sum(products, between, line);
+      float c = __fdiv_rn(sum, static_cast<float>(p.h)) * of_held * of_held;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        uint32_t r = row + v / Team::kOfRow;
+        int column = team.column + v % Team::kOfRow * kAcross;
+        float of_row = team.of_row(c, v / Team::kOfRow), of_rstd = rstd[v / Team::kOfRow];
+        float dy[kColumns], x[kColumns], dx[kColumns];
+        unpack(ring.at(stage, 0, v), dy);
+        unpack(ring.at(stage, 1, v), x);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          dx[i] = of_rstd * __fmaf_rn(-of_row, x[i], dy[i] * w[v % Team::kOfRow][i]);
+          float& sum_of = dw[v % Team::kOfRow][i];
+          sum_of = __fmaf_rn(dy[i], x[i] * of_rstd, sum_of);
+        }
+        uint4 out = pack(dx);
+        if (kTotal) {
+          float other[kColumns];
+          unpack(out, dx);
+          unpack(ring.at(stage, 2, v), other);
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) dx[i] += other[i];
+          out = pack(dx);
+        }
+        if (r < rows && column < p.h)
+          *reinterpret_cast<uint4*>(static_cast<bf16*>(p.dx) + int64_t{r} * p.h + column) = out;
+      }
+    } else {
+#pragma unroll
+      for (auto& of : dw)
+#pragma unroll
+        for (float& f : of) f += 0.0f;  // as an absent row does
+    }
+    copy(stage, n + OwnRing::kDepth);
+    stage ^= 1;
+    if (n % kSteps != kSteps - 1) continue;
+    // The chain is done.
+    uint32_t run = team.id + (n >> log_run) * team.count, chain = (n & in_run) / kSteps;
+    bool absent = (run << plan.levels) + chain >= chains;
+    int level = __ffs(~chain) - 1;  // how many sums of neighbours wait for this one
+    float* slots = plan.slots + int64_t{team.id} * plan.levels * p.h;
+    float* to = level == plan.levels ? plan.parts + int64_t{run} * p.h : slots + level * p.h;
+    if (absent) {
+#pragma unroll
+      for (auto& of : dw)
+#pragma unroll
+        for (float& f : of) f = -0.0f;
+    }
+    // All of a level's loads are on their way at once.
+#pragma unroll 1
+    for (int l = 0; l < level; ++l, slots += p.h) {
+      float4 before[Team::kOfRow][2];
+#pragma unroll
+      for (int i = 0; i < Team::kOfRow; ++i) {
+        const float4* from = reinterpret_cast<const float4*>(slots + team.column + i * kAcross);
+        bool here = run < plan.runs && team.column + i * kAcross < p.h;
+        before[i][0] = here ? __ldcg(from) : float4();
+        before[i][1] = here ? __ldcg(from + 1) : float4();
+      }
+#pragma unroll
+      for (int i = 0; i < Team::kOfRow; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float* sums = dw[i] + 4 * half;
+          sums[0] += before[i][half].x, sums[1] += before[i][half].y;
+          sums[2] += before[i][half].z, sums[3] += before[i][half].w;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < Team::kOfRow; ++i) {
+      float4* at = reinterpret_cast<float4*>(to + team.column + i * kAcross);
+      if (run < plan.runs && team.column + i * kAcross < p.h) {
+        __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
+        __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
+      }
+#pragma unroll
+      for (float& f : dw[i]) f = 0.0f;
+    }
+  }
+}
+
+__device__ __forceinline__ float4 add(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+constexpr int kJoinWarps = 8;
+constexpr int kJoinLevels = 9;  // a warp joins at most 8 * 2^9 runs: of kMostRows rows there are 2^23
+
+// The balanced tree of rows [first, first + kJoinWarps * each) of parts [runs, h], in the first warp; `each` is a power of
+// two, at least 8. Rows beyond `runs` are -0. All threads of the block call it.
+__device__ __forceinline__ float4 join_rows(const float* parts, uint32_t runs, int h, int column, uint32_t first, int each,
+                                            float4 (&shared)[kJoinWarps][32]) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  first += warp * each;
+  float4 sum, waits[kJoinLevels];
+  for (int batch = 0; batch < each / 8; ++batch) {
+    float4 v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t run = first + batch * 8 + i;
+      v[i] = run < runs && column < h ? __ldcg(reinterpret_cast<const float4*>(parts + int64_t{run} * h + column))
+                                      : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+    }
+#pragma unroll
+    for (int apart = 1; apart < 8; apart *= 2)
+#pragma unroll
+      for (int i = 0; i < 8; i += 2 * apart) v[i] = add(v[i], v[i + apart]);
+    sum = v[0];
+    bool waiting = false;
+#pragma unroll
+    for (int l = 0; l < kJoinLevels; ++l) {
+      if (waiting) continue;
+      if (batch >> l & 1) {
+        sum = add(waits[l], sum);
+      } else {
+        waits[l] = sum;
+        waiting = true;
+      }
+    }
+  }
+  shared[warp][lane] = sum;
+  __syncthreads();
+  if (warp == 0) {
+    float4 v[kJoinWarps];
+#pragma unroll
+    for (int i = 0; i < kJoinWarps; ++i) v[i] = shared[i][lane];
+#pragma unroll
+    for (int apart = 1; apart < kJoinWarps; apart *= 2)
+#pragma unroll
+      for (int i = 0; i < kJoinWarps; i += 2 * apart) v[i] = add(v[i], v[i + apart]);
+    sum = v[0];
+  }
+  __syncthreads();
+  return sum;
+}
+
+// The sums of runs to dweight. Of the blocks of a slice of columns, the last to be done joins what all have.
+__global__ void __launch_bounds__(kJoinWarps * 32)
+    rms_norm_join(const __grid_constant__ Plan plan, int h, void* dweight, int rounded) {
+  __shared__ float4 shared[kJoinWarps][32];
+  __shared__ bool last;
+  wait_for_kernel_before();
+  int column = blockIdx.x * kSlice + threadIdx.x % 32 * 4;
+  float4 sum = join_rows(plan.parts, plan.runs, h, column, blockIdx.y * plan.group, plan.group / kJoinWarps, shared);
+  if (gridDim.y > 1) {
+    if (threadIdx.x < 32) {
+      if (column < h) __stcg(reinterpret_cast<float4*>(plan.joined + int64_t{blockIdx.y} * h + column), sum);
+      __threadfence();
+      __syncwarp();
+      if (threadIdx.x == 0) last = atomicAdd(plan.arrived + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    sum = join_rows(plan.joined, gridDim.y, h, column, 0, kMostGroups / kJoinWarps, shared);
+  }
+  if (threadIdx.x >= 32 || column >= h) return;
+  sum = make_float4(sum.x + plan.zero, sum.y + plan.zero, sum.z + plan.zero, sum.w + plan.zero);
+  if (rounded) {
+    bf16* to = static_cast<bf16*>(dweight) + column;
+    to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
+  } else {
+    *reinterpret_cast<float4*>(static_cast<float*>(dweight) + column) = sum;
+  }
+}
+
+// Host.
+
+// Blocks of `threads` threads of a kernel that the device holds at a time.
+template <auto kKernel>
+cudaError_t held(int threads, int bytes, int* blocks) {
+  static thread_local int prepared = -1, kept[kMostThreads / 32 + 1];
+  int device;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (prepared != device) {
+    if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             bytes / threads * kMostThreads))
+      return e;
+    if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                             cudaSharedmemCarveoutMaxShared))
+      return e;
+    std::fill(kept, kept + kMostThreads / 32 + 1, 0);
+    prepared = device;
+  }
+  int& found = kept[threads / 32];
+  if (!found) {
+    int each, processors;
+    if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, threads, bytes)) return e;
+    if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+    found = each * processors;
+  }
+  *blocks = found;
+  return cudaSuccess;
+}
+
+uint32_t up(uint32_t n, uint32_t by) { return (n + by - 1) / by; }
+
+template <class Team>
+int threads_of(int h) {
+  return Team::kWarps ? 32 * up(h, kVectors * kAcross) : kBlock;
+}
+
+// Calls `function` with the team for rows of h columns.
+template <class Function>
+cudaError_t with_team(int h, int rows, const Function& function) {
+  if (h <= 32 || h % kColumns || h > kMostThreads / 32 * kVectors * kAcross) return cudaErrorInvalidValue;
+  if (rows <= 0 || rows > kMostRows) return cudaErrorInvalidValue;
+  if (h <= 64) return function(Team<8, 1, false>());
+  if (h <= 128) return function(Team<16, 1, false>());
+  if (h <= 256) return function(Team<32, 1, false>());
+  if (h <= 512) return function(Team<32, 2, false>());
+  if (h <= 1024) return function(Team<32, 4, false>());
+  return function(Team<32, 4, true>());
+}
+
+template <class Team, bool kResidual>
+cudaError_t launch_norm(const AlignkitNorm& p, cudaStream_t stream) {
+  constexpr auto kernel = rms_norm<Team, kResidual>;
+  int threads = threads_of<Team>(p.h), bytes = threads * ForwardRing<kResidual>::kBytes, most;
+  if (cudaError_t e = held<kernel>(threads, bytes, &most)) return e;
+  uint32_t blocks = std::min<uint32_t>(up(p.rows, Team::kRows * Team::kOfBlock), most);
+  kernel<<<blocks, threads, bytes, stream>>>(p, Divisor(p.heads));
+  return cudaGetLastError();
+}
+
+// Fills all but the pointers, which need the workspace; returns its floats by `floats`.
+template <class Team, bool kTotal>
+cudaError_t plan_of(const AlignkitNormGrad& p, Plan* plan, int64_t* floats) {
+  int threads = threads_of<Team>(p.h), most;
+  if (cudaError_t e = held<rms_norm_grad<Team, kTotal>>(threads, threads * BackwardRing<kTotal>::kBytes, &most)) return e;
+  uint32_t chains = up(p.rows, kChain), teams = most * Team::kOfBlock;
+  // Longer runs have fewer sums to join; but teams that take few have nothing to do while others take their last.
+  plan->levels = std::min(p.levels, kMostLevels);
+  if (p.levels < 0)
+    for (plan->levels = 0; plan->levels < kMostLevels && chains >> (plan->levels + 1) >= 3 * teams;) ++plan->levels;
+  plan->runs = up(chains, 1 << plan->levels);
+  plan->blocks = std::min<uint32_t>(up(plan->runs, Team::kOfBlock), most);
+  plan->group = 8 * kJoinWarps;
+  while (plan->groups() > kMostGroups) plan->group *= 2;
+  plan->zero = -0.0f;
+  uint64_t full = 1;
+  while (full < chains) full *= 64;  // the contract's tree joins 64 at a time
+  if (full != chains) plan->zero = 0.0f;
+  float*& at = plan->parts;
+  at = p.workspace;
+  int64_t slots = int64_t{plan->blocks} * Team::kOfBlock * plan->levels * p.h;
+  int64_t parts = int64_t{plan->runs} * p.h, joined = int64_t{plan->groups()} * p.h;
+  plan->slots = plan->parts + parts;
+  plan->joined = plan->slots + slots;
+  plan->arrived = reinterpret_cast<int*>(plan->joined + joined);
+  *floats = parts + slots + joined + up(p.h, kSlice);
+  return cudaSuccess;
+}
+
+template <class Team, bool kTotal>
+cudaError_t launch_grad(const AlignkitNormGrad& p, int64_t* floats, cudaStream_t stream) {
+  Plan plan;
+  int64_t needed;
+  if (cudaError_t e = plan_of<Team, kTotal>(p, &plan, &needed)) return e;
+  if (floats) {
+    *floats = needed;
+    return cudaSuccess;
+  }
+  int threads = threads_of<Team>(p.h), bytes = threads * BackwardRing<kTotal>::kBytes;
+  rms_norm_grad<Team, kTotal><<<plan.blocks, threads, bytes, stream>>>(p, plan, Divisor(p.heads));
+  if (cudaError_t e = cudaGetLastError()) return e;
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(up(p.h, kSlice), plan.groups());
+  config.blockDim = kJoinWarps * 32;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, rms_norm_join, plan, p.h, p.dweight, p.rounded);
+}
+
+}  // namespace
+}  // namespace alignkit
+
+// The functions return a cudaError_t. H is a multiple of 8, more than 32 and at most 16384; there are from 1 to 2^27 rows. All
+// tensors but rstd lie at multiples of 16 bytes, strides are multiples of 8.
+
+extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {
+  using namespace alignkit;
+  return with_team(p->h, p->rows, [&](auto team) {
+    using Team = decltype(team);
+    return p->residual.data ? launch_norm<Team, true>(*p, stream) : launch_norm<Team, false>(*p, stream);
+  });
+}
+
+// If `floats` is not null, nothing is computed: how many the workspace must have.
+extern "C" int alignkit_rms_norm_grad(const AlignkitNormGrad* p, int64_t* floats, cudaStream_t stream) {
+  using namespace alignkit;
+  return with_team(p->h, p->rows, [&](auto team) {
+    using Team = decltype(team);
+    return p->d_total ? launch_grad<Team, true>(*p, floats, stream) : launch_grad<Team, false>(*p, floats, stream);
+  });
+}

@@ -1,0 +1,122 @@
+"""RMSNorm by CUDA has the bytes of Triton's, whatever the shape, the strides and the schedule."""
+import random
+
+import pytest
+import torch
+
+from alignkit import backends, cuda, ops
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU
+
+pytestmark = [pytest.mark.skipif(CPU, reason="needs a GPU"),
+              pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")]
+BF16, FP32 = torch.bfloat16, torch.float32
+SIZES = (40, 64, 72, 96, 120, 128, 136, 256, 264, 384, 512, 520, 768, 1024, 1032, 1536, 2048, 2560, 3072, 4096, 5120, 7168,
+         8192, 9216, 12288, 14336, 16384)
+KINDS = ("usual", "any magnitude", "zeros of both signs", "products that underflow", "NaN and inf")
+
+
+def draw(shape, kind):
+    t = torch.randn(shape)
+    if kind == "any magnitude":
+        t *= 10.0 ** torch.randint(-8, 8, shape)
+    elif kind == "zeros of both signs":
+        t = torch.where(torch.rand(shape) < 0.7, torch.where(torch.rand(shape) < 0.8, -0.0, 0.0), t * 1e-30)
+    elif kind == "products that underflow":
+        t = torch.where(torch.rand(shape) < 0.9, -1e-30 * t.abs(), t * 0)
+    elif kind == "NaN and inf":
+        t[torch.rand(shape) < 0.001] = float("nan")
+        t[torch.rand(shape) < 0.001] = float("inf")
+    return t.to(BF16)
+
+
+def strided(rows, heads, h, kind):
+    """[rows, h], or [rows, heads, h] within a joint tensor."""
+    if heads == 1:
+        return random.choice([lambda: draw((rows, h), kind), lambda: draw((rows, h + 16), kind)[:, 8:8 + h]])()
+    return random.choice([lambda: draw((rows, heads + 2, h), kind)[:, 1:1 + heads],
+                          lambda: draw((rows, heads, h + 8), kind)[..., :h],
+                          lambda: draw((heads, rows, h), kind).transpose(0, 1)])()
+
+
+def assert_same(x, residual, weight, zero_centered, kind, what):
+    """Both passes of both backends; of the CUDA kernels' backward pass all schedules, and dweight before it is rounded."""
+    from alignkit.ops.rms_norm import cuda as kernels
+    from alignkit.ops.rms_norm import triton
+    got = kernels.forward(x, weight, 1e-6, residual, zero_centered)
+    want = triton.forward(x, weight, 1e-6, residual, zero_centered)
+    for name, a, b in zip(("total", "y", "rstd"), got, want):
+        assert_bitwise_equal(a, b, f"{name}, {what}")
+    total, y, rstd = got
+    dy, d_total = draw(y.shape, kind), None if residual is None else draw(y.shape, kind)
+    dx, dweight = triton.backward(dy, total, weight, rstd, d_total, zero_centered)
+    for levels in range(-1, 4):
+        got = kernels.backward(dy, total, weight, rstd, d_total, zero_centered, FP32, levels)
+        for name, a, b in zip(("dx", "dweight"), got, (dx, dweight)):
+            assert_bitwise_equal(a, b, f"{name}, {what}, {levels} levels")
+    got = kernels.backward(dy, total, weight, rstd, d_total, zero_centered)
+    assert_bitwise_equal(got[1], dweight.to(BF16), f"dweight rounded, {what}")
+
+
+@pytest.mark.parametrize("h", SIZES)
+def test_bits_are_those_of_triton(h):
+    random.seed(h)
+    torch.manual_seed(h)
+    zero_centered = random.random() < 0.5
+    for kind in KINDS:
+        for rows, heads in ((random.choice((1, 2, 3, 15)), 1), (random.choice((16, 17, 64, 65)), 3), (1100, 1)):
+            x = strided(rows, heads, h, kind)
+            residual = strided(rows, heads, h, kind) if random.random() < 0.5 else None
+            weight = draw((h,), kind if kind == "zeros of both signs" else "usual")
+            assert_same(x, residual, weight, zero_centered, kind, f"{h}, {rows} rows, {heads} heads, {kind}")
+
+
+@pytest.mark.parametrize("rows, heads, h", [(70001, 8, 128), (300007, 1, 64), (64 * 16, 1, 256), (64 * 64 * 16, 1, 64),
+                                            (20011, 1, 2048), (9001, 1, 5120), (4097, 1, 16384)])
+def test_more_rows_than_the_device_holds(rows, heads, h):
+    """Also: whole trees of chains, which have no absent ones."""
+    torch.manual_seed(rows)
+    for kind in ("usual", "products that underflow"):
+        assert_same(strided(rows, heads, h, kind), None, draw((h,), "usual"), False, kind, f"{rows} rows of {heads} x {h}")
+
+
+@pytest.mark.parametrize("x", [
+    lambda: draw((50, 4096), "usual").float(), lambda: draw((50, 100), "usual"), lambda: draw((50, 32), "usual"),
+    lambda: draw((5, 16392), "usual"), lambda: draw((50, 65), "usual")[:, 1:], lambda: draw((50, 68), "usual")[:, :64],
+    lambda: draw((0, 64), "usual")])
+def test_what_the_kernels_do_not_take(x):
+    x = x()
+    weight = draw(x.shape[-1:], "usual").to(x.dtype)
+    seen = []
+    for backend in ("cuda", "triton"):
+        leaves = [t.detach().requires_grad_() for t in (x, weight, x)]
+        with backends.use(backend):
+            out = ops.rms_norm(*leaves[:2], 1e-6, leaves[2])
+            seen.append([*out, *torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out])])
+    for i, (a, b) in enumerate(zip(*seen)):
+        assert_bitwise_equal(a, b, f"output or gradient {i}")
+
+
+def test_captured_in_a_graph_and_nothing_waits():
+    x, weight, dy = (draw(shape, "usual") for shape in ((3000, 1024), (1024,), (3000, 1024)))
+
+    def run():
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        y = ops.rms_norm(*leaves, 1e-6)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+    want = run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    x.neg_()
+    graph.replay()
+    for a, b, c, sign in zip(again, want, out, (-1, 1, -1)):
+        assert_bitwise_equal(a, b, "again")
+        assert_bitwise_equal(sign * c, b, "replayed")
