@@ -23,7 +23,7 @@ from .errors import BackendError
 SIZES = (2, 4, 8)
 """Numbers of ranks that the kernel adds."""
 PIECE = 1 << 24
-"""Sums that a rank has room for: 64 MiB, and as much again, divided among the ranks, for rounded values."""
+"""Sums that a rank has room for, 64 MiB; for rounded values there is as much again, divided among the ranks."""
 HEAD = 4096
 """Bytes of a rank's memory before its sums, with the signals of the others: kHeadBytes."""
 SHARED = {2: 1 << 20, 4: 1 << 17, 8: 1 << 16}
@@ -128,7 +128,7 @@ def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
     try:
         with torch.inference_mode(False):  # what is made in it may be written to inside only
             made = make()
-    except (RuntimeError, ImportError, AttributeError) as e:  # of a driver, or a torch that has none or another
+    except (RuntimeError, ImportError, AttributeError, TypeError) as e:  # of a driver, or a torch that has none or another
         failure = f"{type(e).__name__}: {e}"
     failures = [said for said in _told(group, failure) if said is not None]
     if failures:
