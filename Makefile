@@ -9,7 +9,7 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 ENGINES = build/engines
 
-.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-gdn gpu-rms gpu-sanitize kernels setup tables clean
+.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -21,7 +21,7 @@ test: setup $(ENGINES)/.fetched
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-gdn gpu-rms gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -54,6 +54,10 @@ gpu-gdn:
 # RMSNorm, forward and backward, beside its peers and a copy.
 gpu-rms:
 	$(GPU) benchmarks/rms_norm.py $(RMS_ARGS)
+
+# Sums over tensor-parallel ranks beside NCCL's.
+gpu-tree-sum:
+	$(GPU) benchmarks/tree_sum.py $(TREE_SUM_ARGS)
 
 # The op tests under compute-sanitizer.
 gpu-sanitize:

@@ -8,6 +8,7 @@ from typing import Any, Callable, Hashable
 import torch
 import torch.distributed as dist
 
+from . import symmetric
 from .errors import AlignkitError, InputError
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
@@ -46,16 +47,46 @@ class TP:
     def tree_sum(self, t: torch.Tensor) -> torch.Tensor:
         """Sum over ranks by the balanced tree of rank order (neighbours first), in t's type. An odd rank out
         joins at the next level."""
-        return _tree(self.all_gather(t))
+        return self._sum(t, False)
 
     def tree_sum_scatter(self, t: torch.Tensor) -> torch.Tensor:
         """This rank's slice along dim 0 of `tree_sum(t)`; only the slices travel. The ranks must divide dim 0."""
+        return self._sum(t, True)
+
+    def sum_products(self, product: symmetric.Product, rows: int, columns: int, device: torch.device, *,
+                     bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32,
+                     scatter: bool = False) -> torch.Tensor:
+        """`tree_sum`, or `tree_sum_scatter`, of fp32 [rows, columns] that `product` makes where they are added, which
+        takes one copy less; plus bias [columns] in fp32, rounded to `dtype`, fp32 or bf16."""
+        if (shared := self._workspace(device, rows, columns, scatter)) is not None:
+            return shared.sum(product, rows, columns, bias, dtype, scatter)
+        sums = torch.empty(rows, columns, dtype=torch.float32, device=device)
+        product(slice(0, rows), sums)
+        y = self._sum_gathered(sums, scatter)
+        return (y if bias is None else y + bias.float()).to(dtype)
+
+    def _sum(self, t: torch.Tensor, scatter: bool) -> torch.Tensor:
         if self.size == 1:
             return t
+        rows, columns = (len(t), t[:1].numel()) if scatter else (t.numel(), 1)
+        if t.dtype != torch.float32 or (shared := self._workspace(t.device, rows, columns, scatter)) is None:
+            return self._sum_gathered(t, scatter)
+        flat = t.reshape(rows, columns)
+        y = shared.sum(lambda part, out: out.copy_(flat[part]), rows, columns, None, t.dtype, scatter)
+        return y.view(-1, *t.shape[1:]) if scatter else y.view(t.shape)
+
+    def _sum_gathered(self, t: torch.Tensor, scatter: bool) -> torch.Tensor:
+        if not scatter:
+            return _tree(self.all_gather(t))
         t = t.contiguous()
         parts = torch.empty_like(t)
         dist.all_to_all_single(parts, t, group=self.group)
         return _tree(list(parts.chunk(self.size, dim=0)))
+
+    def _workspace(self, device: torch.device, rows: int, columns: int, scatter: bool) -> symmetric.Workspace | None:
+        """The group's, if it takes these sums. On all ranks or none, as their shapes agree."""
+        found = None if self.group is None else symmetric.workspace(self.group, device)
+        return found if found is not None and found.takes(rows, columns, scatter) else None
 
     def shard(self, t: torch.Tensor) -> torch.Tensor:
         """This rank's equal slice along dim 0."""

@@ -1,8 +1,10 @@
 """The same bytes at every TP size, and verdicts that all ranks reach together. Real processes, gloo."""
+from unittest import mock
+
 import pytest
 import torch
 
-from alignkit import ops
+from alignkit import cuda, ops, symmetric
 from alignkit.errors import InputError
 from alignkit.testing import Failed, assert_bitwise_equal
 
@@ -106,6 +108,36 @@ def test_linears(ranks, dtype, sequence_parallel):
         dx = torch.cat([r[1][0] for r in results]) if sequence_parallel else results[0][1][0]
         # Only the order of the sum over the 512 features differs, before one rounding.
         assert_within(dx, grads[0], 2 * gamma(512) * terms + 2 * UNIT[dtype] * grads[0].abs(), f"dx at TP {size}")
+
+
+def run_pieces(tp, rows, columns, scatter):
+    """A workspace of 512 sums on the CPU; for its kernel, gloo carries them."""
+    x, bias = randn(rows, columns, seed=tp.rank), randn(columns, seed=9)
+    workspace = object.__new__(symmetric.Workspace)
+    vars(workspace).update(rank=tp.rank, size=tp.size, _sums=torch.empty(512), _addresses=None, _follow=lambda: None)
+    counts = []
+
+    def kernel(name, device, addresses, size, rank, form, count, capacity, bias, bias_bf16, columns, y, y_bf16):
+        total = tp.tree_sum(workspace._sums[:count])
+        y.copy_((total.chunk(size)[rank] if form == symmetric._SLICE else total).view(-1, columns) + bias.float())
+        counts.append(count)
+
+    with mock.patch.object(symmetric, "PIECE", 512), mock.patch.object(cuda, "call", kernel):
+        if not workspace.takes(rows, columns, scatter):
+            return None
+        y = workspace.sum(lambda part, out: out.copy_(x[part]), rows, columns, bias, torch.bfloat16, scatter)
+    want = (tp.tree_sum(x) + bias).bfloat16()
+    assert_bitwise_equal(y, tp.shard(want) if scatter else want)
+    return counts
+
+
+@pytest.mark.parametrize("rows, columns, scatter, counts", [
+    (40, 7, False, [280]), (100, 7, False, [504, 196]), (104, 7, True, [448, 280]), (64, 8, True, [512]),
+    (80, 9, True, [288, 288, 144]), (100, 7, True, None), (0, 7, False, None), (8, 65, False, None)])
+def test_pieces(ranks, rows, columns, scatter, counts):
+    """Sums of more than a workspace holds; slices that do not lie together in it, or not at a multiple of 16 bytes."""
+    for got in ranks.run(2 if columns == 7 else 4, run_pieces, rows, columns, scatter):
+        assert got == counts
 
 
 def call_head(tp, change):

@@ -13,13 +13,15 @@ from .._common import check_weight, require
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Tensor | None = None,
-           out_dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None) -> torch.Tensor:
+           out_dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None,
+           to: torch.Tensor | None = None) -> torch.Tensor:
     """[M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain over ascending k, or `leaves` such chains
     joined by the balanced tree; plus bias [N] in fp32; rounded to `out_dtype`. With `out` (fp32, unit stride in the
-    last dim, one leaf) the chains continue from what `out` holds on a CPU, and are added to it on a GPU."""
+    last dim, one leaf) the chains continue from what `out` holds on a CPU, and are added to it on a GPU. With `to`, the
+    result takes the place of what `to` holds, in its type."""
     accumulate = out is not None
     if out is None:
-        out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+        out = to if to is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     if out.numel():
         backends.select("linear", a.device).matmul(a, b, leaves, bias, out, accumulate)
     return out
@@ -32,9 +34,8 @@ class _Linear(torch.autograd.Function):
         full = torch.cat(tp.all_gather(x)) if gather else x
         x2 = full.reshape(-1, full.shape[-1])
         if row_leaves and tp.size > 1:
-            join = tp.tree_sum_scatter if sequence_parallel else tp.tree_sum
-            y = join(matmul(x2, weight, leaves=row_leaves))
-            y = (y if bias is None else y + bias.float()).to(out_dtype)
+            y = tp.sum_products(lambda rows, to: matmul(x2[rows], weight, leaves=row_leaves, to=to), len(x2), len(weight),
+                                x.device, bias=bias, dtype=out_dtype, scatter=sequence_parallel)
         else:
             y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
         ctx.save_for_backward(x2, weight)
@@ -56,8 +57,8 @@ class _Linear(torch.autograd.Function):
             if row or tp.size == 1:
                 dx = matmul(dy, weight.t(), out_dtype=x2.dtype)
             else:
-                join = tp.tree_sum_scatter if sequence_parallel else tp.tree_sum
-                dx = join(matmul(dy, weight.t())).to(x2.dtype)
+                dx = tp.sum_products(lambda rows, to: matmul(dy[rows], weight.t(), to=to), len(dy), weight.shape[1],
+                                     dy.device, dtype=x2.dtype, scatter=sequence_parallel)
             dx = dx.reshape(shape)
         if ctx.needs_input_grad[1]:
             dw = matmul(dy.t(), x2.t(), out_dtype=weight.dtype)

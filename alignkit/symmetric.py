@@ -1,0 +1,166 @@
+"""Sums over ranks in memory that the GPUs of one host read over NVLink, torch's symmetric memory (csrc/sm90/tree_sum.cu).
+
+A group has a workspace of one size, made when it is first asked for by all ranks together: larger sums take several pieces.
+So nothing grows or waits later, and a CUDA graph may hold its addresses. Plain loads and stores; NVLink's multicast is off.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from . import backends, cuda
+from .errors import BackendError
+
+SIZES = (2, 4, 8)
+"""Numbers of ranks that the kernel adds."""
+PIECE = 1 << 24
+"""Sums that a rank has room for, 64 MiB; for rounded values there is as much again, divided among the ranks."""
+HEAD = 4096
+"""Bytes of a rank's memory before its sums, with the signals of the others: kHeadBytes."""
+SHARED = {2: 1 << 20, 4: 1 << 17, 8: 1 << 16}
+"""By number of ranks: from how many values on each rank adds a share and reads those of the others. Below, the additional
+trip over NVLink takes longer than reading everything does."""
+_ROWS = 8
+"""Pieces are of multiples of this many rows, so that each begins at a multiple of 16 bytes."""
+_WHOLE, _SLICE, _SHARED = range(3)
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+T = TypeVar("T")
+Product = Callable[[slice, torch.Tensor], object]
+"""``product(rows, out)`` writes this rank's fp32 sums of `rows` to `out` [rows, N]."""
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.WeakKeyDictionary()
+
+
+def workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
+    """The group's workspace, or None where ranks cannot read each other's memory or ``ALIGNKIT_SYMMETRIC=0``. The first call
+    is a collective one that waits for the device; while a CUDA graph is captured it decides nothing and is None."""
+    if device.type != "cuda" or group in _made:
+        return _made.get(group)
+    if (dist.get_world_size(group) not in SIZES or "nccl" not in dist.get_backend(group)
+            or torch.cuda.is_current_stream_capturing()):
+        return None
+    return _made.setdefault(group, _make(group, device))
+
+
+class Workspace:
+    """One rank's memory, and the addresses of all ranks'. Calls follow each other on the device: those of one stream do, and
+    a stream that is new to it waits for the one before; graphs must be replayed where eager calls would run."""
+
+    def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor):
+        """memory: of `allocate`. All ranks call it together."""
+        from torch.distributed import _symmetric_memory
+
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        with _without_multicast():
+            self._handle = _symmetric_memory.rendezvous(memory, group)
+        self._sums = memory[HEAD // 4:HEAD // 4 + PIECE]
+        self._addresses = (ctypes.c_void_p * self.size)(*self._handle.buffer_ptrs)
+        self._stream = torch.cuda.current_stream(memory.device)
+
+    def takes(self, rows: int, columns: int, scatter: bool) -> bool:
+        """Whether fp32 [rows, columns] can be summed here; with `scatter`, slices must be a multiple of 16 bytes."""
+        parts = self.size if scatter else 1
+        return 0 < rows * columns and _ROWS * columns * parts <= PIECE and not (scatter and rows * columns % (4 * parts))
+
+    @torch.no_grad()
+    def sum(self, product: Product, rows: int, columns: int, bias: torch.Tensor | None, dtype: torch.dtype, scatter: bool,
+            shared: bool | None = None) -> torch.Tensor:
+        """`TP.sum_products`, for what it `takes`. shared: whether each rank adds a share; otherwise `SHARED` says."""
+        self._follow()
+        device, parts = self._sums.device, self.size if scatter else 1
+        bias = None if bias is None else bias.contiguous()
+        height = rows // parts
+        y = torch.empty(height, columns, dtype=dtype, device=device)
+        step = PIECE // (parts * columns) // _ROWS * _ROWS
+        for begin in range(0, height, step):
+            end = min(begin + step, height)
+            count = parts * (end - begin) * columns
+            sums = self._sums[:count].view(-1, columns)
+            if end - begin == height:
+                product(slice(0, rows), sums)
+            else:
+                for part, out in enumerate(sums.chunk(parts)):
+                    product(slice(part * height + begin, part * height + end), out)
+            form = _SLICE if scatter else _SHARED if (count >= SHARED[self.size] if shared is None else shared) else _WHOLE
+            cuda.call("alignkit_tree_sum", device, self._addresses, self.size, self.rank, form, count, ctypes.c_int64(PIECE),
+                      bias, int(bias is not None and bias.dtype == torch.bfloat16), columns, y[begin:end],
+                      int(dtype == torch.bfloat16))
+        return y
+
+    def _follow(self) -> None:
+        stream = torch.cuda.current_stream(self._sums.device)
+        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+            self._stream = stream
+
+
+def allocate(size: int, device: torch.device) -> torch.Tensor:
+    """The memory of one of `size` ranks, its head zeros."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    # Not from torch's pool of such memory, where it would stay when the group is gone.
+    memory = _SymmetricMemory.empty_strided_p2p((HEAD // 4 + PIECE + PIECE // size,), (1,), torch.float32, device)
+    memory[:HEAD // 4].zero_()
+    torch.cuda.synchronize(device)
+    return memory
+
+
+def _make(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
+    hosts = _told(group, socket.gethostname() if _wanted(device) else None)
+    if None in hosts or len(set(hosts)) > 1:
+        return None
+    memory = _together(group, lambda: allocate(dist.get_world_size(group), device))
+    return None if memory is None else _together(group, lambda: Workspace(group, memory))
+
+
+def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None, and a warning, on all ranks if it failed on any, which so leaves no other waiting."""
+    made = failure = None
+    try:
+        with torch.inference_mode(False):  # what is made in it may be written to inside only
+            made = make()
+    except (RuntimeError, ImportError, AttributeError, TypeError) as e:  # of a driver, or a torch that has none or another
+        failure = f"{type(e).__name__}: {e}"
+    failures = [said for said in _told(group, failure) if said is not None]
+    if failures:
+        warnings.warn(f"no symmetric memory ({failures[0]}); NCCL gathers what tensor-parallel ranks add: same bits, slower")
+        return None
+    return made
+
+
+def _wanted(device: torch.device) -> bool:
+    if os.environ.get("ALIGNKIT_SYMMETRIC", "1") == "0":
+        return False
+    try:
+        return backends.name(device) == "cuda"
+    except BackendError:
+        return False
+
+
+def _told(group: dist.ProcessGroup, value: str | None) -> list[str | None]:
+    """What each rank says."""
+    values: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before

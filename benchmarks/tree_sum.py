@@ -1,0 +1,178 @@
+"""Sums over tensor-parallel ranks, with the tree's bits, beside NCCL's: ``make gpu-tree-sum``; options in TREE_SUM_ARGS.
+
+A process for each GPU. Before a size is timed, the bytes must be those of the tree over what NCCL gathers; exit status 1 if
+they are not. The file (benchmarks/results/h200/tree_sum.json) is ``{"runs": {...}, "rows": [...]}``. A row:
+
+``case``
+    "all_reduce", or "reduce_scatter", of which each rank gets a slice.
+``impl``
+    "alignkit": of fp32 sums where a product leaves them, to bf16. "alignkit, copied": of a tensor that must be copied there,
+    to fp32. "alignkit, whole" and "alignkit, shares", if asked for: the two forms that "alignkit" takes one of.
+    "alignkit-gather": NCCL carries the fp32 sums and torch adds them, the way without symmetric memory.
+    "nccl-bf16" and "nccl-fp32": NCCL's own sums, whose order is NCCL's.
+``pass``
+    "tp2": on so many GPUs.
+``m``, ``n``, ``k``
+    Bytes of the values of a rank if they were bf16; always None.
+``ms``, ``eager_ms``
+    Of a call in a CUDA graph of several, and called one by one: the slowest rank's median.
+``x``
+    ``ms`` over that of "nccl-bf16" in the same case, which carries half the bytes for each value.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from e2e import ROOT, merge
+
+from alignkit import symmetric
+from alignkit.check.machine import family, machine
+from alignkit.check.run import write_json
+from alignkit.contract import contract_id
+from alignkit.testing import bitwise_equal, free_port
+from alignkit.tp import TP
+
+KEY = ("case", "impl", "pass", "m")
+COLUMNS = 4096
+KIB = (64, 256, 1024, 4096, 16384, 65536)
+GRAPH_MS = 4.0
+"""About how long a graph of several calls takes."""
+REPLAYS = 15
+
+
+def implementations(tp: TP, rows: int, case: str, forms: bool) -> dict[str, Callable[[], object]]:
+    """Calls with [rows, COLUMNS] on each rank. AssertionError on all ranks if one's bytes are not those of the tree."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = symmetric.workspace(tp.group, device)
+    if workspace is None:
+        raise RuntimeError("the GPUs do not share symmetric memory")
+    generator = torch.Generator(device).manual_seed(tp.rank)
+    sums = torch.randn(rows, COLUMNS, device=device, generator=generator)
+    half, scatter = sums.bfloat16(), case == "reduce_scatter"
+    part, half_part = (torch.empty_like(t[:rows // tp.size]) for t in (sums, half))
+
+    def ours(product, shared=None):
+        return workspace.sum(product, rows, COLUMNS, None, torch.bfloat16, scatter, shared)
+
+    def nccl(t, part):
+        if scatter:
+            return partial(dist.reduce_scatter_tensor, part, t, group=tp.group)
+        return partial(dist.all_reduce, t, group=tp.group)
+
+    copied = partial(tp.tree_sum_scatter if scatter else tp.tree_sum, sums)
+    want = tp._sum_gathered(sums, scatter)
+    chosen = {"": None} | ({", whole": False, ", shares": True} if forms and not scatter else {})
+    wrong = [name for name, shared in chosen.items()
+             if not bitwise_equal(ours(lambda r, out: out.copy_(sums[r]), shared), want.bfloat16())]
+    wrong += [] if bitwise_equal(copied(), want) else [", copied"]
+    for rank, found in enumerate(_of_all(tp, wrong)):
+        if found:
+            raise AssertionError(f"{case} of {rows} x {COLUMNS}, rank {rank} of {tp.size}: not the tree's bytes: {found}")
+    return {f"alignkit{name}": partial(ours, lambda *_: None, shared) for name, shared in chosen.items()} | {
+        "alignkit, copied": copied,
+        "alignkit-gather": lambda: tp._sum_gathered(sums, scatter).bfloat16(),
+        "nccl-bf16": nccl(half, half_part), "nccl-fp32": nccl(sums.clone(), part)}
+
+
+def _of_all(tp: TP, value) -> list:
+    values = [None] * tp.size
+    dist.all_gather_object(values, value, group=tp.group)
+    return values
+
+
+def _median(tp: TP, run: Callable[[], object], times: int) -> float:
+    """Milliseconds of a `run` on the slowest rank."""
+    taken = []
+    for _ in range(times):
+        dist.barrier(tp.group)
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end))
+    return max(_of_all(tp, statistics.median(taken)))
+
+
+def times(tp: TP, run: Callable[[], object]) -> dict[str, float]:
+    def several():
+        for _ in range(calls):
+            run()
+    calls = 5
+    several()
+    calls = max(2, min(50, round(GRAPH_MS / (_median(tp, several, 3) / calls))))
+    eager = _median(tp, several, 5) / calls
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        several()
+    graph.replay()
+    return {"ms": _median(tp, graph.replay, REPLAYS) / calls, "eager_ms": eager}
+
+
+def measure(tp: TP, kib: int, case: str, forms: bool) -> list[dict]:
+    run = implementations(tp, (kib << 10) // 2 // COLUMNS, case, forms)
+    taken = {impl: times(tp, call) for impl, call in run.items()}
+    rows = [{"case": case, "impl": impl, "pass": f"tp{tp.size}", "m": kib << 10, "n": None, "k": None} | t
+            | {"x": t["ms"] / taken["nccl-bf16"]["ms"]} for impl, t in taken.items()]
+    if tp.rank == 0:
+        print(f"{case:<14} tp{tp.size} {kib:>6} KiB  " + "  ".join(
+            f"{r['impl']} {r['ms'] * 1e3:.1f} us ({r['eager_ms'] * 1e3:.1f}) x {r['x']:.2f}" for r in rows), flush=True)
+    return rows
+
+
+def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
+    """A rank. The first writes the file."""
+    started = time.monotonic()
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
+                            device_id=torch.device("cuda", rank))
+    name = datetime.datetime.now().isoformat(timespec="seconds")
+    rows = []
+    for size in (n for n in symmetric.SIZES if n <= world):
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            tp = TP(group)
+            rows += [row for case in ("all_reduce", "reduce_scatter") for kib in options.kib
+                     for row in measure(tp, kib, case, options.forms)]
+        dist.barrier()
+    if rank == 0:
+        old = json.loads(options.json.read_text()) if options.json.exists() else {}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        info = machine() | {"contract": contract_id(family()), "seconds": round(time.monotonic() - started, 1)}
+        write_json(options.json, merge(old, name, info, rows, KEY))
+        print(f"{len(rows)} rows, {info['seconds']} s; {options.json}")
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="so many at most")
+    parser.add_argument("--kib", nargs="+", type=int, default=list(KIB), help="of a rank's values if they were bf16")
+    parser.add_argument("--forms", action="store_true", help="both forms of ours, at every size")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/tree_sum.json")
+    options = parser.parse_args(arguments)
+    world = max((n for n in symmetric.SIZES if n <= options.gpus), default=0)
+    if not world:
+        parser.error("needs two GPUs")
+    try:
+        mp.spawn(work, (world, free_port(), options), nprocs=world)
+    except mp.ProcessRaisedException as e:
+        print(e)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
