@@ -86,6 +86,18 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// To what lies here in the shared memory of the block `rank`.
+__device__ __forceinline__ void store_there(float* p, int rank, float v) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.f32 [there], %2;\n"
+      "}\n" ::"r"(shared_address(p)),
+      "r"(rank), "f"(v)
+      : "memory");
+}
+
 // The copy engine: a box of a matrix to shared memory; outside of the matrix it reads zeros.
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {
