@@ -86,16 +86,16 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// To what lies here in the shared memory of the block `rank`.
-__device__ __forceinline__ void store_there(float* p, int rank, float v) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "st.shared::cluster.f32 [there], %2;\n"
-      "}\n" ::"r"(shared_address(p)),
-      "r"(rank), "f"(v)
-      : "memory");
+// The address of what lies here in the block `rank` of the cluster, and a store to such an address.
+
+__device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void store_there(uint32_t there, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
 }
 
 // The copy engine: a box of a matrix to shared memory; outside of the matrix it reads zeros.

@@ -77,7 +77,8 @@ struct Target {
   int m, n;
   bool fours;  // whether four neighbours may be written at once
 
-  __device__ float biased(float sum, int column) const { return bias ? sum + __bfloat162float(bias[column]) : sum; }
+  // What to add to a sum: -0 changes none.
+  __device__ float bias_of(int column) const { return bias && column < n ? __bfloat162float(bias[column]) : -0.0f; }
 };
 
 // Up to 64 rows.
@@ -138,21 +139,24 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     named_barrier_sync(1, 256);
     if (group == 0) {
 #pragma unroll
-      for (int i = 0; i < kQuarterWidth / 2; ++i) {
-        sums[i] = sums[i] + sh.sums[0][i][thread];
-        if (rank == 1) store_there(&sh.sums[1][i][thread], 0, sums[i]);
+      for (int i = 0; i < kQuarterWidth / 2; ++i) sums[i] = sums[i] + sh.sums[0][i][thread];
+      if (rank == 1) {
+        uint32_t there = address_in(&sh.sums[1][0][thread], 0);
+#pragma unroll
+        for (int i = 0; i < kQuarterWidth / 2; ++i) store_there(there + i * sizeof(sh.sums[1][0]), sums[i]);
       }
     }
   }
   cluster_sync();
   if (group > 0 || rank > 0) return;
   Place p(target.n, id, 0);
+  float bias[2] = {target.bias_of(p.row), target.bias_of(p.row + 8)};
+#pragma unroll
+  for (int i = 0; i < kQuarterWidth / 2; ++i) sums[i] = sums[i] + sh.sums[1][i][thread] + bias[i / 2 % 2];
 #pragma unroll
   for (int i = 0; i < kQuarterWidth / 2; ++i) {
-    int h = i / 2 % 2, row = p.column + i / 4 * 8 + i % 2, column = p.row + 8 * h;
-    if (row < target.m && p.here[h])
-      target.out[row * target.pitch + column] =
-          static_cast<Out>(target.biased(sums[i] + sh.sums[1][i][thread], column));
+    int h = i / 2 % 2, row = p.column + i / 4 * 8 + i % 2;
+    if (row < target.m && p.here[h]) target.out[row * target.pitch + p.row + 8 * h] = static_cast<Out>(sums[i]);
   }
 }
 
@@ -285,8 +289,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_parts(const float* parts, i
   float sums[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
   Four<Out> done;
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (column + i < target.n) done.v[i] = static_cast<Out>(target.biased(sums[i], column + i));
+  for (int i = 0; i < 4; ++i) done.v[i] = static_cast<Out>(sums[i] + target.bias_of(column + i));
   Out* to = target.out + row * target.pitch + column;
   if (target.fours) {
     *reinterpret_cast<Four<Out>*>(to) = done;
