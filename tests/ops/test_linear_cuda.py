@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from alignkit import BackendError, backends
 from alignkit.ops import linear
 from alignkit.ops.linear import cublaslt, matmul
 from alignkit.testing import assert_bitwise_equal
@@ -273,6 +274,81 @@ def test_capture(fresh, m, known):
         out.zero_()
         graph.replay()
         assert_bitwise_equal(out, want)
+
+
+def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
+    """66 clusters; 4096 outputs are 16 or 32 tiles, 5120 are 20 or 40. Few rows of a short leaf stay in a cluster."""
+    pytest.importorskip("triton")
+    from alignkit.ops.linear.cuda import deal
+    assert [deal(m, 4096, 512, 8, 66) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
+    assert [deal(m, 4096, 1536, 8, 66) for m in (17, 64, 65, 256)] == [None, None, 4, 2]
+    assert deal(64, 4288, 512, 8, 66) is None  # more tiles than clusters
+    assert deal(128, 5120, 512, 8, 66) == 8 and deal(128, 4096, 512, 4, 66) == 4 and deal(128, 4096, 512, 2, 66) == 2
+    assert all(parts <= leaves <= 4 * parts for leaves in (2, 4, 8) for n in range(1, 20000, 777)
+               for m in (65, 129) for parts in [deal(m, n, 512, leaves, 66)])
+
+
+def cuda_kernels():
+    if backends.name("cuda") != "cuda":
+        pytest.skip("the CUDA kernels are not built")
+    from alignkit.ops.linear import cuda
+    return cuda
+
+
+@gpu
+@given(m=st.integers(1, 256), n=st.integers(1, 700), leaf=st.integers(1, 6).map(lambda i: 64 * i),
+       leaves=st.sampled_from([2, 4, 8]), pad=st.sampled_from([0, 8]), has_bias=st.booleans(),
+       out_dtype=st.sampled_from([FP32, BF16]), seed=seeds)
+def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
+    """However the leaves are dealt out."""
+    kernels = cuda_kernels()
+    from alignkit.ops.linear.triton import tiles
+    torch.manual_seed(seed)
+    (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
+    want = torch.empty(m, n, dtype=out_dtype)
+    tiles(a, b, leaves, bias, want, False)
+    for parts in (1, 2, 4, 8):
+        if parts <= leaves <= 4 * parts or parts == 1 and m <= kernels.QUARTERED_ROWS and leaves >= 4:
+            got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
+            assert kernels.tree(a, b, leaves, bias, got, parts=parts)
+            assert_bitwise_equal(got, want, f"{parts} parts")
+    assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=out_dtype), want, "by choice")
+
+
+@gpu
+@given(m=st.integers(1, 32), n=st.integers(1, 2112), k=st.integers(256, 600).map(lambda n: 8 * n), pad=st.sampled_from([0, 8]),
+       out_dtype=st.sampled_from([FP32, BF16]), seed=seeds)
+def test_narrow_chains(m, n, k, pad, out_dtype, seed):
+    kernels = cuda_kernels()
+    torch.manual_seed(seed)
+    a, b = operands(m, n, k, pad=pad)
+    got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
+    assert kernels.narrow(a, b, got)
+    assert_bitwise_equal(got, by_triton(a, b, out_dtype))
+
+
+@gpu
+@pytest.mark.parametrize("case", ["leaf", "rows", "address", "bias", "fp32"])
+def test_trees_that_are_left_to_triton(case):
+    kernels = cuda_kernels()
+    m, n, leaves = 40, 64, 8
+    a, b = operands(300 if case == "rows" else m, n, 8 * (48 if case == "leaf" else 64), pad=8 * (case == "address"))
+    bias = randn(n) if case == "bias" else None
+    if case == "address":
+        a = a.as_strided(a.shape, a.stride(), 4)
+    elif case == "fp32":
+        a, b = a.float(), b.float()
+    out = torch.empty(len(a), n)
+    assert not kernels.tree(a, b, leaves, bias, out, parts=2)
+
+
+@gpu
+@pytest.mark.parametrize("m,leaves,parts", [(65, 8, 1), (40, 2, 1), (40, 8, 3), (40, 4, 8)])
+def test_trees_that_cannot_be_dealt_out_so(m, leaves, parts):
+    kernels = cuda_kernels()
+    a, b = operands(m, 64, 64 * leaves)
+    with pytest.raises(BackendError, match="alignkit_few_tree: .*invalid argument"):
+        kernels.tree(a, b, leaves, None, torch.empty(m, 64), parts=parts)
 
 
 @gpu

@@ -1,8 +1,9 @@
-"""CUDA: chains of few rows with a wide weight, as fast as it can be read (csrc/sm90/few.cu). Everything else is Triton's: the
-same bits."""
+"""CUDA: products of few rows, as fast as the weight can be read: chains with a wide weight (csrc/sm90/few.cu), long chains
+with a narrow one (narrow.cu) and k-trees (tree.cu). Everything else is Triton's: the same bits."""
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -11,10 +12,19 @@ from . import triton
 from .launch import copied, operand
 from .triton import resume
 
-__all__ = ["few", "matmul", "resume", "takes"]
+__all__ = ["few", "matmul", "narrow", "resume", "takes", "tree"]
 
 FEW, WIDE = 256, 128 * 132
 """At most so many rows; at least so many outputs, a tile for each multiprocessor."""
+NARROW, LONG = 16 * 132, 2048
+"""At most so many outputs, likewise, and at least so much k: there the chain takes longer than to read the weight."""
+NARROW_ROWS = 32
+"""Each block reads all rows; with more, that takes longer than by larger tiles."""
+QUARTERED_ROWS = 64
+STEP = 64
+"""Of k: 128 bytes, of which a leaf is a multiple."""
+IDS = 256
+"""Outputs of a cluster at most."""
 
 
 def takes(t: torch.Tensor) -> bool:
@@ -22,19 +32,81 @@ def takes(t: torch.Tensor) -> bool:
     return t.dtype == torch.bfloat16 and copied(operand(t))
 
 
+def _fits(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
+    return (0 < len(a) <= rows and a.shape[1] > 0 and takes(a) and takes(b) and out.stride(1) == 1
+            and out.dtype in (torch.float32, torch.bfloat16))
+
+
+def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
+    return t, ctypes.c_int64(t.stride(0))
+
+
+def _rounded(out: torch.Tensor) -> int:
+    return int(out.dtype == torch.bfloat16)
+
+
 def few(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T, one chain. False, and nothing done, if it is not for these operands."""
+    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T, one chain. False, and nothing done, if that is not for these
+    operands."""
+    if len(b) < WIDE or not _fits(a, b, out, FEW):
+        return False
+    _chains("alignkit_few_product", a, b, out)
+    return True
+
+
+def narrow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    """As `few`."""
+    if len(b) > NARROW or a.shape[1] < LONG or not _fits(a, b, out, NARROW_ROWS):
+        return False
+    _chains("alignkit_narrow_product", a, b, out)
+    return True
+
+
+def _chains(function: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    cuda.call(function, out.device, *_matrix(a), *_matrix(b), *_matrix(out), _rounded(out), *out.shape, a.shape[1])
+
+
+@functools.cache
+def _clusters(device: int) -> int:
+    """Of two blocks, that the device holds at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count // 2
+
+
+def deal(m: int, n: int, leaf: int, leaves: int, clusters: int) -> int | None:
+    """Into how many parts the leaves of a tile are dealt out to blocks; 1: a cluster has all of them; None: that is for
+    Triton. Parts cost the time of writing and joining them, and with all leaves in a cluster more blocks read each row."""
+    if m <= QUARTERED_ROWS:
+        quick = leaves >= 4 and leaf < 1024 and -(-n // 64) <= clusters
+        return 1 if m > 16 and quick else None
+    tiles = -(-n // (IDS if m <= 128 else IDS // 2))
+    return min((parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
+               key=lambda parts: (-(-tiles * parts // clusters) / parts, parts))
+
+
+def tree(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
+         parts: int | None = None) -> bool:
+    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]. False, and
+    nothing done, if that is not for these operands. `parts` overrides the choice of `deal`, and changes no bit."""
     (m, k), n = a.shape, len(b)
-    if not 0 < m <= FEW or n < WIDE or not k or not takes(a) or not takes(b) or out.stride(1) != 1:
+    if leaves not in (2, 4, 8) or k % (leaves * STEP) or not _fits(a, b, out, FEW):
         return False
-    if out.dtype not in (torch.float32, torch.bfloat16):
+    if bias is not None and (bias.dtype != torch.bfloat16 or not bias.is_contiguous()):
         return False
-    cuda.call("alignkit_few_product", out.device, a, ctypes.c_int64(a.stride(0)), b, ctypes.c_int64(b.stride(0)), out,
-              ctypes.c_int64(out.stride(0)), int(out.dtype == torch.bfloat16), m, n, k)
+    parts = parts or deal(m, n, k // leaves, leaves, _clusters(out.get_device()))
+    if parts is None:
+        return False
+    pitch = -(-n // IDS) * IDS
+    sums = None if parts == 1 else torch.empty(parts, m, pitch, dtype=torch.float32, device=out.device)
+    cuda.call("alignkit_few_tree", out.device, *_matrix(a), *_matrix(b), bias, *_matrix(out), _rounded(out), sums,
+              ctypes.c_int64(pitch), parts, m, n, k, leaves)
     return True
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
            accumulate: bool) -> None:
-    if leaves > 1 or bias is not None or accumulate or not few(a, b, out):
+    if leaves > 1:
+        done = not accumulate and tree(a, b, leaves, bias, out)
+    else:
+        done = bias is None and not accumulate and (few(a, b, out) or narrow(a, b, out))
+    if not done:
         triton.matmul(a, b, leaves, bias, out, accumulate)
