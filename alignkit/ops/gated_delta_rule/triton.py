@@ -95,7 +95,7 @@ def _back(Q, K_, W, DO, DV, G, GK, DHT, CU, DH, DH0, DV2, rows, chunks, heads, g
         D = D * decay[:, None]
         D = tl.dot(tl.trans(_rows_of(q, row, count, key_heads * K, K, 0, K, C)), scaled.to(Q.dtype.element_ty), D,
                    input_precision=PRECISION)
-        D = tl.dot(tl.trans(_rows_of(w, row, count, heads * K, K, 0, K, C)), -new, D, input_precision=PRECISION)
+        D = tl.dot(tl.trans(_rows_of(w, row, count, heads * K, K, 0, K, C)), new * -1.0, D, input_precision=PRECISION)
     if DH0 is not None:
         tl.store(DH0 + state + inner, D)
 

@@ -99,7 +99,8 @@ def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, heads, sxt, sxh, H: t
         next_dy, next_x, next_rstd = _load(DY, X, RSTD, r + 1, (r + 1 < rows) & (i + 1 < ROWS), j, heads, sxt, sxh, H)
         g = dy * w
         c = tl.div_rn(tree_sum(g * x, LEVELS), H * 1.0)[:, None] * rstd * rstd
-        dx = rstd * tl.fma(tl.broadcast_to(-c, (R, BLOCK)), x, g)
+        # Triton's -c is 0 - c, which loses a zero's sign.
+        dx = rstd * tl.fma(tl.broadcast_to(c * -1.0, (R, BLOCK)), x, g)
         ok = (r < rows)[:, None] & (j < H)[None, :]
         tl.store(DX + r[:, None] * H + j[None, :], dx.to(DX.dtype.element_ty), mask=ok)
         dw = tl.fma(dy, x * rstd, dw)
