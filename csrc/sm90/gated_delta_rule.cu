@@ -4,13 +4,13 @@
 // What leaves a product is laid out as the next one's left operand, so the chain over chunks never goes through memory:
 //
 //   dv2^T = D^T k^T    D rounded, in registers; k [64, K] in shared memory
-//   D^T += do^T q      do scaled, in registers; q [64, K] in shared memory; it runs while dv2 is finished
+//   D^T += do^T q      do, scaled before; q [64, K] in shared memory; it runs while dv2 is finished
 //   D^T -= dv2^T w     dv2 rounded, in registers; w [64, K] in shared memory
 //
 // Columns of V do not meet. A block holds one group or two, a cluster as many blocks as V takes; which of these is a
-// matter of speed alone. Blocks of a cluster read q, k and w together, each a part of the rows for all. In a block one
-// warp copies in, one computes the factors of the gates, and one for each group copies out. Blocks stay and take heads
-// and sequences in turn.
+// matter of speed alone. Blocks of a cluster read q, k and w together, each a part of the rows for all. Of four more
+// warps of a block one copies in, one for each group copies out, and the rest compute the factors of the gates and scale
+// do. Blocks stay and take heads and sequences in turn.
 #include "product.cuh"
 #include "tensors.cuh"
 
@@ -36,15 +36,6 @@ constexpr int kSlice = 64;  // of V, of a group
 constexpr int kTile = kChunk * 64;
 enum Part { kOfK, kOfQ, kOfW, kParts };
 
-struct Ticket {
-  int row, rows;       // of the chunk; of `rows` there may be none, where a sequence is empty
-  int chunk;           // among all, times heads, plus the head: the state of dh
-  int batch, head;
-  int state;           // of dht and dh0
-  int first, last;     // of the sequence's chunks, as they are taken
-  int stop;
-};
-
 template <class T, int K, int kGroups>
 struct DeltaStage {
   T k[kChunk * K], q[kChunk * K], w[kChunk * K];
@@ -56,14 +47,13 @@ struct Factors {
   float decay[K], of_do[kChunk], of_dv[kChunk];
 };
 
-template <class T, int K, int kGroups, int kStages_>
+template <class T, int K, int kGroups_, int kDepth_>
 struct DeltaShared {
-  static constexpr int kDepth = kStages_;
+  static constexpr int kGroups = kGroups_, kDepth = kDepth_;
   DeltaStage<T, K, kGroups> stage[kDepth];
   T dh[kGroups][kSlice * K], dv2[kGroups][kTile];  // on their way out
   Factors<K> factors[kDepth];
-  Ticket ticket[kDepth], out[kGroups];
-  uint64_t full[kDepth][kParts], empty[kDepth][kParts], factors_full[kDepth], factors_empty[kDepth];
+  uint64_t full[kDepth][kParts], empty[kDepth][kParts], prepared[kDepth], prepared_empty[kDepth];
 };
 
 constexpr int kMostShared = 227 * 1024 - 1024;  // to begin at a multiple of 1024
@@ -110,9 +100,9 @@ struct DeltaMaps {
   CUtensorMap k, q, w, d_o, dv, dh, dv2;
 };
 
-template <class Sh>
+template <int K, class Sh>
 __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int rank, int blocks) {
-  constexpr int groups = sizeof(sh.out) / sizeof(sh.out[0]), K = sizeof(sh.factors[0].decay) / sizeof(float);
+  constexpr int groups = Sh::kGroups;
   constexpr int bytes = sizeof(sh.stage[0].k), slices = sizeof(sh.stage[0].dv);
   int stage = 0, phase = 0, lane = threadIdx.x % 32, rows_each = kChunk / blocks;
   auto tile = [&](auto* to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
@@ -127,23 +117,21 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
   auto slice = [&](auto& to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
     for (int i = 0; i < groups; ++i) copy_box(to[i], map, (rank * groups + i) * kSlice, head, row, batch, full);
   };
-  for_each_state(p, blocks, [&](const Sequence& s, int head, int state) {
+  for_each_state(p, blocks, [&](const Sequence& s, int head, int) {
     int key_head = head / (p.heads / p.key_heads);
     for (int chunk = s.steps() - 1; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
       if (lane) continue;
-      int row = s.begin + chunk * kChunk, rows = s.of_chunk(chunk);
+      int row = s.begin + chunk * kChunk;
       uint64_t *full = sh.full[stage], *empty = sh.empty[stage];
       auto& to = sh.stage[stage];
-      barrier_wait(&empty[kOfK], phase ^ 1);
-      sh.ticket[stage] = {row,   rows,  (s.first_chunk + chunk) * p.heads + head, s.batch, head,
-                          state, chunk == s.steps() - 1, chunk == 0, 0};
-      if (rows == 0) {
+      if (s.rows == 0) {
         for (int part = 0; part < kParts; ++part) {
           barrier_wait(&empty[part], phase ^ 1);
           barrier_arrive(&full[part]);
         }
         continue;
       }
+      barrier_wait(&empty[kOfK], phase ^ 1);
       barrier_expect(&full[kOfK], bytes + slices);
       tile(to.k, &maps.k, key_head, row, s.batch, &full[kOfK]);
       slice(to.dv, &maps.dv, head, row, s.batch, &full[kOfK]);
@@ -157,10 +145,6 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
     }
     __syncwarp();
   });
-  if (lane) return;
-  barrier_wait(&sh.empty[stage][kOfK], phase ^ 1);
-  sh.ticket[stage].stop = 1;
-  barrier_arrive(&sh.full[stage][kOfK]);
 }
 
 __device__ __forceinline__ float exp2_of(float x) {
@@ -169,51 +153,87 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
-// The gates of a chunk, as a lane reads them: of rows lane and lane + 32, of the last row, and of K / 32 channels.
-template <int K>
+// The gates of a chunk, as a lane of the warp `share` among kWarps reads them: of some rows, of the last row, and of some
+// channels of K.
+template <int K, int kWarps>
 struct Gates {
-  float g[2], last, of_k[K / 32];
+  static constexpr int kRows = 2 / kWarps, kChannels = K / 32 / kWarps;
+  float g[kRows], last, of_k[kChannels];
 
-  __device__ __forceinline__ void read(const AlignkitDelta& p, const Sequence& s, int chunk, int head) {
-    int lane = threadIdx.x % 32, end = s.of_chunk(chunk) - 1;
-    bool here = end >= 0;
-    int64_t from = (static_cast<int64_t>(s.batch) * p.rows + s.begin + chunk * kChunk) * p.heads + head;
-    for (int i = 0; i < 2; ++i)  // beyond the end, anything finite: the rows are zeros
-      g[i] = p.g && here ? p.g[from + static_cast<int64_t>(min(lane + 32 * i, end)) * p.heads] : 0.0f;
-    last = p.g && here ? p.g[from + static_cast<int64_t>(end) * p.heads] : 0.0f;
-#pragma unroll
-    for (int i = 0; i < K / 32; ++i)
-      of_k[i] = p.gk && here ? p.gk[(from + static_cast<int64_t>(end) * p.heads) * K + lane * (K / 32) + i] : 0.0f;
+  static __device__ __forceinline__ int row(int share, int i) { return (share * kRows + i) * 32 + threadIdx.x % 32; }
+  static __device__ __forceinline__ int channel(int share, int i) {
+    return (share * 32 + threadIdx.x % 32) * kChannels + i;
   }
 
-  __device__ __forceinline__ void write(Factors<K>& to, float scale, float unit) const {
-    int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void read(const AlignkitDelta& p, const Sequence& s, int chunk, int head, int share) {
+    int end = s.of_chunk(chunk) - 1;
+    bool here = end >= 0;
+    int64_t from = (static_cast<int64_t>(s.batch) * p.rows + s.begin + chunk * kChunk) * p.heads + head;
+    int64_t at_end = from + static_cast<int64_t>(end) * p.heads;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)  // beyond the end, anything finite: the rows are zeros
+      g[i] = p.g && here ? p.g[from + static_cast<int64_t>(min(row(share, i), end)) * p.heads] : 0.0f;
+    last = p.g && here ? p.g[at_end] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) of_k[i] = p.gk && here ? p.gk[at_end * K + channel(share, i)] : 0.0f;
+  }
+
+  __device__ __forceinline__ void write(Factors<K>& to, float scale, float unit, int share) const {
     float whole = exp2_of(last * unit);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      to.of_do[lane + 32 * i] = scale * exp2_of(g[i] * unit);
-      to.of_dv[lane + 32 * i] = exp2_of((last - g[i]) * unit);
+    for (int i = 0; i < kRows; ++i) {
+      to.of_do[row(share, i)] = scale * exp2_of(g[i] * unit);
+      to.of_dv[row(share, i)] = exp2_of((last - g[i]) * unit);
     }
 #pragma unroll
-    for (int i = 0; i < K / 32; ++i) to.decay[lane * (K / 32) + i] = whole * exp2_of(of_k[i] * unit);
+    for (int i = 0; i < kChannels; ++i) to.decay[channel(share, i)] = whole * exp2_of(of_k[i] * unit);
   }
 };
 
-template <int K, class Sh>
-__device__ void compute_factors(Sh& sh, const AlignkitDelta& p, int blocks) {
-  int stage = 0, phase = 0;
+// Rows `from` to `end` of `tile` become those rows times their factors, rounded; by a warp.
+template <class T>
+__device__ __forceinline__ void scale_rows(T* tile, const float* factors, int from, int end) {
+  constexpr int kAtOnce = 4;
+  for (int r = from + threadIdx.x % 32 / 8; r < end; r += 4 * kAtOnce) {
+    uint4* units = reinterpret_cast<uint4*>(tile + r * 64) + threadIdx.x % 8;  // in whatever order they lie in the row
+    uint4 v[kAtOnce];
+    float factor[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      v[i] = units[i * 4 * 8];
+      factor[i] = factors[r + i * 4];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      for (uint32_t* pair : {&v[i].x, &v[i].y, &v[i].z, &v[i].w}) {
+        float2 x = unpack<T>(*pair);
+        *pair = pack<T>(x.x * factor[i], x.y * factor[i]);
+      }
+      units[i * 4 * 8] = v[i];
+    }
+  }
+}
+
+// By kWarps warps, each its share: a chunk's factors, and do times its own, where it lies.
+template <int K, int kWarps, class Sh>
+__device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, int blocks) {
+  int stage = 0, phase = 0, from = share * (kChunk / kWarps);
   for_each_state(p, blocks, [&](const Sequence& s, int head, int) {
     int chunk = s.steps() - 1;
-    Gates<K> now, next;
-    now.read(p, s, chunk, head);
-    if (chunk > 0) next.read(p, s, chunk - 1, head);
+    Gates<K, kWarps> now, next;
+    now.read(p, s, chunk, head, share);
+    if (chunk > 0) next.read(p, s, chunk - 1, head, share);
     for (; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
-      Gates<K> later = next;
-      if (chunk > 1) later.read(p, s, chunk - 2, head);  // on its way while the others are used
-      barrier_wait(&sh.factors_empty[stage], phase ^ 1);
-      now.write(sh.factors[stage], p.scale, p.unit);
+      Gates<K, kWarps> later = next;
+      if (chunk > 1) later.read(p, s, chunk - 2, head, share);  // on its way while the others are used
+      barrier_wait(&sh.prepared_empty[stage], phase ^ 1);
+      now.write(sh.factors[stage], p.scale, p.unit, share);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(&sh.factors_full[stage]);
+      barrier_wait(&sh.full[stage][kOfQ], phase);
+      for (auto& tile : sh.stage[stage].d_o) scale_rows(tile, sh.factors[stage].of_do, from, from + kChunk / kWarps);
+      shared_written();  // before the copy engine writes there again
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(&sh.prepared[stage]);
       now = next;
       next = later;
     }
@@ -221,7 +241,7 @@ __device__ void compute_factors(Sh& sh, const AlignkitDelta& p, int blocks) {
 }
 
 // Named barriers between a group and the warp that copies out for it, and of all groups.
-enum Name { kDhFull = 1, kDhEmpty, kDv2Full, kDv2Empty, kNames = 4, kGroupsMeet = 2 * kNames + 1 };
+enum Name { kOutFull = 1, kOutEmpty, kNames = 2, kGroupsMeet = 2 * kNames + 1 };
 constexpr int kGroupAndWarp = 128 + 32;
 
 // Where a lane finds its row of four matrices in rows of 128 bytes, swizzled: those of 16 rows from `row` on, by the 16
@@ -233,38 +253,33 @@ __device__ __forceinline__ uint32_t matrices_at(uint32_t tile, int row) {
 }
 
 template <class T, int K, class Sh>
-__device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int group, int rank) {
-  constexpr int groups = sizeof(sh.out) / sizeof(sh.out[0]);
-  int lane = threadIdx.x % 32, names = group * kNames, first = (rank * groups + group) * kSlice;
-  for (;;) {
-    if (lane == 0) stores_taken<1>();
-    __syncwarp();
-    named_barrier_arrive(names + kDhEmpty, kGroupAndWarp);
-    named_barrier_sync(names + kDhFull, kGroupAndWarp);
-    Ticket t = sh.out[group];
-    if (t.stop) break;
-    if (lane == 0) {
-      if (t.rows > 0 && p.v_first)
-        for (int x = 0; x < K; x += 64) store_box(&maps.dh, sh.dh[group] + x * kSlice, x, first, t.chunk);
-      else if (t.rows > 0)
-        store_box(&maps.dh, sh.dh[group], first, 0, t.chunk);
-      stores_end();
-      stores_taken<1>();
-    }
-    __syncwarp();
-    named_barrier_arrive(names + kDv2Empty, kGroupAndWarp);
-    named_barrier_sync(names + kDv2Full, kGroupAndWarp);
-    if (t.rows == kChunk) {
-      if (lane == 0) store_box(&maps.dv2, sh.dv2[group], first, t.head, t.row, t.batch);
-    } else {  // the rows that follow may be another sequence's
-      int64_t row = (static_cast<int64_t>(t.batch) * p.rows + t.row) * p.heads + t.head;
-      T* to = static_cast<T*>(p.dv2) + row * p.value_dim + first + lane % 8 * 8;
-      for (int r = lane / 8; r < t.rows; r += 4)
+__device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int group, int rank, int blocks) {
+  int lane = threadIdx.x % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * kSlice;
+  for_each_state(p, blocks, [&](const Sequence& s, int head, int) {
+    for (int chunk = s.steps() - 1; chunk >= 0; --chunk) {
+      if (lane == 0) stores_taken<0>();
+      __syncwarp();
+      named_barrier_arrive(names + kOutEmpty, kGroupAndWarp);
+      named_barrier_sync(names + kOutFull, kGroupAndWarp);
+      int row = s.begin + chunk * kChunk, rows = s.of_chunk(chunk), at = (s.first_chunk + chunk) * p.heads + head;
+      if (lane == 0 && rows > 0) {
+        shared_written();  // by the group, whose time is dearer
+        if (p.v_first)
+          for (int x = 0; x < K; x += 64) store_box(&maps.dh, sh.dh[group] + x * kSlice, x, first, at);
+        else
+          store_box(&maps.dh, sh.dh[group], first, 0, at);
+        if (rows == kChunk) store_box(&maps.dv2, sh.dv2[group], first, head, row, s.batch);
+        stores_end();
+      }
+      if (rows == kChunk) continue;
+      // The rows that follow may be another sequence's.
+      int64_t from = (static_cast<int64_t>(s.batch) * p.rows + row) * p.heads + head;
+      T* to = static_cast<T*>(p.dv2) + from * p.value_dim + first + lane % 8 * 8;
+      for (int r = lane / 8; r < rows; r += 4)
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(r) * p.heads * p.value_dim) =
             *reinterpret_cast<const uint4*>(sh.dv2[group] + r * 64 + (lane % 8 ^ r % 8) * 8);
     }
-    if (lane == 0) stores_end();
-  }
+  });
   if (lane == 0) stores_done();
 }
 
@@ -288,161 +303,171 @@ __device__ __forceinline__ void for_each_sum(const AlignkitDelta& p, int state, 
 
 template <class T, int K, class Sh>
 __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int blocks) {
-  constexpr int groups = sizeof(sh.out) / sizeof(sh.out[0]);
-  constexpr int part = K < 128 ? K : 128;  // of K whose rounded state is held
-  int thread = threadIdx.x, lane = thread % 32, names = group * kNames, first = (rank * groups + group) * kSlice;
+  constexpr int parts = K / 64, held = parts > 2 ? 1 : parts;  // of 64 of K; those whose rounded state is held
+  int thread = threadIdx.x, lane = thread % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * kSlice;
   int stage = 0, phase = 0, pair = 2 * (lane % 4);
-  float s[K / 2];
+  float d[parts][32];
+  uint32_t a[held][4][4];  // D, rounded: the left operand of the first product, and dh
   uint32_t out_dh = shared_address(sh.dh[group]), out_dv2 = shared_address(sh.dv2[group]);
-  auto release = [&](Part which) {
-    __syncwarp();
-    if (lane < blocks) barrier_arrive(&sh.empty[stage][which], lane);
-  };
-  for (;; step<Sh::kDepth>(stage, phase)) {
-    uint64_t* full = sh.full[stage];
-    auto& in = sh.stage[stage];
-    const auto& factors = sh.factors[stage];
-    barrier_wait(&full[kOfK], phase);
-    Ticket t = sh.ticket[stage];
-    if (t.stop) break;
-    if (t.first) {
-      if (p.dht)
-        for_each_sum<K>(p, t.state, first, [&](int i, int64_t at) { s[i] = p.dht[at]; });
-      else
-        for_each_sum<K>(p, t.state, first, [&](int i, int64_t) { s[i] = 0.0f; });
-    }
-    if (t.rows < kChunk) {  // what was read beyond the end is not the sequence's
-      barrier_wait(&full[kOfQ], phase);
-      barrier_wait(&full[kOfW], phase);
-      constexpr int threads = groups * 128;
-      zero_rows(in.k, K / 64, t.rows, thread, threads);
-      zero_rows(in.q, K / 64, t.rows, thread, threads);
-      zero_rows(in.w, K / 64, t.rows, thread, threads);
-      zero_rows(in.dv[0], groups, t.rows, thread, threads);
-      zero_rows(in.d_o[0], groups, t.rows, thread, threads);
-      shared_written();
-      named_barrier_sync(kGroupsMeet, threads);
-    }
-
-    // dv2^T = D^T k^T. D, rounded, is also dh.
-    float x[32];
-    uint32_t a[part / 16][4];
-    auto stage_dh = [&](int from) {
-#pragma unroll
-      for (int i = 0; i < part / 16; ++i) {
-        if (p.v_first) {
-          int box = (from / 16 + i) / 4, unit = (from / 16 + i) % 4 * 2 + lane / 16;
-          int row = thread / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8;
-          store_matrices<false>(out_dh + box * (kTile * 2) + row * 128 + ((unit ^ (lane % 8)) << 4), a[i]);
-        } else {
-          store_matrices<true>(matrices_at(out_dh, from + i * 16), a[i]);
-        }
-      }
-    };
-    uint64_t of_k = operand<false>(in.k);
-    products_wait<0>();  // there are none; without it the compiler waits for these, when it meets D again
-#pragma unroll
-    for (int from = 0; from < K; from += part) {
-#pragma unroll
-      for (int i = 0; i < part / 16; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          int at = from / 2 + 8 * i + 2 * r;
-          a[i][r] = pack<T>(s[at], s[at + 1]);
-        }
-      products_begin();
-#pragma unroll
-      for (int i = 0; i < part / 16; ++i)
-        multiply<false, false>(T{}, x, a[i], of_k + (from / 64 + i / 4) * (kTile * 2 >> 4) + i % 4 * kNext<false>,
-                               from + i > 0);
-      products_end();
-      if (from + part < K) {
-        if (from == 0) {
-          named_barrier_sync(names + kDhEmpty, kGroupAndWarp);
-          if (thread % 128 == 0) sh.out[group] = t;
-        }
-        stage_dh(from);
-        products_wait<0>();
-      }
-    }
-
-    // D^T = decay D^T + do^T q, meanwhile.
-    barrier_wait(&sh.factors_full[stage], phase);
-#pragma unroll
-    for (int j = 0; j < K / 8; ++j) {
-      float2 decay = *reinterpret_cast<const float2*>(&factors.decay[8 * j + pair]);
-      s[4 * j] *= decay.x;
-      s[4 * j + 1] *= decay.y;
-      s[4 * j + 2] *= decay.x;
-      s[4 * j + 3] *= decay.y;
-    }
-    barrier_wait(&full[kOfQ], phase);
-    uint32_t b[4][4];
-    uint32_t of_do = shared_address(in.d_o[group]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      load_matrices<true>(b[i], matrices_at(of_do, 16 * i));
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float2 factor = *reinterpret_cast<const float2*>(&factors.of_do[16 * i + r / 2 * 8 + pair]);
-        float2 v = unpack<T>(b[i][r]);
-        b[i][r] = pack<T>(v.x * factor.x, v.y * factor.y);
-      }
-    }
-    uint64_t of_q = operand<true>(in.q);
-    products_begin();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) multiply<false, true>(T{}, s, b[i], of_q + i * kNext<true>, true);
-    products_end();
-    if (part == K) {
-      named_barrier_sync(names + kDhEmpty, kGroupAndWarp);
-      if (thread % 128 == 0) sh.out[group] = t;
-    }
-    stage_dh(K - part);
-    shared_written();
-    named_barrier_arrive(names + kDhFull, kGroupAndWarp);
-
-    // dv2^T is finished.
-    uint32_t c[4][4];
-    uint32_t of_dv = shared_address(in.dv[group]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_matrices<true>(c[i], matrices_at(of_dv, 16 * i));
-    products_wait<1>();
-    products_taken(x);
+  auto round = [&](int part) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        float2 factor = *reinterpret_cast<const float2*>(&factors.of_dv[16 * i + r / 2 * 8 + pair]);
-        float2 v = unpack<T>(c[i][r]);
         int at = 8 * i + 2 * r;
-        c[i][r] = pack<T>(__fmaf_rn(factor.x, x[at], v.x), __fmaf_rn(factor.y, x[at + 1], v.y));
+        a[part % held][i][r] = pack<T>(d[part][at], d[part][at + 1]);
       }
-    release(kOfK);
+  };
+  auto stage_dh = [&](int from) {
+#pragma unroll
+    for (int part = from; part < from + held; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (p.v_first) {
+          int row = thread / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8, unit = 2 * i + lane / 16;
+          store_matrices<false>(out_dh + part * (kTile * 2) + row * 128 + ((unit ^ (lane % 8)) << 4), a[part % held][i]);
+        } else {
+          store_matrices<true>(matrices_at(out_dh, part * 64 + i * 16), a[part % held][i]);
+        }
+  };
+  for_each_state(p, blocks, [&](const Sequence& s, int, int state) {
+    if (p.dht)
+      for_each_sum<K>(p, state, first, [&](int i, int64_t at) { d[i / 32][i % 32] = p.dht[at]; });
+    else
+      for_each_sum<K>(p, state, first, [&](int i, int64_t) { d[i / 32][i % 32] = 0.0f; });
+#pragma unroll
+    for (int part = 0; part < held; ++part) round(part);
+    int steps = s.steps(), rows = s.of_chunk(steps - 1);
+    if (rows < kChunk) {  // what was read beyond the end is not the sequence's
+      for (uint64_t& full : sh.full[stage]) barrier_wait(&full, phase);
+      barrier_wait(&sh.prepared[stage], phase);
+      auto& in = sh.stage[stage];
+      constexpr int threads = Sh::kGroups * 128;
+      zero_rows(in.k, parts, rows, thread, threads);
+      zero_rows(in.q, parts, rows, thread, threads);
+      zero_rows(in.w, parts, rows, thread, threads);
+      zero_rows(in.dv[0], Sh::kGroups, rows, thread, threads);
+      zero_rows(in.d_o[0], Sh::kGroups, rows, thread, threads);
+      shared_written();
+      named_barrier_sync(kGroupsMeet, threads);
+    }
+    barrier_wait(&sh.full[stage][kOfK], phase);
+    for (; steps > 0; --steps) {
+      uint64_t *full = sh.full[stage], *empty = sh.empty[stage];
+      auto& in = sh.stage[stage];
+      const auto& factors = sh.factors[stage];
+      auto release = [&](Part which) {
+        __syncwarp();
+        if (lane < blocks) barrier_arrive(&empty[which], lane);
+      };
 
-    // D^T -= dv2^T w.
-    barrier_wait(&full[kOfW], phase);
-    uint64_t of_w = operand<true>(in.w);
-    products_begin();
+      // dv2^T = D^T k^T.
+      float x[32];
+      uint64_t of_k = operand<false>(in.k);
+      products_wait<0>();  // there are none; without it the compiler waits for these, when it meets D again
 #pragma unroll
-    for (int i = 0; i < 4; ++i) multiply<true, true>(T{}, s, c[i], of_w + i * kNext<true>, true);
-    products_end();
-    if (lane == 0) barrier_arrive(&sh.factors_empty[stage]);
-    named_barrier_sync(names + kDv2Empty, kGroupAndWarp);
+      for (int from = 0; from < parts; from += held) {
+        if (from > 0) {
+          if (from == held) named_barrier_sync(names + kOutEmpty, kGroupAndWarp);
+          stage_dh(from - held);
+          products_wait<0>();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_matrices<true>(matrices_at(out_dv2, 16 * i), c[i]);
-    shared_written();
-    named_barrier_arrive(names + kDv2Full, kGroupAndWarp);
-    products_wait<1>();
-    release(kOfQ);
-    products_wait<0>();
-    products_taken(s);
-    release(kOfW);
-    if (t.last && p.dh0) for_each_sum<K>(p, t.state, first, [&](int i, int64_t at) { p.dh0[at] = s[i]; });
-  }
-  named_barrier_sync(names + kDhEmpty, kGroupAndWarp);
-  if (thread % 128 == 0) sh.out[group].stop = 1;
-  named_barrier_arrive(names + kDhFull, kGroupAndWarp);
+          for (int part = from; part < from + held; ++part) round(part);
+        }
+        products_begin();
+#pragma unroll
+        for (int part = from; part < from + held; ++part)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            multiply<false, false>(T{}, x, a[part % held][i], of_k + part * (kTile * 2 >> 4) + i * kNext<false>,
+                                   part + i > 0);
+        products_end();
+      }
+
+      uint32_t c[4][4];
+      uint32_t dv = shared_address(in.dv[group]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) load_matrices<true>(c[i], matrices_at(dv, 16 * i));
+
+      // D^T = decay D^T + do^T q, meanwhile.
+      barrier_wait(&sh.prepared[stage], phase);  // so q is there, too
+#pragma unroll
+      for (int j = 0; j < K / 8; ++j) {
+        float2 decay = *reinterpret_cast<const float2*>(&factors.decay[8 * j + pair]);
+        float* sums = &d[j / 8][j % 8 * 4];
+        sums[0] *= decay.x;
+        sums[1] *= decay.y;
+        sums[2] *= decay.x;
+        sums[3] *= decay.y;
+      }
+      uint32_t b[4][4];
+      uint32_t d_o = shared_address(in.d_o[group]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) load_matrices<true>(b[i], matrices_at(d_o, 16 * i));
+      uint64_t of_q = operand<true>(in.q);
+      products_begin();
+#pragma unroll
+      for (int part = 0; part < parts; ++part)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          multiply<false, true>(T{}, d[part], b[i], of_q + part * (kTile * 2 >> 4) + i * kNext<true>, true);
+      products_end();
+
+      if (parts > held) stage_dh(parts - held);  // there is no room to hold it for longer
+
+      // dv2^T is finished.
+      float2 of_dv[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) of_dv[i] = *reinterpret_cast<const float2*>(&factors.of_dv[8 * i + pair]);
+      barrier_wait(&full[kOfW], phase);
+      products_wait<1>();
+      products_taken(x);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          float2 factor = of_dv[2 * i + r / 2], v = unpack<T>(c[i][r]);
+          int at = 8 * i + 2 * r;
+          c[i][r] = pack<T>(__fmaf_rn(factor.x, x[at], v.x), __fmaf_rn(factor.y, x[at + 1], v.y));
+        }
+
+      // D^T -= dv2^T w, 64 of K after the other: the first are rounded while the others are computed.
+      uint64_t of_w = operand<true>(in.w);
+      products_begin();
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          multiply<true, true>(T{}, d[part], c[i], of_w + part * (kTile * 2 >> 4) + i * kNext<true>, true);
+        products_end();
+      }
+      release(kOfK);
+      if (lane == 0) barrier_arrive(&sh.prepared_empty[stage]);
+
+      // dh and dv2 leave, and the next chunk's k is waited for, meanwhile.
+      if (parts == held) {
+        named_barrier_sync(names + kOutEmpty, kGroupAndWarp);
+        stage_dh(0);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) store_matrices<true>(matrices_at(out_dv2, 16 * i), c[i]);
+      named_barrier_arrive(names + kOutFull, kGroupAndWarp);
+      products_wait<parts>();
+      release(kOfQ);
+      step<Sh::kDepth>(stage, phase);
+      products_wait<parts - 1>();
+      products_taken(d[0]);
+      round(0);
+      if (steps > 1) barrier_wait(&sh.full[stage][kOfK], phase);
+      products_wait<0>();
+#pragma unroll
+      for (int part = 1; part < parts; ++part) products_taken(d[part]);
+#pragma unroll
+      for (int part = 1; part < held; ++part) round(part);
+      release(kOfW);
+    }
+    if (p.dh0) for_each_sum<K>(p, state, first, [&](int i, int64_t at) { p.dh0[at] = d[i / 32][i % 32]; });
+  });
 }
 
 template <class T, int K, int kGroups>
@@ -451,6 +476,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
   using Sh = DeltaSharedOf<T, K, kGroups>;
   extern __shared__ uint8_t raw[];
   Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  constexpr int preparing = 3 - kGroups;  // warps
   int rank = cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Sh::kDepth; ++i) {
@@ -458,20 +484,20 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
         barrier_init(&sh.full[i][part], 1);
         barrier_init(&sh.empty[i][part], 4 * kGroups * blocks);  // warps that multiply, in all blocks
       }
-      barrier_init(&sh.factors_full[i], 1);
-      barrier_init(&sh.factors_empty[i], 4 * kGroups);
+      barrier_init(&sh.prepared[i], preparing);
+      barrier_init(&sh.prepared_empty[i], 4 * kGroups);
     }
     barrier_init_done();
   }
   cluster_sync();
   int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp / 4 == kGroups) {
-    if (kGroups == 2) registers_down<56>();
-    if (warp % 4 == 0) copy_in(sh, maps, p, rank, blocks);
-    if (warp % 4 == 1) compute_factors<K>(sh, p, blocks);
-    if (warp % 4 >= 2 && warp % 4 - 2 < kGroups) copy_out<T, K>(sh, maps, p, warp % 4 - 2, rank);
+    if (kGroups == 2) registers_down<72>();
+    if (warp % 4 == 0) copy_in<K>(sh, maps, p, rank, blocks);
+    if (warp % 4 > 0 && warp % 4 <= kGroups) copy_out<T, K>(sh, maps, p, warp % 4 - 1, rank, blocks);
+    if (warp % 4 > kGroups) prepare<K, preparing>(sh, p, warp % 4 - 1 - kGroups, blocks);
   } else {
-    if (kGroups == 2) registers_up<224>();
+    if (kGroups == 2) registers_up<216>();
     go_back<T, K>(sh, p, warp / 4, rank, blocks);
   }
   __syncwarp();
