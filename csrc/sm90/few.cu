@@ -1,4 +1,4 @@
-// out [m, n] = a [m, k] . b [n, k]^T for at most 256 rows, as in decoding: as fast as b can be read.
+// out [m, n] = a [m, k] . b [n, k]^T in fp32 for at most 64 rows, the logits of decoding: as fast as b can be read.
 //
 // A block takes 128 of n at a time, which are rows to the tensor core; the rows of a are its columns. One warp copies operands
 // to shared memory, far ahead; two groups of four warps multiply 64 of n each by all of a. One chain for each output.
@@ -22,9 +22,9 @@ struct FewShared {
   uint64_t full[kDepth], empty[kDepth];
 };
 
-template <int kWidth, class Out>
+template <int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
-    few_gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, int m, int n, int k, Out* out,
+    few_gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, int m, int n, int k, float* out,
              int64_t pitch) {
   using Sh = FewShared<kWidth>;
   extern __shared__ uint8_t raw[];
@@ -71,18 +71,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) {
       int h = i / 2 % 2, row = p.column + i / 4 * 8 + i % 2;
-      if (row < m && p.here[h]) out[row * pitch + p.row + 8 * h] = static_cast<Out>(sums[i]);
+      if (row < m && p.here[h]) out[row * pitch + p.row + 8 * h] = sums[i];
     }
   }
 }
 
-template <int kWidth, class Out>
-cudaError_t launch_few(const Matrix& a, const Matrix& b, int m, int n, int k, Out* out, int64_t pitch,
+template <int kWidth>
+cudaError_t launch_few(const Matrix& a, const Matrix& b, int m, int n, int k, float* out, int64_t pitch,
                        cudaStream_t stream) {
   CUtensorMap maps[2];
   if (cudaError_t e = map_of(&maps[0], a, Layout::kPlain, m, k, kWidth)) return e;
   if (cudaError_t e = map_of(&maps[1], b, Layout::kPlain, n, k, kIds)) return e;
-  constexpr auto kernel = few_gemm<kWidth, Out>;
+  constexpr auto kernel = few_gemm<kWidth>;
   constexpr int bytes = sizeof(FewShared<kWidth>) + 1024;
   int processors;
   if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
@@ -91,26 +91,18 @@ cudaError_t launch_few(const Matrix& a, const Matrix& b, int m, int n, int k, Ou
   return cudaGetLastError();
 }
 
-template <class Out>
-cudaError_t launch_few(const Matrix& a, const Matrix& b, int m, int n, int k, Out* out, int64_t pitch,
-                       cudaStream_t stream) {
-  if (m <= 8) return launch_few<8>(a, b, m, n, k, out, pitch, stream);
-  if (m <= 16) return launch_few<16>(a, b, m, n, k, out, pitch, stream);
-  if (m <= 32) return launch_few<32>(a, b, m, n, k, out, pitch, stream);
-  if (m <= 64) return launch_few<64>(a, b, m, n, k, out, pitch, stream);
-  if (m <= 128) return launch_few<128>(a, b, m, n, k, out, pitch, stream);
-  return launch_few<256>(a, b, m, n, k, out, pitch, stream);
-}
-
 }  // namespace
 }  // namespace alignkit
 
 using namespace alignkit;
 
-// out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 256. Returns a cudaError_t.
-extern "C" int alignkit_few_product(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, void* out,
-                                    int64_t out_pitch, int out_bf16, int m, int n, int k, cudaStream_t stream) {
+// out [m, n], fp32, rows `out_pitch` elements apart; m at most 64. Returns a cudaError_t.
+extern "C" int alignkit_few_product(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, float* out,
+                                    int64_t out_pitch, int m, int n, int k, cudaStream_t stream) {
   Matrix left{a, a_pitch}, right{b, b_pitch};
-  return out_bf16 ? launch_few(left, right, m, n, k, static_cast<__nv_bfloat16*>(out), out_pitch, stream)
-                  : launch_few(left, right, m, n, k, static_cast<float*>(out), out_pitch, stream);
+  if (m <= 8) return launch_few<8>(left, right, m, n, k, out, out_pitch, stream);
+  if (m <= 16) return launch_few<16>(left, right, m, n, k, out, out_pitch, stream);
+  if (m <= 32) return launch_few<32>(left, right, m, n, k, out, out_pitch, stream);
+  if (m <= 64) return launch_few<64>(left, right, m, n, k, out, out_pitch, stream);
+  return cudaErrorInvalidValue;
 }

@@ -277,15 +277,15 @@ def test_capture(fresh, m, known):
 
 
 def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
-    """66 clusters; 4096 outputs are 16 or 32 tiles, 5120 are 20 or 40. Few rows of a short leaf stay in a cluster."""
+    """66 clusters; 4096 outputs are 16, 32 or 64 tiles, 5120 are 20 or 40."""
     pytest.importorskip("triton")
     from alignkit.ops.linear.cuda import deal
-    assert [deal(m, 4096, 512, 8, 66) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
-    assert [deal(m, 4096, 1536, 8, 66) for m in (17, 64, 65, 256)] == [None, None, 4, 2]
-    assert deal(64, 4288, 512, 8, 66) is None  # more tiles than clusters
-    assert deal(128, 5120, 512, 8, 66) == 8 and deal(128, 4096, 512, 4, 66) == 4 and deal(128, 4096, 512, 2, 66) == 2
+    assert [deal(m, 4096, 8, 66) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
+    assert deal(64, 4288, 8, 66) == 2  # more tiles than clusters
+    assert deal(64, 4096, 2, 66) is None
+    assert deal(128, 5120, 8, 66) == 8 and deal(128, 4096, 4, 66) == 4 and deal(128, 4096, 2, 66) == 2
     assert all(parts <= leaves <= 4 * parts for leaves in (2, 4, 8) for n in range(1, 20000, 777)
-               for m in (65, 129) for parts in [deal(m, n, 512, leaves, 66)])
+               for m in (65, 129) for parts in [deal(m, n, leaves, 66)])
 
 
 def cuda_kernels():

@@ -107,14 +107,13 @@ def test_products(n, d, c, resume, add, counted, which, seed):
             assert_bitwise_equal(dw, dw0, f"dweight, {dtype}")
 
 
-@given(m=st.integers(1, 256), k=st.integers(1, 60).map(lambda n: 8 * n), more=st.integers(0, 300),
-       out_dtype=st.sampled_from([torch.float32, BF16]), seed=seeds)
-def test_few_rows(m, k, more, out_dtype, seed):
+@given(m=st.integers(1, 64), k=st.integers(1, 60).map(lambda n: 8 * n), more=st.integers(0, 300), seed=seeds)
+def test_few_rows(m, k, more, seed):
     from alignkit.ops.linear import cuda as kernels
     from alignkit.ops.linear.triton import _chain
     n = kernels.WIDE + more
     a, b = operands(m, k, n, seed)
-    got, want = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n], torch.empty(m, n, dtype=out_dtype)
+    got, want = torch.full((m, n + 3), float("nan"))[:, :n], torch.empty(m, n)
     assert kernels.few(a, b, got)
     _chain(a, b, want, False)
     assert_bitwise_equal(got, want)

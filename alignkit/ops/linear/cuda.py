@@ -1,5 +1,5 @@
-"""CUDA: products of few rows, as fast as the weight can be read: chains with a wide weight (csrc/sm90/few.cu), long chains
-with a narrow one (narrow.cu) and k-trees (tree.cu). Everything else is Triton's: the same bits."""
+"""CUDA: products of few rows, as fast as the weight can be read: logits (csrc/sm90/few.cu), long chains with a narrow weight
+(narrow.cu) and k-trees (tree.cu). Everything else is Triton's: the same bits."""
 from __future__ import annotations
 
 import ctypes
@@ -14,8 +14,10 @@ from .triton import resume
 
 __all__ = ["few", "matmul", "narrow", "resume", "takes", "tree"]
 
-FEW, WIDE = 256, 128 * 132
-"""At most so many rows; at least so many outputs, a tile for each multiprocessor."""
+FEW = 256
+"""At most so many rows."""
+FEWER, WIDE = 64, 128 * 132
+"""`few`: at most so many rows, and at least so many outputs, a tile for each multiprocessor."""
 NARROW, LONG = 16 * 132, 2048
 """At most so many outputs, likewise, and at least so much k: there the chain takes longer than to read the weight."""
 NARROW_ROWS = 32
@@ -46,24 +48,20 @@ def _rounded(out: torch.Tensor) -> int:
 
 
 def few(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T, one chain. False, and nothing done, if that is not for these
-    operands."""
-    if len(b) < WIDE or not _fits(a, b, out, FEW):
+    """out [M, N], fp32, = a [M, K] . b [N, K]^T, one chain. False, and nothing done, if that is not for these operands."""
+    if len(b) < WIDE or out.dtype != torch.float32 or not _fits(a, b, out, FEWER):
         return False
-    _chains("alignkit_few_product", a, b, out)
+    cuda.call("alignkit_few_product", out.device, *_matrix(a), *_matrix(b), *_matrix(out), *out.shape, a.shape[1])
     return True
 
 
 def narrow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """As `few`."""
+    """As `few`; out fp32 or bf16."""
     if len(b) > NARROW or a.shape[1] < LONG or not _fits(a, b, out, NARROW_ROWS):
         return False
-    _chains("alignkit_narrow_product", a, b, out)
+    cuda.call("alignkit_narrow_product", out.device, *_matrix(a), *_matrix(b), *_matrix(out), _rounded(out), *out.shape,
+              a.shape[1])
     return True
-
-
-def _chains(function: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    cuda.call(function, out.device, *_matrix(a), *_matrix(b), *_matrix(out), _rounded(out), *out.shape, a.shape[1])
 
 
 @functools.cache
@@ -72,12 +70,13 @@ def _clusters(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // 2
 
 
-def deal(m: int, n: int, leaf: int, leaves: int, clusters: int) -> int | None:
+def deal(m: int, n: int, leaves: int, clusters: int) -> int | None:
     """Into how many parts the leaves of a tile are dealt out to blocks; 1: a cluster has all of them; None: that is for
     Triton. Parts cost the time of writing and joining them, and with all leaves in a cluster more blocks read each row."""
     if m <= QUARTERED_ROWS:
-        quick = leaves >= 4 and leaf < 1024 and -(-n // 64) <= clusters
-        return 1 if m > 16 and quick else None
+        if m <= 16 or leaves < 4:
+            return None
+        return 1 if -(-n // 64) <= clusters else 2
     tiles = -(-n // (IDS if m <= 128 else IDS // 2))
     return min((parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
                key=lambda parts: (-(-tiles * parts // clusters) / parts, parts))
@@ -92,7 +91,7 @@ def tree(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | Non
         return False
     if bias is not None and (bias.dtype != torch.bfloat16 or not bias.is_contiguous()):
         return False
-    parts = parts or deal(m, n, k // leaves, leaves, _clusters(out.get_device()))
+    parts = parts or deal(m, n, leaves, _clusters(out.get_device()))
     if parts is None:
         return False
     pitch = -(-n // IDS) * IDS
