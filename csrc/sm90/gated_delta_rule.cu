@@ -47,6 +47,14 @@ struct Factors {
   float decay[K], of_do[kChunk], of_dv[kChunk];
 };
 
+constexpr int kMostSorted = 256;
+
+// Packed sequences by their rows, the longest first.
+struct Sorted {
+  int rows[kMostSorted];
+  uint16_t sequence[kMostSorted];
+};
+
 template <class T, int K, int kGroups_, int kDepth_>
 struct DeltaShared {
   static constexpr int kGroups = kGroups_, kDepth = kDepth_;
@@ -54,6 +62,7 @@ struct DeltaShared {
   T dh[kGroups][kSlice * K], dv2[kGroups][kTile];  // on their way out
   Factors<K> factors[kDepth];
   uint64_t full[kDepth][kParts], empty[kDepth][kParts], prepared[kDepth], prepared_empty[kDepth];
+  Sorted sorted;
 };
 
 constexpr int kMostShared = 227 * 1024 - 1024;  // to begin at a multiple of 1024
@@ -89,11 +98,30 @@ __device__ Sequence sequence_of(const AlignkitDelta& p, int i) {
   return {0, begin, max(start_of(p, i + 1) - begin, 0), static_cast<int>(__reduce_add_sync(~0u, before))};
 }
 
-// The pairs (sequence, head) of a cluster. Heads go first: sequences are long or short, and so each meets many of them.
-template <class Function>
-__device__ __forceinline__ void for_each_state(const AlignkitDelta& p, int blocks, const Function& function) {
-  for (int i = blockIdx.x / blocks; i < p.sequences * p.heads; i += gridDim.x / blocks)
-    function(sequence_of(p, i / p.heads), i % p.heads, i);
+__device__ __forceinline__ bool sorts(const AlignkitDelta& p) { return p.cu_seqlens && p.sequences <= kMostSorted; }
+
+// Called by all threads of a block.
+__device__ void sort(Sorted& by, const AlignkitDelta& p) {
+  for (int i = threadIdx.x; i < p.sequences; i += blockDim.x) by.rows[i] = start_of(p, i + 1) - start_of(p, i);
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.sequences; i += blockDim.x) {
+    int place = 0, rows = by.rows[i];
+    for (int j = 0; j < p.sequences; ++j) place += by.rows[j] > rows || (by.rows[j] == rows && j < i);
+    by.sequence[place] = static_cast<uint16_t>(i);
+  }
+}
+
+// The pairs (sequence, head) of a cluster, which takes the shorter sequences the longer its first one was.
+template <class Sh, class Function>
+__device__ __forceinline__ void for_each_state(const Sh& sh, const AlignkitDelta& p, int blocks, const Function& function) {
+  int clusters = gridDim.x / blocks, own = blockIdx.x / blocks, states = p.sequences * p.heads;
+  for (int from = 0; from < states; from += clusters) {
+    int i = from + (from ? clusters - 1 - own : own);
+    if (i >= states) continue;
+    int sequence = i / p.heads, head = i - sequence * p.heads;
+    if (sorts(p)) sequence = sh.sorted.sequence[sequence];
+    function(sequence_of(p, sequence), head, sequence * p.heads + head);
+  }
 }
 
 struct DeltaMaps {
@@ -117,7 +145,7 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
   auto slice = [&](auto& to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
     for (int i = 0; i < groups; ++i) copy_box(to[i], map, (rank * groups + i) * kSlice, head, row, batch, full);
   };
-  for_each_state(p, blocks, [&](const Sequence& s, int head, int) {
+  for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
     int key_head = head / (p.heads / p.key_heads);
     for (int chunk = s.steps() - 1; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
       if (lane) continue;
@@ -218,7 +246,7 @@ __device__ __forceinline__ void scale_rows(T* tile, const float* factors, int fr
 template <int K, int kWarps, class Sh>
 __device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, int blocks) {
   int stage = 0, phase = 0, from = share * (kChunk / kWarps);
-  for_each_state(p, blocks, [&](const Sequence& s, int head, int) {
+  for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
     int chunk = s.steps() - 1;
     Gates<K, kWarps> now, next;
     now.read(p, s, chunk, head, share);
@@ -255,7 +283,7 @@ __device__ __forceinline__ uint32_t matrices_at(uint32_t tile, int row) {
 template <class T, int K, class Sh>
 __device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int group, int rank, int blocks) {
   int lane = threadIdx.x % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * kSlice;
-  for_each_state(p, blocks, [&](const Sequence& s, int head, int) {
+  for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
     for (int chunk = s.steps() - 1; chunk >= 0; --chunk) {
       if (lane == 0) stores_taken<0>();
       __syncwarp();
@@ -330,7 +358,7 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
           store_matrices<true>(matrices_at(out_dh, part * 64 + i * 16), a[part % held][i]);
         }
   };
-  for_each_state(p, blocks, [&](const Sequence& s, int, int state) {
+  for_each_state(sh, p, blocks, [&](const Sequence& s, int, int state) {
     if (p.dht)
       for_each_sum<K>(p, state, first, [&](int i, int64_t at) { d[i / 32][i % 32] = p.dht[at]; });
     else
@@ -489,6 +517,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     }
     barrier_init_done();
   }
+  if (sorts(p)) sort(sh.sorted, p);
   cluster_sync();
   int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp / 4 == kGroups) {
