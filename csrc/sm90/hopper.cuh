@@ -76,16 +76,8 @@ __device__ __forceinline__ void prefetch(const void* p, int bytes) {
 
 // Copies of 16 bytes to shared memory, which a thread starts in groups and waits for itself. If not `here`, they are zeros.
 
-// What says of a copy that nobody reads the same bytes again soon.
-__device__ __forceinline__ uint64_t read_once() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void copy_vector(void* to, const void* from, bool here, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from),
-               "r"(here ? 16 : 0), "l"(policy)
+__device__ __forceinline__ void copy_vector(void* to, const void* from, bool here) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(here ? 16 : 0)
                : "memory");
 }
 

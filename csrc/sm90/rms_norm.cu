@@ -1,4 +1,4 @@
-// RMSNorm of bf16 rows and its gradients, at the speed of memory: alignkit/ops/rms_norm/cuda.py.
+// RMSNorm of long bf16 rows and the gradients of RMSNorm, at the speed of memory: alignkit/ops/rms_norm/cuda.py.
 //
 // A thread takes four vectors of 16 bytes of each tensor at a time. They lie in one row or in up to four, which are the rows
 // of a step; a team of 8 to 32 lanes, or of all warps of a block, shares them. Lane, vector and warp are the bits of a
@@ -6,7 +6,6 @@
 // has one sum, so which of its two threads adds cannot change a bit.
 //
 // A thread waits only for copies of its own: it keeps a ring of steps in shared memory, of which all but one are on their way.
-// Teams stay and take steps, in the backward pass runs of chains, in turn.
 #include <algorithm>
 
 #include "hopper.cuh"
@@ -19,9 +18,9 @@ struct AlignkitNormRows {
 
 // The arguments, as alignkit/ops/rms_norm/cuda.py fills them.
 struct AlignkitNorm {
-  AlignkitNormRows x, residual;  // residual: null data if there is none
+  AlignkitNormRows x;
   const void* weight;
-  void *total, *y;  // total: x + residual, if there is one
+  void* y;
   float* rstd;
   int rows, heads, h, zero_centered;
   float eps;
@@ -35,7 +34,7 @@ struct AlignkitNormGrad {
   float* workspace;
   int rows, heads, h, zero_centered;
   int rounded;  // dweight is bf16
-  int levels;   // a run is of 2^levels chains; -1: as is best
+  int chains;   // of a run, at most; 0: as is best
 };
 
 namespace alignkit {
@@ -49,7 +48,6 @@ constexpr int kAcross = 32 * kColumns;  // columns of a warp's vectors that are 
 constexpr int kBlock = 128;             // threads of a block, unless it is one team
 constexpr int kMostThreads = 512;
 constexpr int kChain = 16;              // rows of a chain of dweight
-constexpr int kMostLevels = 3;
 constexpr int kMostRows = 1 << 27;
 
 // n / divisor for n below 2^31, by a product.
@@ -102,24 +100,18 @@ struct Team {
   static constexpr int kLanes = kLanes_, kOfRow = kOfRow_, kRows = kVectors / kOfRow;
   static constexpr bool kWarps = kWarps_;
   static constexpr int kOfBlock = kWarps ? 1 : kBlock / kLanes;
-  static constexpr int kMost = kWarps ? kMostThreads : kBlock;    // threads of a block
-  static constexpr int kHeld = kWarps ? 1 : kOfRow == 4 ? 4 : 6;  // blocks that there are registers for
 
-  uint32_t id, first, count;  // the team; the first team of this warp; how many there are
-  int column;                 // of the thread's first vector
-  int held;                   // the row of a step whose sum `sum` leaves in this lane
+  uint32_t id, first;  // the team; the first team of this warp
+  int column;          // of the thread's first vector
+  int held;            // the row of a step whose sum `sum` leaves in this lane
 
   __device__ __forceinline__ Team() {
     int lane = threadIdx.x % 32;
     first = blockIdx.x * kOfBlock + (kWarps ? 0 : threadIdx.x / 32 * (32 / kLanes));
     id = first + (kWarps ? 0 : lane / kLanes);
-    count = gridDim.x * kOfBlock;
     column = lane % kLanes * kColumns + (kWarps ? threadIdx.x / 32 * (kVectors * kAcross) : 0);
     held = (lane % 2 * 2 + lane / 2 % 2) / kOfRow;
   }
-
-  // Whether the lane is the one to write what it holds of its row.
-  __device__ __forceinline__ bool writes() const { return threadIdx.x % (kWarps ? kMostThreads : kLanes) < kRows; }
 
   // The value of a lane that holds row n.
   __device__ __forceinline__ float of_row(float value, int n) const {
@@ -165,112 +157,101 @@ struct Ring {
   }
 };
 
+// A thread's part of the weight, as it is in memory: in half of the registers.
 template <class Team>
-__device__ __forceinline__ void load_weight(float (&w)[Team::kOfRow][kColumns], const void* weight, int h, int column,
-                                            int zero_centered) {
-  float offset = zero_centered ? 1.0f : -0.0f;  // -0 changes nothing, not even a zero
+struct Weight {
+  uint4 vectors[Team::kOfRow];
+  float offset;
+
+  __device__ __forceinline__ Weight(const void* weight, int h, int column, int zero_centered)
+      : offset(zero_centered ? 1.0f : -0.0f) {  // -0 changes nothing, not even a zero
 #pragma unroll
-  for (int i = 0; i < Team::kOfRow; ++i, column += kAcross) {
-    uint4 v = column < h ? __ldg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(weight) + column))
-                         : make_uint4(0, 0, 0, 0);
-    unpack(v, w[i]);
-#pragma unroll
-    for (float& f : w[i]) f += offset;
+    for (int i = 0; i < Team::kOfRow; ++i, column += kAcross)
+      vectors[i] = column < h ? __ldg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(weight) + column))
+                              : make_uint4(0, 0, 0, 0);
   }
-}
 
-// Forward.
+  __device__ __forceinline__ void get(int v, float (&w)[kColumns]) const {
+    unpack(vectors[v % Team::kOfRow], w);
+#pragma unroll
+    for (float& f : w) f += offset;
+  }
 
-template <bool kResidual>
-using ForwardRing = Ring<1 + kResidual, kResidual ? 2 : 3>;
+  // The compiler would keep what it unpacked, of the rows too, for the next time; there are no registers for that.
+  __device__ __forceinline__ void forget_unpacked() {
+#pragma unroll
+    for (uint4& v : vectors) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
+  }
+};
 
-template <class Team, bool kResidual>
-__global__ void __launch_bounds__(Team::kMost, Team::kHeld)
+// Forward: a block takes a row at a time, and stays.
+
+using Block = Team<32, 4, true>;
+using ForwardRing = Ring<1, 3>;
+
+__global__ void __launch_bounds__(kMostThreads)
     rms_norm(const __grid_constant__ AlignkitNorm p, const Divisor heads) {
-  using OwnRing = ForwardRing<kResidual>;
   extern __shared__ uint4 shared[];
   __shared__ float between[2][32];
-  Team team;
-  OwnRing ring(shared);
+  Block block;
+  ForwardRing ring(shared);
   uint32_t rows = p.rows;
-  uint64_t policy = read_once();
   auto copy = [&](int stage, uint32_t row) {
-    if (row - (team.id - team.first) * Team::kRows < rows) {
+    if (row < rows) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        uint32_t r = row + v / Team::kOfRow;
-        int column = team.column + v % Team::kOfRow * kAcross;
-        bool here = r < rows && column < p.h;
-        copy_vector(&ring.at(stage, 0, v), here ? row_of(p.x, heads, r) + column : p.x.data, here, policy);
-        if (kResidual)
-          copy_vector(&ring.at(stage, 1, v), here ? row_of(p.residual, heads, r) + column : p.x.data, here, policy);
+        int column = block.column + v * kAcross;
+        bool here = column < p.h;
+        copy_vector(&ring.at(stage, 0, v), here ? row_of(p.x, heads, row) + column : p.x.data, here);
       }
     }
     copies_end();
   };
-  uint32_t row = team.id * Team::kRows, first = team.first * Team::kRows, next = team.count * Team::kRows;
 #pragma unroll
-  for (int i = 0; i < OwnRing::kDepth; ++i) copy(i, row + i * next);
-  float w[Team::kOfRow][kColumns];
-  load_weight<Team>(w, p.weight, p.h, team.column, p.zero_centered);
+  for (int i = 0; i < ForwardRing::kDepth; ++i) copy(i, block.id + i * gridDim.x);
+  Weight<Block> weight(p.weight, p.h, block.column, p.zero_centered);
   int stage = 0, line = 0;
-  for (; first < rows; first += next, row += next) {
-    copies_wait<OwnRing::kDepth - 1>();
+  for (uint32_t row = block.id; row < rows; row += gridDim.x) {
+    copies_wait<ForwardRing::kDepth - 1>();
     uint4 x[kVectors];
     float squares[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      uint32_t r = row + v / Team::kOfRow;
-      int column = team.column + v % Team::kOfRow * kAcross;
       x[v] = ring.at(stage, 0, v);
       float f[kColumns];
       unpack(x[v], f);
-      if (kResidual) {
-        float other[kColumns];
-        unpack(ring.at(stage, 1, v), other);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) f[i] += other[i];
-        x[v] = pack(f);
-        if (r < rows && column < p.h)
-          *reinterpret_cast<uint4*>(static_cast<bf16*>(p.total) + int64_t{r} * p.h + column) = x[v];
-        unpack(x[v], f);
-      }
 #pragma unroll
       for (float& e : f) e *= e;
       squares[v] = tree(f);
     }
-    copy(stage, row + OwnRing::kDepth * next);
-    stage = stage + 1 == OwnRing::kDepth ? 0 : stage + 1;
-    float mean = __fdiv_rn(team.sum(squares, between, line), static_cast<float>(p.h));
+    copy(stage, row + ForwardRing::kDepth * gridDim.x);
+    stage = stage + 1 == ForwardRing::kDepth ? 0 : stage + 1;
+    float mean = __fdiv_rn(block.sum(squares, between, line), static_cast<float>(p.h));
     float rstd = __fdiv_rn(1.0f, __fsqrt_rn(mean + p.eps));
-    if (team.writes() && row + team.held < rows) p.rstd[row + team.held] = rstd;
+    if (threadIdx.x == 0) p.rstd[row] = rstd;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      uint32_t r = row + v / Team::kOfRow;
-      int column = team.column + v % Team::kOfRow * kAcross;
-      float of_row = team.of_row(rstd, v / Team::kOfRow), f[kColumns];
+      int column = block.column + v * kAcross;
+      float f[kColumns], w[kColumns];
       unpack(x[v], f);
+      weight.get(v, w);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) f[i] = f[i] * of_row * w[v % Team::kOfRow][i];
-      if (r < rows && column < p.h)
-        *reinterpret_cast<uint4*>(static_cast<bf16*>(p.y) + int64_t{r} * p.h + column) = pack(f);
+      for (int i = 0; i < kColumns; ++i) f[i] = f[i] * rstd * w[i];
+      if (column < p.h) *reinterpret_cast<uint4*>(static_cast<bf16*>(p.y) + int64_t{row} * p.h + column) = pack(f);
     }
   }
 }
 
-// Backward. A team takes runs of 2^levels chains and joins their sums, each thread those of its columns: what waits for its
-// neighbour lies in the team's slots, one a level, which stay in the L2 cache. The sums of runs are joined by a second kernel.
-// Absent chains are -0, which adds nothing; where the contract's tree has absent ones, one zero is added in the end.
+// Backward: a team takes one run of kChains chains, 1, 2 or 4, and joins their sums, each thread those of its columns. The
+// sums of runs are joined by a second kernel. A zero is added to a chain's sum, which makes a negative zero a positive one: so
+// sums of absent rows and chains, which are zero, can be added or left out.
 
-struct Plan {
+struct Sums {
   uint32_t runs;
-  int levels;
-  uint32_t blocks;
-  int group;             // runs that a block of the second kernel joins
-  float zero;            // what is added in the end: 0, or -0 where there is no absent chain
-  float *parts, *slots;  // the sums of runs; [teams, levels, h]
-  float* joined;         // of groups of runs
-  int* arrived;          // blocks of the second kernel, for each of its slices of columns
+  int group;      // runs that a block of the second kernel joins
+  float* parts;   // the sums of runs
+  float* joined;  // of groups of runs
+  int* arrived;   // blocks of the second kernel, for each of its slices of columns
 
   __host__ __device__ uint32_t groups() const { return (runs + group - 1) / group; }
 };
@@ -281,39 +262,36 @@ constexpr int kMostGroups = 256;
 template <bool kTotal>
 using BackwardRing = Ring<2 + kTotal, 2>;
 
-template <class Team, bool kTotal>
-__global__ void __launch_bounds__(Team::kMost, Team::kHeld)
-    rms_norm_grad(const __grid_constant__ AlignkitNormGrad p, const __grid_constant__ Plan plan, const Divisor heads) {
+// Registers of a thread: as few as hold its columns' weight and sums, so that a multiprocessor has 16 to 24 warps.
+template <class Team, int kChains>
+constexpr int kRegisters = Team::kOfRow == 1 ? 80 : Team::kOfRow * kChains < 8 ? 96 : 128;
+
+template <class Team, bool kTotal, int kChains>
+__global__ void __maxnreg__((kRegisters<Team, kChains>))
+    rms_norm_grad(const __grid_constant__ AlignkitNormGrad p, const __grid_constant__ Sums sums, const Divisor heads) {
   using OwnRing = BackwardRing<kTotal>;
   constexpr int kSteps = kChain / Team::kRows;  // of a chain
-  constexpr int kLog = kSteps == 4 ? 2 : kSteps == 8 ? 3 : 4;
   extern __shared__ uint4 shared[];
   __shared__ float between[2][32];
   let_next_kernel_begin();
   if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) plan.arrived[i] = 0;
+    for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) sums.arrived[i] = 0;
   Team team;
   OwnRing ring(shared);
-  uint32_t rows = p.rows, chains = (rows + kChain - 1) / kChain;
-  uint64_t policy = read_once();
-  uint32_t log_run = kLog + plan.levels, in_run = (1u << log_run) - 1;  // steps of a run
+  uint32_t rows = p.rows;
   // Of the team `id`, the first row of step n. A warp's first team has the first rows.
-  auto row_of_step = [&](uint32_t id, uint32_t n) {
-    uint32_t run = id + (n >> log_run) * team.count;
-    return ((run << log_run) + (n & in_run)) * Team::kRows;
-  };
-  uint32_t steps = team.first < plan.runs ? ((plan.runs - team.first - 1) / team.count + 1) << log_run : 0;
-  auto copy = [&](int stage, uint32_t n) {
-    if (n < steps && row_of_step(team.first, n) < rows) {
+  auto row_of_step = [](uint32_t id, int n) { return id * (kChains * kChain) + n * Team::kRows; };
+  auto copy = [&](int stage, int n) {
+    if (n < kChains * kSteps && row_of_step(team.first, n) < rows) {
       uint32_t row = row_of_step(team.id, n);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         uint32_t r = row + v / Team::kOfRow;
         int column = team.column + v % Team::kOfRow * kAcross;
         bool here = r < rows && column < p.h;
-        copy_vector(&ring.at(stage, 0, v), here ? row_of(p.dy, p.h, r) + column : p.dy, here, policy);
-        copy_vector(&ring.at(stage, 1, v), here ? row_of(p.x, heads, r) + column : p.dy, here, policy);
-        if (kTotal) copy_vector(&ring.at(stage, 2, v), here ? row_of(p.d_total, p.h, r) + column : p.dy, here, policy);
+        copy_vector(&ring.at(stage, 0, v), here ? row_of(p.dy, p.h, r) + column : p.dy, here);
+        copy_vector(&ring.at(stage, 1, v), here ? row_of(p.x, heads, r) + column : p.dy, here);
+        if (kTotal) copy_vector(&ring.at(stage, 2, v), here ? row_of(p.d_total, p.h, r) + column : p.dy, here);
       }
     }
     copies_end();
@@ -321,16 +299,18 @@ __global__ void __launch_bounds__(Team::kMost, Team::kHeld)
 #pragma unroll
   for (int i = 0; i < OwnRing::kDepth; ++i) copy(i, i);
   float next_rstd[Team::kRows];
-  auto load_rstd = [&](uint32_t n) {
+  auto load_rstd = [&](int n) {
     uint32_t row = row_of_step(team.id, n);
 #pragma unroll
-    for (int i = 0; i < Team::kRows; ++i) next_rstd[i] = n < steps && row + i < rows ? __ldg(p.rstd + row + i) : 0.0f;
+    for (int i = 0; i < Team::kRows; ++i) next_rstd[i] = row + i < rows ? __ldg(p.rstd + row + i) : 0.0f;
   };
   load_rstd(0);
-  float w[Team::kOfRow][kColumns], dw[Team::kOfRow][kColumns] = {};
-  load_weight<Team>(w, p.weight, p.h, team.column, p.zero_centered);
+  Weight<Team> weight(p.weight, p.h, team.column, p.zero_centered);
+  float dw[Team::kOfRow][kColumns] = {};
+  float waits[2][Team::kOfRow][kColumns];  // for their neighbours: a chain, and two of four
   int stage = 0, line = 0;
-  for (uint32_t n = 0; n < steps; ++n) {
+#pragma unroll 1
+  for (int n = 0; n < kChains * kSteps; ++n) {
     uint32_t row = row_of_step(team.id, n);
     float rstd[Team::kRows];
 #pragma unroll
@@ -341,11 +321,12 @@ __global__ void __launch_bounds__(Team::kMost, Team::kHeld)
       float products[kVectors];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float dy[kColumns], x[kColumns];
+        float dy[kColumns], x[kColumns], w[kColumns];
         unpack(ring.at(stage, 0, v), dy);
         unpack(ring.at(stage, 1, v), x);
+        weight.get(v, w);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) dy[i] = dy[i] * w[v % Team::kOfRow][i] * x[i];
+        for (int i = 0; i < kColumns; ++i) dy[i] = dy[i] * w[i] * x[i];
         products[v] = tree(dy);
       }
       float of_held = rstd[0];
@@ -353,17 +334,19 @@ __global__ void __launch_bounds__(Team::kMost, Team::kHeld)
       for (int i = 1; i < Team::kRows; ++i) of_held = team.held == i ? rstd[i] : of_held;
       float sum = team.sum(products, between, line);
       float c = __fdiv_rn(sum, static_cast<float>(p.h)) * of_held * of_held;
+      if (Team::kOfRow == 4) weight.forget_unpacked();
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         uint32_t r = row + v / Team::kOfRow;
         int column = team.column + v % Team::kOfRow * kAcross;
         float of_row = team.of_row(c, v / Team::kOfRow), of_rstd = rstd[v / Team::kOfRow];
-        float dy[kColumns], x[kColumns], dx[kColumns];
+        float dy[kColumns], x[kColumns], w[kColumns], dx[kColumns];
         unpack(ring.at(stage, 0, v), dy);
         unpack(ring.at(stage, 1, v), x);
+        weight.get(v, w);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-          dx[i] = of_rstd * __fmaf_rn(-of_row, x[i], dy[i] * w[v % Team::kOfRow][i]);
+          dx[i] = of_rstd * __fmaf_rn(-of_row, x[i], dy[i] * w[i]);
           float& sum_of = dw[v % Team::kOfRow][i];
           sum_of = __fmaf_rn(dy[i], x[i] * of_rstd, sum_of);
         }
@@ -379,57 +362,34 @@ __global__ void __launch_bounds__(Team::kMost, Team::kHeld)
         if (r < rows && column < p.h)
           *reinterpret_cast<uint4*>(static_cast<bf16*>(p.dx) + int64_t{r} * p.h + column) = out;
       }
-    } else {
-#pragma unroll
-      for (auto& of : dw)
-#pragma unroll
-        for (float& f : of) f += 0.0f;  // as an absent row does
     }
     copy(stage, n + OwnRing::kDepth);
     stage ^= 1;
-    if (n % kSteps != kSteps - 1) continue;
-    // The chain is done.
-    uint32_t run = team.id + (n >> log_run) * team.count, chain = (n & in_run) / kSteps;
-    bool absent = (run << plan.levels) + chain >= chains;
-    int level = __ffs(~chain) - 1;  // how many sums of neighbours wait for this one
-    float* slots = plan.slots + int64_t{team.id} * plan.levels * p.h;
-    float* to = level == plan.levels ? plan.parts + int64_t{run} * p.h : slots + level * p.h;
-    if (absent) {
+    if (n % kSteps != kSteps - 1 || n == kChains * kSteps - 1) continue;
+    // A chain but the last is done, and waits; the second of four joins the first.
 #pragma unroll
-      for (auto& of : dw)
+    for (int i = 0; i < Team::kOfRow; ++i)
 #pragma unroll
-        for (float& f : of) f = -0.0f;
-    }
-    // All of a level's loads are on their way at once.
-#pragma unroll 1
-    for (int l = 0; l < level; ++l, slots += p.h) {
-      float4 before[Team::kOfRow][2];
-#pragma unroll
-      for (int i = 0; i < Team::kOfRow; ++i) {
-        const float4* from = reinterpret_cast<const float4*>(slots + team.column + i * kAcross);
-        bool here = run < plan.runs && team.column + i * kAcross < p.h;
-        before[i][0] = here ? __ldcg(from) : float4();
-        before[i][1] = here ? __ldcg(from + 1) : float4();
+      for (int j = 0; j < kColumns; ++j) {
+        float done = dw[i][j] + 0.0f;
+        if (kChains == 4 && n / kSteps == 1) waits[1][i][j] = waits[0][i][j] + done;
+        else waits[0][i][j] = done;
+        dw[i][j] = 0.0f;
       }
+  }
 #pragma unroll
-      for (int i = 0; i < Team::kOfRow; ++i)
+  for (int i = 0; i < Team::kOfRow; ++i) {
+    int column = team.column + i * kAcross;
+    if (team.id >= sums.runs || column >= p.h) continue;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float* sums = dw[i] + 4 * half;
-          sums[0] += before[i][half].x, sums[1] += before[i][half].y;
-          sums[2] += before[i][half].z, sums[3] += before[i][half].w;
-        }
+    for (int j = 0; j < kColumns; ++j) {
+      dw[i][j] += 0.0f;
+      if (kChains >= 2) dw[i][j] = waits[0][i][j] + dw[i][j];
+      if (kChains == 4) dw[i][j] = waits[1][i][j] + dw[i][j];
     }
-#pragma unroll
-    for (int i = 0; i < Team::kOfRow; ++i) {
-      float4* at = reinterpret_cast<float4*>(to + team.column + i * kAcross);
-      if (run < plan.runs && team.column + i * kAcross < p.h) {
-        __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
-        __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
-      }
-#pragma unroll
-      for (float& f : dw[i]) f = 0.0f;
-    }
+    float4* at = reinterpret_cast<float4*>(sums.parts + int64_t{team.id} * p.h + column);
+    __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
+    __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
   }
 }
 
@@ -441,7 +401,7 @@ constexpr int kJoinWarps = 8;
 constexpr int kJoinLevels = 9;  // a warp joins at most 8 * 2^9 runs: of kMostRows rows there are 2^23
 
 // The balanced tree of rows [first, first + kJoinWarps * each) of parts [runs, h], in the first warp; `each` is a power of
-// two, at least 8. Rows beyond `runs` are -0. All threads of the block call it.
+// two, at least 8. Rows beyond `runs` are zero. All threads of the block call it.
 __device__ __forceinline__ float4 join_rows(const float* parts, uint32_t runs, int h, int column, uint32_t first, int each,
                                             float4 (&shared)[kJoinWarps][32]) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -453,7 +413,7 @@ __device__ __forceinline__ float4 join_rows(const float* parts, uint32_t runs, i
     for (int i = 0; i < 8; ++i) {
       uint32_t run = first + batch * 8 + i;
       v[i] = run < runs && column < h ? __ldcg(reinterpret_cast<const float4*>(parts + int64_t{run} * h + column))
-                                      : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+                                      : float4();
     }
 #pragma unroll
     for (int apart = 1; apart < 8; apart *= 2)
@@ -490,26 +450,25 @@ __device__ __forceinline__ float4 join_rows(const float* parts, uint32_t runs, i
 
 // The sums of runs to dweight. Of the blocks of a slice of columns, the last to be done joins what all have.
 __global__ void __launch_bounds__(kJoinWarps * 32)
-    rms_norm_join(const __grid_constant__ Plan plan, int h, void* dweight, int rounded) {
+    rms_norm_join(const __grid_constant__ Sums sums, int h, void* dweight, int rounded) {
   __shared__ float4 shared[kJoinWarps][32];
   __shared__ bool last;
   wait_for_kernel_before();
   int column = blockIdx.x * kSlice + threadIdx.x % 32 * 4;
-  float4 sum = join_rows(plan.parts, plan.runs, h, column, blockIdx.y * plan.group, plan.group / kJoinWarps, shared);
+  float4 sum = join_rows(sums.parts, sums.runs, h, column, blockIdx.y * sums.group, sums.group / kJoinWarps, shared);
   if (gridDim.y > 1) {
     if (threadIdx.x < 32) {
-      if (column < h) __stcg(reinterpret_cast<float4*>(plan.joined + int64_t{blockIdx.y} * h + column), sum);
+      if (column < h) __stcg(reinterpret_cast<float4*>(sums.joined + int64_t{blockIdx.y} * h + column), sum);
       __threadfence();
       __syncwarp();
-      if (threadIdx.x == 0) last = atomicAdd(plan.arrived + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
+      if (threadIdx.x == 0) last = atomicAdd(sums.arrived + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
     }
     __syncthreads();
     if (!last) return;
     __threadfence();
-    sum = join_rows(plan.joined, gridDim.y, h, column, 0, kMostGroups / kJoinWarps, shared);
+    sum = join_rows(sums.joined, gridDim.y, h, column, 0, kMostGroups / kJoinWarps, shared);
   }
   if (threadIdx.x >= 32 || column >= h) return;
-  sum = make_float4(sum.x + plan.zero, sum.y + plan.zero, sum.z + plan.zero, sum.w + plan.zero);
   if (rounded) {
     bf16* to = static_cast<bf16*>(dweight) + column;
     to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
@@ -554,11 +513,15 @@ int threads_of(int h) {
   return Team::kWarps ? 32 * up(h, kVectors * kAcross) : kBlock;
 }
 
+// Whether there are kernels for rows of h columns, of which there must be more than `above`.
+bool fits(int h, int rows, int above) {
+  return h > above && h % kColumns == 0 && h <= kMostThreads / 32 * kVectors * kAcross && rows > 0 && rows <= kMostRows;
+}
+
 // Calls `function` with the team for rows of h columns.
 template <class Function>
 cudaError_t with_team(int h, int rows, const Function& function) {
-  if (h <= 32 || h % kColumns || h > kMostThreads / 32 * kVectors * kAcross) return cudaErrorInvalidValue;
-  if (rows <= 0 || rows > kMostRows) return cudaErrorInvalidValue;
+  if (!fits(h, rows, 32)) return cudaErrorInvalidValue;
   if (h <= 64) return function(Team<8, 1, false>());
   if (h <= 128) return function(Team<16, 1, false>());
   if (h <= 256) return function(Team<32, 1, false>());
@@ -567,88 +530,61 @@ cudaError_t with_team(int h, int rows, const Function& function) {
   return function(Team<32, 4, true>());
 }
 
-template <class Team, bool kResidual>
 cudaError_t launch_norm(const AlignkitNorm& p, cudaStream_t stream) {
-  constexpr auto kernel = rms_norm<Team, kResidual>;
-  int threads = threads_of<Team>(p.h), bytes = threads * ForwardRing<kResidual>::kBytes, most;
-  if (cudaError_t e = held<kernel>(threads, bytes, &most)) return e;
-  uint32_t blocks = std::min<uint32_t>(up(p.rows, Team::kRows * Team::kOfBlock), most);
-  kernel<<<blocks, threads, bytes, stream>>>(p, Divisor(p.heads));
+  if (!fits(p.h, p.rows, kVectors * kAcross)) return cudaErrorInvalidValue;
+  int threads = threads_of<Block>(p.h), bytes = threads * ForwardRing::kBytes, most;
+  if (cudaError_t e = held<rms_norm>(threads, bytes, &most)) return e;
+  rms_norm<<<std::min(p.rows, most), threads, bytes, stream>>>(p, Divisor(p.heads));
   return cudaGetLastError();
 }
 
-// Fills all but the pointers, which need the workspace; returns its floats by `floats`.
-template <class Team, bool kTotal>
-cudaError_t plan_of(const AlignkitNormGrad& p, Plan* plan, int64_t* floats) {
-  int threads = threads_of<Team>(p.h), most;
-  if (cudaError_t e = held<rms_norm_grad<Team, kTotal>>(threads, threads * BackwardRing<kTotal>::kBytes, &most)) return e;
-  uint32_t chains = up(p.rows, kChain), teams = most * Team::kOfBlock;
-  // Longer runs have fewer sums to join; but teams that take few have nothing to do while others take their last.
-  plan->levels = std::min(p.levels, kMostLevels);
-  if (p.levels < 0)
-    for (plan->levels = 0; plan->levels < kMostLevels && chains >> (plan->levels + 1) >= 3 * teams;) ++plan->levels;
-  plan->runs = up(chains, 1 << plan->levels);
-  plan->blocks = std::min<uint32_t>(up(plan->runs, Team::kOfBlock), most);
-  plan->group = 8 * kJoinWarps;
-  while (plan->groups() > kMostGroups) plan->group *= 2;
-  plan->zero = -0.0f;
-  uint64_t full = 1;
-  while (full < chains) full *= 64;  // the contract's tree joins 64 at a time
-  if (full != chains) plan->zero = 0.0f;
-  float*& at = plan->parts;
-  at = p.workspace;
-  int64_t slots = int64_t{plan->blocks} * Team::kOfBlock * plan->levels * p.h;
-  int64_t parts = int64_t{plan->runs} * p.h, joined = int64_t{plan->groups()} * p.h;
-  plan->slots = plan->parts + parts;
-  plan->joined = plan->slots + slots;
-  plan->arrived = reinterpret_cast<int*>(plan->joined + joined);
-  *floats = parts + slots + joined + up(p.h, kSlice);
-  return cudaSuccess;
-}
-
-template <class Team, bool kTotal>
-cudaError_t launch_grad(const AlignkitNormGrad& p, int64_t* floats, cudaStream_t stream) {
-  Plan plan;
-  int64_t needed;
-  if (cudaError_t e = plan_of<Team, kTotal>(p, &plan, &needed)) return e;
-  if (floats) {
-    *floats = needed;
-    return cudaSuccess;
-  }
-  int threads = threads_of<Team>(p.h), bytes = threads * BackwardRing<kTotal>::kBytes;
-  rms_norm_grad<Team, kTotal><<<plan.blocks, threads, bytes, stream>>>(p, plan, Divisor(p.heads));
+// Longer runs have fewer sums to join; but where a multiprocessor has few blocks one after the other, more of it is idle while
+// the last are done.
+template <class Team, bool kTotal, int kChains = Team::kOfRow == 4 ? 2 : 4>
+cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
+  constexpr auto kernel = rms_norm_grad<Team, kTotal, kChains>;
+  int threads = threads_of<Team>(p.h), bytes = threads * BackwardRing<kTotal>::kBytes, most;
+  if (cudaError_t e = held<kernel>(threads, bytes, &most)) return e;
+  Sums sums;
+  sums.runs = up(p.rows, kChains * kChain);
+  uint32_t blocks = up(sums.runs, Team::kOfBlock);
+  if constexpr (kChains > 1)
+    if (p.chains ? kChains > p.chains : blocks < 3u * most) return launch_grad<Team, kTotal, kChains / 2>(p, stream);
+  sums.group = 8 * kJoinWarps;
+  while (sums.groups() > kMostGroups) sums.group *= 2;
+  sums.parts = p.workspace;
+  sums.joined = sums.parts + int64_t{sums.runs} * p.h;
+  sums.arrived = reinterpret_cast<int*>(sums.joined + int64_t{sums.groups()} * p.h);
+  kernel<<<blocks, threads, bytes, stream>>>(p, sums, Divisor(p.heads));
   if (cudaError_t e = cudaGetLastError()) return e;
   cudaLaunchAttribute early;
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(up(p.h, kSlice), plan.groups());
+  config.gridDim = dim3(up(p.h, kSlice), sums.groups());
   config.blockDim = kJoinWarps * 32;
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, rms_norm_join, plan, p.h, p.dweight, p.rounded);
+  return cudaLaunchKernelEx(&config, rms_norm_join, sums, p.h, p.dweight, p.rounded);
 }
 
 }  // namespace
 }  // namespace alignkit
 
-// The functions return a cudaError_t. H is a multiple of 8, more than 32 and at most 16384; there are from 1 to 2^27 rows. All
-// tensors but rstd lie at multiples of 16 bytes, strides are multiples of 8.
+// The functions return a cudaError_t. H is a multiple of 8, more than 32, forward 1024, and at most 16384; there are from 1 to
+// 2^27 rows. All tensors but rstd lie at multiples of 16 bytes, strides are multiples of 8.
 
 extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {
   using namespace alignkit;
-  return with_team(p->h, p->rows, [&](auto team) {
-    using Team = decltype(team);
-    return p->residual.data ? launch_norm<Team, true>(*p, stream) : launch_norm<Team, false>(*p, stream);
-  });
+  return launch_norm(*p, stream);
 }
 
-// If `floats` is not null, nothing is computed: how many the workspace must have.
-extern "C" int alignkit_rms_norm_grad(const AlignkitNormGrad* p, int64_t* floats, cudaStream_t stream) {
+// The workspace: h floats for each 16 rows, for each 1024, and for each 128 of h one.
+extern "C" int alignkit_rms_norm_grad(const AlignkitNormGrad* p, cudaStream_t stream) {
   using namespace alignkit;
   return with_team(p->h, p->rows, [&](auto team) {
     using Team = decltype(team);
-    return p->d_total ? launch_grad<Team, true>(*p, floats, stream) : launch_grad<Team, false>(*p, floats, stream);
+    return p->d_total ? launch_grad<Team, true>(*p, stream) : launch_grad<Team, false>(*p, stream);
   });
 }

@@ -1,4 +1,5 @@
-"""CUDA: bf16 rows at the speed of memory (csrc/sm90/rms_norm.cu). Everything else is Triton's: the same bits."""
+"""CUDA: gradients of bf16 rows, and long rows without a residual, at the speed of memory (csrc/sm90/rms_norm.cu). Everything
+else is Triton's: the same bits."""
 from __future__ import annotations
 
 import ctypes
@@ -8,8 +9,9 @@ import torch
 from ... import cuda
 from . import triton
 
-NARROW, WIDE, ROWS = 32, 16384, 1 << 27
-"""Rows are longer than the first and no longer than the second; at most so many."""
+NARROW, LONG, WIDE, ROWS = 32, 4096, 16384, 1 << 27
+"""Rows are longer than the first, forward than the second, where Triton no longer copies as fast as memory; no longer than the
+third; at most so many."""
 
 
 class _Rows(ctypes.Structure):
@@ -19,8 +21,7 @@ class _Rows(ctypes.Structure):
 
 class _Norm(ctypes.Structure):
     """AlignkitNorm of csrc/sm90/rms_norm.cu."""
-    _fields_ = [("x", _Rows), ("residual", _Rows),
-                *((name, ctypes.c_void_p) for name in ("weight", "total", "y", "rstd")),
+    _fields_ = [("x", _Rows), *((name, ctypes.c_void_p) for name in ("weight", "y", "rstd")),
                 *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered")), ("eps", ctypes.c_float)]
 
 
@@ -28,13 +29,14 @@ class _NormGrad(ctypes.Structure):
     """AlignkitNormGrad of csrc/sm90/rms_norm.cu."""
     _fields_ = [("x", _Rows),
                 *((name, ctypes.c_void_p) for name in ("dy", "d_total", "weight", "rstd", "dx", "dweight", "workspace")),
-                *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered", "rounded", "levels"))]
+                *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered", "rounded", "chains"))]
 
 
-def _takes(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels are for rows like the first's, and all are bf16 that they can read 16 bytes at a time."""
+def _takes(*tensors: torch.Tensor, above: int = NARROW) -> bool:
+    """Whether the kernels are for rows like the first's, of more than `above` elements, and all are bf16 that they can read 16
+    bytes at a time."""
     h = tensors[0].shape[-1]
-    return (NARROW < h <= WIDE and h % 8 == 0 and 0 < tensors[0].numel() // h <= ROWS
+    return (above < h <= WIDE and h % 8 == 0 and 0 < tensors[0].numel() // h <= ROWS
             and all(t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in t.stride()[:-1])
                     for t in tensors))
 
@@ -48,34 +50,31 @@ def _rows(t: torch.Tensor) -> tuple[_Rows, int]:
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
             zero_centered: bool = False):
     """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
-    if not _takes(x, weight, *(() if residual is None else (residual,))):
+    if residual is not None or not _takes(x, weight, above=LONG):
         return triton.forward(x, weight, eps, residual, zero_centered)
     h = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(y)
     rstd = torch.empty(x.numel() // h, dtype=torch.float32, device=x.device)
     x_rows, heads = _rows(x)
-    p = _Norm(x_rows, _Rows() if residual is None else _rows(residual)[0], weight.data_ptr(), total.data_ptr(), y.data_ptr(),
-              rstd.data_ptr(), len(rstd), heads, h, zero_centered, eps)
+    p = _Norm(x_rows, weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), len(rstd), heads, h, zero_centered, eps)
     cuda.call("alignkit_rms_norm", x.device, ctypes.byref(p))
-    return total, y, rstd
+    return x, y, rstd
 
 
 def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dweight_dtype=torch.bfloat16,
-             levels: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. levels: a schedule, of
-    which no bit depends; the logarithm of how many chains of dweight one sum in memory is of, -1: as is best."""
+             chains: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. chains: a schedule, of
+    which no bit depends; of how many chains of dweight one sum in memory is, at most 1, 2 or 4; 0: as is best."""
     if not _takes(x, dy, weight, *(() if d_total is None else (d_total,))):
         return triton.backward(dy, x, weight, rstd, d_total, zero_centered)
     h = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)
+    sums = -(-len(rstd) // triton.DW_ROWS)
+    workspace = torch.empty((sums + -(-sums // 64)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
     x_rows, heads = _rows(x)
     p = _NormGrad(x_rows, dy.data_ptr(), cuda.pointer(d_total), weight.data_ptr(), rstd.data_ptr(), dx.data_ptr(),
-                  dweight.data_ptr(), None, len(rstd), heads, h, zero_centered, dweight_dtype == torch.bfloat16, levels)
-    floats = ctypes.c_int64()
-    cuda.call("alignkit_rms_norm_grad", x.device, ctypes.byref(p), ctypes.byref(floats))
-    workspace = torch.empty(floats.value, dtype=torch.float32, device=x.device)
-    p.workspace = workspace.data_ptr()
-    cuda.call("alignkit_rms_norm_grad", x.device, ctypes.byref(p), None)
+                  dweight.data_ptr(), workspace.data_ptr(), len(rstd), heads, h, zero_centered,
+                  dweight_dtype == torch.bfloat16, chains)
+    cuda.call("alignkit_rms_norm_grad", x.device, ctypes.byref(p))
     return dx, dweight

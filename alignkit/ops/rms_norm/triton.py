@@ -9,7 +9,8 @@ from .._triton import launch, next_power_of_2, tree_sum
 from .reference import added
 
 DW_ROWS = 16
-"""Rows of one chain of dweight; the chains join by the balanced tree, in row order. In the contract."""
+"""Rows of one chain of dweight, to which a zero is added; the chains join by the balanced tree, in row order. In the
+contract."""
 
 
 @triton.jit
@@ -105,7 +106,8 @@ def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, heads, sxt, sxh, H: t
         tl.store(DX + r[:, None] * H + j[None, :], dx.to(DX.dtype.element_ty), mask=ok)
         dw = tl.fma(dy, x * rstd, dw)
         r += 1
-    tl.store(PART + chain[:, None] * H + j[None, :], dw, mask=(chain < chains)[:, None] & (j < H)[None, :])
+    # No sum is a negative zero: absent ones, which are zero, change no bit.
+    tl.store(PART + chain[:, None] * H + j[None, :], dw + 0.0, mask=(chain < chains)[:, None] & (j < H)[None, :])
 
 
 @triton.jit(do_not_specialize=["parts"])
