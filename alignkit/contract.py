@@ -4,7 +4,7 @@ Two logprobs may be compared bit for bit only if they carry the same contract id
 """
 from __future__ import annotations
 
-VERSION = {"cpu": 1, "sm90": 3}
+VERSION = {"cpu": 1, "sm90": 4}
 """By device family: a change of bits on one leaves the logprobs saved on the other comparable."""
 VOCAB_TILE = 128
 """Width, in global vocabulary ids, of one leaf of the log-softmax."""
