@@ -8,7 +8,8 @@ if a test failed or none ran.
 Left out: tests that capture graphs, because memory comes from no cache here and its allocation is no part of a graph; those
 of large tensors, where the tools take minutes; from racecheck cuBLAS's kernels, whose synchronisation it takes for none, and
 those of hopper.py, where it reports the compiler's own handing of arguments to the groups of warps; from initcheck both
-too, and the gated delta rule's CUDA kernels, because it does not see what the copy engine writes.
+too. From these two also the gated delta rule's CUDA kernels: initcheck does not see what the copy engine writes, and where a
+lane arrives at a barrier for its warp, racecheck orders what that lane did and not what the 31 others did.
 """
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ TOOLS = ("racecheck", "memcheck", "initcheck")
 """The slowest first."""
 TESTS = [f"tests/ops/test_{name}.py" for name in ("accuracy", "invariance", "linear_cuda", "linear_logp_cuda",
                                                   "linear_logp_sm90", "attention_cuda", "gated_delta_rule", "rms_norm_cuda")]
-_WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper", "initcheck": "cublaslt hopper gated_delta_rule"}
+_WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper gated_delta_rule", "initcheck": "cublaslt hopper gated_delta_rule"}
 """Providers of products, and ops whose CUDA kernels are left out, by tool."""
 _SKIPPED = "graph or capture or beyond or far or 2_31 or current_stream"
 _ABOUT_THEM = "takes_the_usual or refused_and_named or many_rows"
-_FOUND = 99
-"""The exit status that compute-sanitizer is asked for when it found something."""
+_FOUND, _NO_TESTS = 99, 5
+"""The exit status that compute-sanitizer is asked for when it found something; pytest's, of a part without tests."""
 _ENV = {
     "ALIGNKIT_TEST_DEVICE": "cuda",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -78,21 +79,31 @@ def planted(tool: str, timeout: float, out: Path) -> dict:
     return {"tool": tool, "tests": "planted", "errors": errors, "summary": line, "exit_status": status, "clean": errors > 0}
 
 
-def run(tool: str, tests: str, examples: int, timeout: float, out: Path) -> dict:
-    """A row of sanitize.json: what a tool finds in a file of tests."""
+def run(tool: str, tests: str, part: str, examples: int, timeout: float, out: Path) -> dict:
+    """What a tool finds in a part of a file of tests, as a row of sanitize.json."""
     started = time.monotonic()
-    log, without = out / f"{tool}-{Path(tests).stem}.log", _WITHOUT[tool]
+    log, without = out / f"{tool}-{Path(tests).stem}-{part.replace('/', '-')}.log", _WITHOUT[tool]
     skipped = f"{_SKIPPED} or {_ABOUT_THEM}" if without else _SKIPPED
     status, errors, line = check(tool, log, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "own_kernels",
                                             "-k", f"not ({skipped})", tests], timeout,
-                                 {"ALIGNKIT_TEST_EXAMPLES": str(examples), "ALIGNKIT_WITHOUT": without})
+                                 {"ALIGNKIT_TEST_EXAMPLES": str(examples), "ALIGNKIT_WITHOUT": without,
+                                  "ALIGNKIT_PART": part})
     if errors and log.exists():
         lines = log.read_text(errors="replace").splitlines()
         print("\n".join(line for line in lines if "Host Frame" not in line or ".py:" in line))
     seconds = round(time.monotonic() - started, 1)
-    print(f"{tool}, {tests}: {line or 'no summary'}; {seconds} s", flush=True)
-    return {"tool": tool, "tests": tests, "errors": errors, "summary": line, "exit_status": status,
-            "clean": status == 0 and errors == 0, "seconds": seconds}
+    print(f"{tool}, {tests} {part}: {line or 'no summary'}, exit status {status}; {seconds} s", flush=True)
+    return {"tool": tool, "tests": tests, "errors": errors, "summary": line, "exit_status": status, "seconds": seconds}
+
+
+def joined(parts: list[dict]) -> dict:
+    """The row of a file from those of its parts: clean if all parts that have tests are, and one has."""
+    tested = [part for part in parts if part["exit_status"] != _NO_TESTS]
+    bad = [part for part in tested if part["exit_status"] != 0 or part["errors"]]
+    row = (bad or tested or parts)[0]
+    errors = [part["errors"] for part in tested]
+    return row | {"errors": sum(errors) if errors and min(errors) >= 0 else -1, "parts": len(parts),
+                  "seconds": max(part["seconds"] for part in parts), "clean": bool(tested) and not bad}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,7 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--examples", type=int, default=1, help="drawn for each test")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a tool and a file of tests")
-    parser.add_argument("--at-once", type=int, default=8, help="processes")
+    parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--parts", type=int, default=4, help="that the tests of a file are dealt out to")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/sanitize.json")
     parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="logs")
     parser.add_argument("tests", nargs="*", default=TESTS)
@@ -112,9 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
     out, name = options.out.resolve(), datetime.datetime.now().isoformat(timespec="seconds")
     with ThreadPoolExecutor(options.at_once) as pool:
         waits = [pool.submit(planted, tool, options.timeout, out) for tool in options.tools]
-        waits += [pool.submit(run, tool, tests, options.examples, options.timeout, out)
-                  for tool in options.tools for tests in reversed(options.tests)]
-    rows = [wait.result() for wait in waits]
+        files = [[pool.submit(run, tool, tests, f"{part}/{options.parts}", options.examples, options.timeout, out)
+                  for part in range(options.parts)] for tool in options.tools for tests in reversed(options.tests)]
+    rows = [*(wait.result() for wait in waits), *(joined([wait.result() for wait in parts]) for parts in files)]
     old = json.loads(options.json.read_text()) if options.json.exists() else {}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.json, merge(old, name, machine() | {"examples": options.examples}, rows, ("tool", "tests")))

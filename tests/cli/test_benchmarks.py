@@ -177,6 +177,28 @@ def test_summary_of_a_sanitizer_log(module, log, expected):
     assert module("sanitize").summary(log) == expected
 
 
+@pytest.mark.parametrize("parts, clean, errors, status", [
+    ([(0, 0), (0, 0)], True, 0, 0), ([(0, 0), (5, -1)], True, 0, 0),  # the second has no tests
+    ([(5, -1), (5, -1)], False, -1, 5), ([(0, 0), (99, 7), (99, 2)], False, 9, 99), ([(0, 0), (1, 0)], False, 0, 1),
+    ([(0, 0), (None, -1)], False, -1, None), ([(0, 3)], False, 3, 0)])
+def test_parts_of_a_file_under_a_sanitizer(module, parts, clean, errors, status):
+    rows = [{"tool": "memcheck", "tests": "a.py", "exit_status": s, "errors": e, "summary": "", "seconds": i}
+            for i, (s, e) in enumerate(parts)]
+    row = module("sanitize").joined(rows)
+    assert (row["clean"], row["errors"], row["exit_status"], row["parts"]) == (clean, errors, status, len(parts))
+    assert row["seconds"] == len(parts) - 1
+
+
+def test_parts_are_all_of_the_tests(module, monkeypatch):
+    select, seen = module("own_kernels").pytest_collection_modifyitems, []
+    for part in range(3):
+        monkeypatch.setenv("ALIGNKIT_PART", f"{part}/3")
+        items = list(range(8))
+        select(items)
+        seen += items
+    assert sorted(seen) == list(range(8))
+
+
 # linear_logp
 
 @pytest.fixture

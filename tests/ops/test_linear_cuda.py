@@ -308,7 +308,7 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     want = torch.empty(m, n, dtype=out_dtype)
     tiles(a, b, leaves, bias, want, False)
     for parts in (1, 2, 4, 8):
-        if parts <= leaves <= 4 * parts or parts == 1 and m <= kernels.QUARTERED_ROWS and leaves >= 4:
+        if m <= kernels.QUARTERED_ROWS and leaves >= 4 if parts == 1 else parts <= leaves <= 4 * parts:
             got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
             assert kernels.tree(a, b, leaves, bias, got, parts=parts)
             assert_bitwise_equal(got, want, f"{parts} parts")
