@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import itertools
 import json
 import math
+import os
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +115,16 @@ class Inputs:
         return lambda: function(*self.rows, **self.gates, h0=self.dht, dht=self.dht, scale=DIM**-0.5, **packed)
 
 
+def compile_peer(todo: list[Case]) -> None:
+    """flash-linear-attention's kernels are compiled for each number of heads and mode. Here by processes side by side; what
+    they are tuned to is not kept, as the times of these are no good."""
+    if importlib.util.find_spec("fla") is None:
+        return
+    kinds = sorted({(case.h, case.mode, 3 if case.sequences else 0) for case in todo})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kind: subprocess.run([sys.executable, __file__, "--compile", *map(str, kind)], check=False), kinds))
+
+
 def copy_speed(watch: Stopwatch, device: torch.device) -> float:
     """Bytes read and written a second."""
     source = torch.randn(COPIED // 4, device=device)
@@ -146,10 +160,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
     parser.add_argument("--minutes", type=float, help="after which no measurement is begun")
     parser.add_argument("--resume", action="store_true", help="only rows that the file does not have yet")
+    parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)  # heads, mode, sequences: one call of the peer's kernel
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gdn_bwd_dhu.json")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
+    if options.compile:
+        heads, mode, sequences = options.compile
+        Inputs(Case(1, 8 * CHUNK, int(heads), mode, int(sequences)), device).theirs()()
+        return 0
     watch = Stopwatch(device)
     speed = copy_speed(watch, device)
     name = datetime.datetime.now().isoformat(timespec="seconds")
@@ -159,6 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     old = json.loads(options.json.read_text()) if options.json.exists() else {}
     had = {tuple(row[k] for k in KEY) for row in old.get("rows", [])} if options.resume else set()
     todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]
+    compile_peer(todo)
     rows: list[dict] = []
     for case in todo:
         if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
