@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 from e2e import ROOT, merge
-from linear_logp import Stopwatch
+from stopwatch import Stopwatch, copy_speed
 
 from alignkit import backends
 from alignkit.check.machine import family, machine, version
@@ -43,8 +43,6 @@ from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
 KEY = ("b", "t", "h", "mode", "layout")
 MODES = ("none", "dht+dh0", "g", "gk", "g+gk")
 DIM = 128
-COPIED = 1 << 30
-"""Bytes of the copy whose speed is the floor's."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +123,6 @@ def compile_peer(todo: list[Case]) -> None:
         list(pool.map(lambda kind: subprocess.run([sys.executable, __file__, "--compile", *map(str, kind)], check=False), kinds))
 
 
-def copy_speed(watch: Stopwatch, device: torch.device) -> float:
-    """Bytes read and written a second."""
-    source = torch.randn(COPIED // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * COPIED / (watch.medians([lambda: target.copy_(source)], 0.5)[0] / 1e3)
-
-
 def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
     inputs = Inputs(case, watch.device)
     floor = inputs.bytes() / speed * 1e3
@@ -170,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
         Inputs(Case(1, 8 * CHUNK, int(heads), mode, int(sequences)), device).theirs()()
         return 0
     watch = Stopwatch(device)
-    speed = copy_speed(watch, device)
+    speed = copy_speed(watch)
     name = datetime.datetime.now().isoformat(timespec="seconds")
     info = machine() | {"contract": contract_id(family()), "seconds": options.seconds, "copy_tb_s": speed / 1e12,
                         "backend": backends.select("gated_delta_rule", device).__name__.rpartition(".")[2]}

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 from e2e import ROOT, merge
-from linear_logp import Stopwatch
+from stopwatch import Stopwatch
 
 from alignkit import backends
 from alignkit.check.machine import family, machine, version

@@ -29,8 +29,7 @@ from pathlib import Path
 
 import torch
 from e2e import ROOT, merge
-from gated_delta_rule import copy_speed
-from linear_logp import Stopwatch
+from stopwatch import Stopwatch, copy_speed
 from torch.nn.functional import rms_norm as torch_norm
 
 from alignkit import backends
@@ -175,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     started, device = time.monotonic(), torch.device("cuda")
     watch = Stopwatch(device)
-    speed = copy_speed(watch, device)
+    speed = copy_speed(watch)
     name = datetime.datetime.now().isoformat(timespec="seconds")
     info = machine() | {"contract": contract_id(family()), "seconds": options.seconds, "copy_tb_s": speed / 1e12,
                         "backend": backends.select("rms_norm", device).__name__.rpartition(".")[2]}
