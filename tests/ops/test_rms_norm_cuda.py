@@ -12,8 +12,7 @@ from .helpers import CPU
 pytestmark = [pytest.mark.skipif(CPU, reason="needs a GPU"),
               pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")]
 BF16, FP32 = torch.bfloat16, torch.float32
-SIZES = (40, 64, 72, 96, 120, 128, 136, 256, 264, 384, 512, 520, 768, 1024, 1032, 1536, 2048, 2560, 3072, 4096, 5120, 7168,
-         8192, 9216, 12288, 14336, 16384)
+SIZES = (40, 64, 120, 128, 136, 256, 264, 512, 520, 1024, 1032, 2560, 4096, 5120, 8192, 9216, 16384)
 KINDS = ("usual", "any magnitude", "zeros of both signs", "products that underflow", "NaN and inf")
 
 
@@ -74,7 +73,7 @@ def test_bits_are_those_of_triton(h):
 
 @pytest.mark.parametrize("rows, heads, h", [(70001, 8, 128), (300007, 1, 64), (64 * 16, 1, 256), (64 * 64 * 16, 1, 64),
                                             (20011, 1, 2048), (9001, 1, 5120), (4097, 1, 16384)])
-def test_more_rows_than_the_device_holds(rows, heads, h):
+def test_far_more_rows_than_the_device_holds(rows, heads, h):
     """Also: whole trees of chains, which have no absent ones."""
     torch.manual_seed(rows)
     for kind in ("usual", "products that underflow"):
