@@ -20,6 +20,8 @@ import torch.distributed as dist
 from . import backends, cuda
 from .errors import BackendError
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the kernel rounds to."""
 SIZES = (2, 4, 8)
 """Numbers of ranks that the kernel adds."""
 PIECE = 1 << 24

@@ -57,9 +57,12 @@ class TP:
                      bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32,
                      scatter: bool = False) -> torch.Tensor:
         """`tree_sum`, or `tree_sum_scatter`, of fp32 [rows, columns] that `product` makes where they are added, which
-        takes one copy less; plus bias [columns] in fp32, rounded to `dtype`, fp32 or bf16."""
+        takes one copy less; plus bias [columns] in fp32, rounded to `dtype`."""
         if (shared := self._workspace(device, rows, columns, scatter)) is not None:
-            return shared.sum(product, rows, columns, bias, dtype, scatter)
+            if dtype in symmetric.DTYPES:
+                return shared.sum(product, rows, columns, bias, dtype, scatter)
+            bias = None if bias is None else bias.float()
+            return shared.sum(product, rows, columns, bias, torch.float32, scatter).to(dtype)
         sums = torch.empty(rows, columns, dtype=torch.float32, device=device)
         product(slice(0, rows), sums)
         y = self._sum_gathered(sums, scatter)

@@ -46,17 +46,17 @@ def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
         raise InputError(f"{name}: device {t.device} differs from {like_name}'s {like.device}")
 
 
-def check_weight(x: torch.Tensor, weight, bias, name: str = "x") -> None:
-    """weight [N, K] and bias [N] or None fit x [..., K]; `name` is what the caller calls x."""
-    check_tensor(name, x)
-    check_tensor("weight", weight, 2)
+def check_weight(x: torch.Tensor, weight, bias, name: str = "x", dtypes=DTYPES) -> None:
+    """weight [N, K] and bias [N] or None fit x [..., K], of one of `dtypes`; `name` is what the caller calls x."""
+    check_tensor(name, x, dtypes=dtypes)
+    check_tensor("weight", weight, 2, dtypes)
     check_like("weight", weight, name, x)
     if weight.shape[1] != x.shape[-1]:
         raise InputError(f"weight: shape {tuple(weight.shape)} does not fit {name} of shape {tuple(x.shape)}")
     if min(weight.shape) == 0:
         raise InputError(f"weight: empty, shape {tuple(weight.shape)}")
     if bias is not None:
-        check_tensor("bias", bias)
+        check_tensor("bias", bias, dtypes=dtypes)
         if tuple(bias.shape) != (weight.shape[0],):
             raise InputError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         check_like("bias", bias, "weight", weight)

@@ -9,10 +9,13 @@ U32 = 2.0**-24
 CPU = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") == "cpu"
 EXP = (4 if CPU else 100) * U32
 """Relative error of exp: a few units on the CPU; elsewhere x log2(e) is rounded, and |x| < 88 multiplies that."""
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Unit roundoff of each model type."""
+SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+"""Spacing of the numbers next to zero."""
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+linear_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 seeds = st.integers(0, 2**31)
 
 

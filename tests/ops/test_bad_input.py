@@ -35,7 +35,8 @@ def paged(q=Q, k=CACHE, v=CACHE, table=TABLE, starts=CU, lens=LENS, **kw):
 CASES = [
     ("x: expected a tensor", lambda: ops.linear([1.0], W)),
     ("x: dtype", lambda: ops.linear(X.double(), W.double())),
-    ("x: dtype", lambda: ops.linear(X.half(), W.half())),
+    ("x: dtype", lambda: ops.linear(X.int(), W.int())),
+    ("weight: dtype", lambda: ops.linear(X.half(), W)),
     ("weight: shape", lambda: ops.linear(X, W[:, :5])),
     ("weight: expected 2 dimensions", lambda: ops.linear(X, B)),
     ("weight: dtype", lambda: ops.linear(X, W.bfloat16())),

@@ -17,12 +17,9 @@ from alignkit.ops.gated_delta_rule import (
 )
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, EXP, U32, UNIT, assert_within, gamma, seeds
+from .helpers import CPU, EXP, SMALLEST, U32, UNIT, assert_within, gamma, seeds
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-ROUNDING = UNIT | {FP16: 2.0**-11}
-SMALLEST = {FP32: 2.0**-149, BF16: 2.0**-133, FP16: 2.0**-24}
-"""Spacing of the numbers next to zero."""
 MODES = ("", "g", "gk", "g gk")
 BACKENDS = ["auto"] if CPU else ["triton", *(["cuda"] if cuda.available() else [])]
 DIMS = (64, 128) if CPU else (64, 128, 256)
@@ -82,7 +79,7 @@ def assert_same(got, want, what):
 def bounds(rows, rest, sequence, begin, end, head, scale, dtype):
     """What the recurrence gives in float64 for one sequence and head, and how far off T's rounding may be: for each
     chunk, last first, (dh, its bound, dv2, its bound), and (dh0, its bound)."""
-    u, tiny = ROUNDING[dtype], SMALLEST[dtype]
+    u, tiny = UNIT[dtype], SMALLEST[dtype]
     group = rows["do"].shape[2] // rows["q"].shape[2]
     exp = torch.exp2 if rest.get("base2") else torch.exp
 

@@ -9,7 +9,10 @@ import torch
 from ... import backends
 from ...contract import k_leaves
 from ...tp import SINGLE, TP
+from .._common import DTYPES as MODEL_DTYPES
 from .._common import check_weight, require
+
+DTYPES = (*MODEL_DTYPES, torch.float16)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Tensor | None = None,
@@ -74,7 +77,7 @@ def row_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
-    check_weight(x, weight, bias)
+    check_weight(x, weight, bias, dtypes=DTYPES)
     require(out_dtype in (None, x.dtype, torch.float32),
             f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32")
     require(not sequence_parallel or x.ndim >= 2, "x: sequence_parallel needs a sequence dimension in front")
@@ -94,7 +97,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Column-parallel or replicated linear layer: ``y = x @ weight.T + bias``.
 
     Args:
-        x: [..., K], fp32 or bf16. With `sequence_parallel`, this rank's slice [S / tp, ..., K] of dim 0.
+        x: [..., K], fp32, bf16 or fp16. With `sequence_parallel`, this rank's slice [S / tp, ..., K] of dim 0.
         weight: [N, K], x's type; the output features of this rank.
         bias: [N] or None; added in fp32 before the one rounding.
         tp: ranks that hold the other output features; in backward the gradient of x is summed over them in fp32.
@@ -120,7 +123,7 @@ def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     The global k is cut into `contract.k_leaves(k)` chains that are added by a balanced tree; a rank owns a subtree.
 
     Args:
-        x: [..., K / tp], fp32 or bf16; this rank's slice of the input features.
+        x: [..., K / tp], fp32, bf16 or fp16; this rank's slice of the input features.
         weight: [N, K / tp], x's type.
         bias: [N] or None, the same on every rank; added once, after the tree, in fp32.
         tp: the ranks that share k; their number must divide the number of leaves.
