@@ -10,6 +10,7 @@ from ..errors import InputError
 from ..tp import strict
 
 DTYPES = (torch.float32, torch.bfloat16)
+WITH_FP16 = (*DTYPES, torch.float16)
 
 
 def require(condition: bool, message: str) -> None:

@@ -2,31 +2,16 @@
 //
 // A block takes 128 of n at a time, which are rows to the tensor core; the rows of a are its columns. One warp copies operands
 // to shared memory, far ahead; two groups of four warps multiply 64 of n each by all of a. One chain for each output.
-#include "product.cuh"
+#include "wide.cuh"
 
 namespace alignkit {
 namespace {
-
-constexpr int kIds = 128;  // of n, of a block
-
-template <int kWidth>
-struct FewStage {
-  __nv_bfloat16 b[kIds * kStep];
-  __nv_bfloat16 a[kWidth * kStep];
-};
-
-template <int kWidth>
-struct FewShared {
-  static constexpr int kDepth = std::min<int>(12, 220 * 1024 / sizeof(FewStage<kWidth>));
-  FewStage<kWidth> stage[kDepth];
-  uint64_t full[kDepth], empty[kDepth];
-};
 
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
     few_gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, int m, int n, int k, float* out,
              int64_t pitch) {
-  using Sh = FewShared<kWidth>;
+  using Sh = WideShared<kWidth>;
   extern __shared__ uint8_t raw[];
   Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   if (threadIdx.x == 0) {
@@ -43,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int id = blockIdx.x * kIds; id < n; id += gridDim.x * kIds)
       for (int i = 0; i < steps; ++i, step<Sh::kDepth>(stage, phase)) {
         barrier_wait(&sh.empty[stage], phase ^ 1);
-        barrier_expect(&sh.full[stage], sizeof(FewStage<kWidth>));
+        barrier_expect(&sh.full[stage], sizeof(WideStage<kWidth>));
         copy_box(sh.stage[stage].b, &b, i * kStep, id, &sh.full[stage]);
         copy_box(sh.stage[stage].a, &a, i * kStep, 0, &sh.full[stage]);
       }
@@ -83,7 +68,7 @@ cudaError_t launch_few(const Matrix& a, const Matrix& b, int m, int n, int k, fl
   if (cudaError_t e = map_of(&maps[0], a, Layout::kPlain, m, k, kWidth)) return e;
   if (cudaError_t e = map_of(&maps[1], b, Layout::kPlain, n, k, kIds)) return e;
   constexpr auto kernel = few_gemm<kWidth>;
-  constexpr int bytes = sizeof(FewShared<kWidth>) + 1024;
+  constexpr int bytes = sizeof(WideShared<kWidth>) + 1024;
   int processors;
   if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
   int blocks = std::min((n + kIds - 1) / kIds, processors);

@@ -345,17 +345,8 @@ cudaError_t launch(const Matrix& a, const Matrix& b, const Shape& s, const Epilo
   int most;
   if (cudaError_t e = prepare<kernel>(kSharedBytes, kBlocks, &most)) return e;
   int64_t down = (s.m + kBlocks * kRows - 1) / (kBlocks * kRows), across = (s.n + kColumns - 1) / kColumns;
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = std::min<int64_t>(down * across, most) * kBlocks;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, maps[0], maps[1], s, epilogue);
+  unsigned blocks = static_cast<unsigned>(std::min<int64_t>(down * across, most) * kBlocks);
+  return launch_early(kernel, blocks, kThreads, kSharedBytes, stream, maps[0], maps[1], s, epilogue);
 }
 
 }  // namespace

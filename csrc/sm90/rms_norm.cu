@@ -8,7 +8,7 @@
 // A thread waits only for copies of its own: it keeps a ring of steps in shared memory, of which all but one are on their way.
 #include <algorithm>
 
-#include "hopper.cuh"
+#include "tensors.cuh"
 
 // Row r is head r % heads of token r / heads; strides are in elements. What has no strides is dense.
 struct AlignkitNormRows {
@@ -75,19 +75,15 @@ __device__ __forceinline__ void unpack(const uint4& v, float (&f)[kColumns]) {
   const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    f[2 * i] = __uint_as_float(pairs[i] << 16);
-    f[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000);
+    float2 pair = alignkit::unpack<bf16>(pairs[i]);
+    f[2 * i] = pair.x;
+    f[2 * i + 1] = pair.y;
   }
 }
 
 __device__ __forceinline__ uint4 pack(const float (&f)[kColumns]) {
-  uint32_t pairs[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(f[2 * i], f[2 * i + 1]);
-    pairs[i] = reinterpret_cast<uint32_t&>(pair);
-  }
-  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  using alignkit::pack;
+  return make_uint4(pack<bf16>(f[0], f[1]), pack<bf16>(f[2], f[3]), pack<bf16>(f[4], f[5]), pack<bf16>(f[6], f[7]));
 }
 
 __device__ __forceinline__ float tree(const float (&f)[kColumns]) {
@@ -557,16 +553,8 @@ cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
   sums.arrived = reinterpret_cast<int*>(sums.joined + int64_t{sums.groups()} * p.h);
   kernel<<<blocks, threads, bytes, stream>>>(p, sums, Divisor(p.heads));
   if (cudaError_t e = cudaGetLastError()) return e;
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(up(p.h, kSlice), sums.groups());
-  config.blockDim = kJoinWarps * 32;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, rms_norm_join, sums, p.h, p.dweight, p.rounded);
+  return launch_early(rms_norm_join, dim3(up(p.h, kSlice), sums.groups()), kJoinWarps * 32, 0, stream, sums, p.h, p.dweight,
+                      p.rounded);
 }
 
 }  // namespace

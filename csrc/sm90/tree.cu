@@ -6,8 +6,8 @@
 // two ways. Up to 64 rows a cluster of two blocks has all leaves of a tile, a quarter of them for each group of four warps,
 // and joins them in shared memory. With more rows a block sums some leaves of a larger tile and writes the sums to memory,
 // and a second kernel joins them; there the two blocks of a cluster share one of the operands.
-#include "product.cuh"
 #include "tensors.cuh"
+#include "wide.cuh"
 
 namespace alignkit {
 namespace {
@@ -176,31 +176,16 @@ cudaError_t launch_quarters(const Matrix& a, const Matrix& b, int k, const Targe
 
 // More rows.
 
-constexpr int kIds = 128;  // of n, of a block
-
 // What the blocks of a cluster have in common: rows of a, and the second has the next ids; or rows of b, and the second has
 // the next rows of a.
 enum class Common { kA, kB };
-
-template <int kWidth>
-struct PartStage {
-  __nv_bfloat16 b[kIds * kStep];
-  __nv_bfloat16 a[kWidth * kStep];
-};
-
-template <int kWidth>
-struct PartShared {
-  static constexpr int kDepth = 220 * 1024 / sizeof(PartStage<kWidth>);
-  PartStage<kWidth> stage[kDepth];
-  uint64_t full[kDepth], empty[kDepth];
-};
 
 // Sums of a part's leaves, to sums [parts, m, pitch]; `steps` is that of a leaf. A task is a part of a cluster's tile.
 template <int kWidth, int kLeaves, Common kCommon>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     part_gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, int m, int steps, int parts,
               int tasks, float* out, int64_t pitch) {
-  using Sh = PartShared<kWidth>;
+  using Sh = WideShared<kWidth>;
   extern __shared__ uint8_t raw[];
   Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   if (threadIdx.x == 0) {
@@ -225,7 +210,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
         for (; k < end; k += kStep, step<Sh::kDepth>(stage, phase)) {
           barrier_wait(&sh.empty[stage], phase ^ 1);
           uint64_t* full = &sh.full[stage];
-          barrier_expect(full, sizeof(PartStage<kWidth>));
+          barrier_expect(full, sizeof(WideStage<kWidth>));
           __nv_bfloat16 *to_a = sh.stage[stage].a, *to_b = sh.stage[stage].b;
           if (common_a) {
             int half = rank * (kWidth / kBlocks);
@@ -244,7 +229,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     float sums[kWidth / 2];
     for (int task = blockIdx.x / kBlocks; task < tasks; task += clusters) {
       subtree<kLeaves>(sums, [&](float(&s)[kWidth / 2]) {
-        leaf<Sh::kDepth, sizeof(PartStage<kWidth>), kBlocks>(s, of_a, of_b, sh.full, sh.empty, steps, stage, phase);
+        leaf<Sh::kDepth, sizeof(WideStage<kWidth>), kBlocks>(s, of_a, of_b, sh.full, sh.empty, steps, stage, phase);
       });
       int tile = task / parts, id = (common_a ? kBlocks * tile + rank : tile) * kIds;
       Place p(static_cast<int>(pitch), id + group * kGroupRows, row);
@@ -300,26 +285,12 @@ __global__ void __launch_bounds__(kJoinThreads) join_parts(const float* parts, i
   }
 }
 
-template <auto kKernel, class... Arguments>
-cudaError_t launch_early(dim3 grid, int threads, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kKernel, arguments...);
-}
-
 template <class Out>
 cudaError_t launch_join(int parts, const float* sums, int64_t pitch, const Target<Out>& target, cudaStream_t stream) {
   dim3 grid((target.n + 4 * kJoinThreads - 1) / (4 * kJoinThreads), target.m);
-  if (parts == 2) return launch_early<join_parts<2, Out>>(grid, kJoinThreads, stream, sums, pitch, target);
-  if (parts == 4) return launch_early<join_parts<4, Out>>(grid, kJoinThreads, stream, sums, pitch, target);
-  return launch_early<join_parts<8, Out>>(grid, kJoinThreads, stream, sums, pitch, target);
+  if (parts == 2) return launch_early(join_parts<2, Out>, grid, kJoinThreads, 0, stream, sums, pitch, target);
+  if (parts == 4) return launch_early(join_parts<4, Out>, grid, kJoinThreads, 0, stream, sums, pitch, target);
+  return launch_early(join_parts<8, Out>, grid, kJoinThreads, 0, stream, sums, pitch, target);
 }
 
 template <int kWidth, int kLeaves, Common kCommon>
@@ -330,7 +301,7 @@ cudaError_t launch_parts(const Matrix& a, const Matrix& b, int m, int n, int k, 
   if (cudaError_t e = map_of(&maps[0], a, Layout::kPlain, m, k, common_a ? kWidth / kBlocks : kWidth)) return e;
   if (cudaError_t e = map_of(&maps[1], b, Layout::kPlain, n, k, common_a ? kIds : kIds / kBlocks)) return e;
   constexpr auto kernel = part_gemm<kWidth, kLeaves, kCommon>;
-  constexpr int bytes = sizeof(PartShared<kWidth>) + 1024, ids = common_a ? kBlocks * kIds : kIds;
+  constexpr int bytes = sizeof(WideShared<kWidth>) + 1024, ids = common_a ? kBlocks * kIds : kIds;
   int held;
   if (cudaError_t e = prepare<kernel>(bytes, kBlocks, &held)) return e;
   int tasks = (n + ids - 1) / ids * parts;

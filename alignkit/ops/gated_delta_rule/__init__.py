@@ -15,13 +15,12 @@ from __future__ import annotations
 import torch
 
 from ... import backends
-from .._common import check_like, check_tensor, looks, require
+from .._common import WITH_FP16, check_like, check_tensor, looks, require
 
 CHUNK = 64
 """Rows of a chunk."""
 DIMS = (64, 128, 256)
 """Head dimensions, K and V."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 
 
@@ -31,7 +30,7 @@ def _check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 def _check_tensors(q, k, w, do, dv, g, gk, dht, sequences: int, state_v_first: bool) -> None:
     for name, t in (("q", q), ("k", k), ("w", w), ("do", do), ("dv", dv)):
-        check_tensor(name, t, 4, DTYPES)
+        check_tensor(name, t, 4, WITH_FP16)
         check_like(name, t, "q", q)
     (batch, rows, key_heads, k_dim), (heads, v_dim) = q.shape, do.shape[2:]
     require(k_dim in DIMS, f"q: head dimension {k_dim} is none of {', '.join(map(str, DIMS))}")
@@ -105,7 +104,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     Raises:
         InputError: shapes, types, devices or, where they are looked at, values do not fit.
     """
-    check_tensor("q", q, 4, DTYPES)
+    check_tensor("q", q, 4, WITH_FP16)
     if cu_seqlens is None:
         require(num_chunks is None, "num_chunks: only packed sequences have it")
         chunks = -(-q.shape[1] // CHUNK)

@@ -9,10 +9,7 @@ import torch
 from ... import backends
 from ...contract import k_leaves
 from ...tp import SINGLE, TP
-from .._common import DTYPES as MODEL_DTYPES
-from .._common import check_weight, require
-
-DTYPES = (*MODEL_DTYPES, torch.float16)
+from .._common import WITH_FP16, check_weight, require
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Tensor | None = None,
@@ -77,7 +74,7 @@ def row_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
-    check_weight(x, weight, bias, dtypes=DTYPES)
+    check_weight(x, weight, bias, dtypes=WITH_FP16)
     require(out_dtype in (None, x.dtype, torch.float32),
             f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32")
     require(not sequence_parallel or x.ndim >= 2, "x: sequence_parallel needs a sequence dimension in front")

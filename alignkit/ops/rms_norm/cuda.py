@@ -41,10 +41,10 @@ def _takes(*tensors: torch.Tensor, above: int = NARROW) -> bool:
                     for t in tensors))
 
 
-def _rows(t: torch.Tensor) -> tuple[_Rows, int]:
-    """How many rows a token has, too."""
+def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
+    """t, or a copy of it, which must be kept until the launch; its rows, and how many a token has."""
     t, heads, token, head = triton.by_head(t)
-    return _Rows(t.data_ptr(), token, head), heads
+    return t, _Rows(t.data_ptr(), token, head), heads
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
@@ -55,7 +55,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
     h = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.numel() // h, dtype=torch.float32, device=x.device)
-    x_rows, heads = _rows(x)
+    _kept, x_rows, heads = _rows(x)
     p = _Norm(x_rows, weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), len(rstd), heads, h, zero_centered, eps)
     cuda.call("alignkit_rms_norm", x.device, ctypes.byref(p))
     return x, y, rstd
@@ -72,7 +72,7 @@ def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dwe
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)
     sums = -(-len(rstd) // triton.DW_ROWS)
     workspace = torch.empty((sums + -(-sums // 64)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
-    x_rows, heads = _rows(x)
+    _kept, x_rows, heads = _rows(x)
     p = _NormGrad(x_rows, dy.data_ptr(), cuda.pointer(d_total), weight.data_ptr(), rstd.data_ptr(), dx.data_ptr(),
                   dweight.data_ptr(), workspace.data_ptr(), len(rstd), heads, h, zero_centered,
                   dweight_dtype == torch.bfloat16, chains)
