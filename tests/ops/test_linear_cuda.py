@@ -14,7 +14,7 @@ from alignkit.testing import assert_bitwise_equal
 from .helpers import CPU, randn, seeds
 
 gpu = pytest.mark.skipif(CPU, reason="needs a GPU")
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture
@@ -32,25 +32,25 @@ def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):
     return a, b
 
 
-def by_triton(a, b, out_dtype=BF16, base=None):
+def by_triton(a, b, out_dtype=BF16, base=None, bias=None):
     from alignkit.ops.linear.triton import _chain
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype) if base is None else base.clone()
-    _chain(a, b, out, base is not None)
+    _chain(a, b, bias, out, base is not None)
     return out
 
 
-def by_cublaslt(a, b, out_dtype=BF16, base=None):
+def by_cublaslt(a, b, out_dtype=BF16, base=None, bias=None):
     """None if cuBLASLt declines."""
     from alignkit.ops.linear.triton import _chain
     out = torch.full((a.shape[0], b.shape[0]), float("nan"), dtype=out_dtype) if base is None else base.clone()
-    return out if cublaslt.matmul(a, b, out, base is not None, _chain) else None
+    return out if cublaslt.matmul(a, b, bias, out, base is not None, _chain) else None
 
 
 @pytest.mark.parametrize("a_by_k,b_by_k", [(True, True), (True, False), (False, False), (False, True)])
 def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
     a, b = operands(40, 24, 64, a_by_k, b_by_k, pad=8)
-    p = cublaslt.problem(a, b, torch.empty(40, 24, dtype=BF16), False)
-    assert p[1:] == (40, 24, 64, a_by_k, 72 if a_by_k else 48, b_by_k, 72 if b_by_k else 32, 24, BF16, False)
+    p = cublaslt.problem(a, b, None, torch.empty(40, 24, dtype=BF16), False)
+    assert p[1:] == (40, 24, 64, a_by_k, 72 if a_by_k else 48, b_by_k, 72 if b_by_k else 32, 24, BF16, BF16, False, False)
     trial = cublaslt._trial_of(p._replace(m=5000, n=151936, k=2**20 + 9))
     assert (trial.m, trial.n, trial.k) == (512, 2048, 1024 + 9)
     assert trial.lda == (1040 if a_by_k else 512) and trial.ldb == (1040 if b_by_k else 2048)
@@ -59,15 +59,16 @@ def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
 
 def test_a_single_row_may_have_any_stride():
     a, b = operands(1, 24, 64)
-    p = cublaslt.problem(a.as_strided((1, 64), (3, 1)), b, torch.empty(1, 24), True)
+    p = cublaslt.problem(a.as_strided((1, 64), (3, 1)), b, None, torch.empty(1, 24), True)
     assert (p.lda, p.ldc) == (64, 24) and p.accumulate
 
 
 @pytest.mark.parametrize("case", ["fp32", "mixed", "no k", "odd rows", "odd out", "address", "expanded", "overlapping",
-                                  "both strided", "out by column"])
+                                  "both strided", "out by column", "other out", "bias's type", "bias's stride",
+                                  "bias's address"])
 def test_problems_that_are_left_to_triton(case):
     a, b = operands(40, 24, 64)
-    out = torch.empty(40, 24)
+    out, bias = torch.empty(40, 24), None
     if case == "fp32":
         a, b = a.float(), b.float()
     elif case == "mixed":
@@ -88,7 +89,25 @@ def test_problems_that_are_left_to_triton(case):
         a = randn(40, 64, 2, dtype=BF16)[..., 0]
     elif case == "out by column":
         out = torch.empty(24, 40).t()
-    assert cublaslt.problem(a, b, out, False) is None
+    elif case == "other out":
+        out = out.half()
+    elif case == "bias's type":
+        bias = randn(24, dtype=BF16)
+    elif case == "bias's stride":
+        bias = randn(24, 2)[:, 0]
+    elif case == "bias's address":
+        bias = randn(25)[1:]
+    assert cublaslt.problem(a, b, bias, out, False) is None
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("out_dtype", [FP32, None])
+def test_problems_with_a_bias(dtype, out_dtype):
+    a, b = operands(40, 24, 64, dtype=dtype)
+    out = torch.empty(40, 24, dtype=out_dtype or dtype)
+    p = cublaslt.problem(a, b, randn(24, dtype=out.dtype), out, False)
+    assert p.bias and (p.dtype, p.out_dtype) == (dtype, out.dtype)
+    assert cublaslt.problem(a, b, randn(24, dtype=out.dtype), out, True) is None
 
 
 def test_decisions(fresh, monkeypatch):
@@ -102,23 +121,23 @@ def test_decisions(fresh, monkeypatch):
     answers = [None, lambda *addresses: launched.append(addresses)]
     monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: asked.append(p) or answers[p.accumulate])
     for accumulate in (False, True):
-        assert not cublaslt.matmul(a, b, out, accumulate, None)
+        assert not cublaslt.matmul(a, b, None, out, accumulate, None)
     assert not asked
     capturing[0] = False
     for _ in range(2):
-        assert not cublaslt.matmul(a, b, out, False, None)
-        assert cublaslt.matmul(a, b, out, True, None)
+        assert not cublaslt.matmul(a, b, None, out, False, None)
+        assert cublaslt.matmul(a, b, None, out, True, None)
     capturing[0] = True
-    assert cublaslt.matmul(a, b, out, True, None)
+    assert cublaslt.matmul(a, b, None, out, True, None)
     assert [p.accumulate for p in asked] == [False, True]
-    assert launched == [(a.data_ptr(), b.data_ptr(), out.data_ptr(), 7)] * 3
+    assert launched == [(a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), 7)] * 3
 
 
 def test_admission(fresh, monkeypatch, caplog):
     """Splits of k are not tried; a failure is named, remembered, and the next suggestion taken."""
     caplog.set_level(logging.INFO, cublaslt.__name__)
     a, b = operands(40, 24, 64)
-    p = cublaslt.problem(a, b, torch.empty(40, 24), False)
+    p = cublaslt.problem(a, b, None, torch.empty(40, 24), False)
     says = {b"split": {"split_k": 4, "reduction": 0}, b"reduces": {"split_k": 1, "reduction": 2},
             b"wrong": {"id": 11, "split_k": 1, "reduction": 0}, b"right": {"id": 12, "split_k": 1, "reduction": 0}}
     tried = []
@@ -160,7 +179,7 @@ def test_an_algorithm_is_asked_for_once_and_checked_for_each_number_of_rows(fres
     monkeypatch.setattr(cublaslt, "_Product", Product)
     monkeypatch.setattr(cublaslt, "_admitted", lambda p, suggestions, chain: iter(suggestions))
     a, b = operands(8, 24, 64, a_by_k)
-    p = cublaslt.problem(a, b, torch.empty(8, 24), False)
+    p = cublaslt.problem(a, b, None, torch.empty(8, 24), False)
     ld = 64 if a_by_k else 5008
 
     def decide(m):
@@ -173,18 +192,20 @@ def test_an_algorithm_is_asked_for_once_and_checked_for_each_number_of_rows(fres
 @gpu
 @settings(max_examples=10)  # of which each may compile several kernels
 @given(m=st.integers(1, 700), n=st.sampled_from([8, 37, 208]), k=st.sampled_from([1, 72, 77, 264]),
-       a_by_k=st.booleans(), b_by_k=st.booleans(), pad=st.integers(0, 3), out_dtype=st.sampled_from([FP32, BF16]),
-       seed=seeds)
-def test_providers_agree(m, n, k, a_by_k, b_by_k, pad, out_dtype, seed):
+       a_by_k=st.booleans(), b_by_k=st.booleans(), pad=st.integers(0, 3), dtype=st.sampled_from([BF16, FP16]),
+       fp32_out=st.booleans(), with_bias=st.booleans(), seed=seeds)
+def test_providers_agree(m, n, k, a_by_k, b_by_k, pad, dtype, fp32_out, with_bias, seed):
     torch.manual_seed(seed)
     if not a_by_k and pad % 2 == 0:  # such as cuBLASLt takes
         m *= 8
-    a, b = operands(m, n, k, a_by_k, b_by_k, pad=4 * pad)
-    want = by_triton(a, b, out_dtype)
-    got = by_cublaslt(a, b, out_dtype)
+    a, b = operands(m, n, k, a_by_k, b_by_k, pad=4 * pad, dtype=dtype)
+    out_dtype = FP32 if fp32_out else dtype
+    bias = randn(n, dtype=out_dtype) if with_bias else None
+    want = by_triton(a, b, out_dtype, bias=bias)
+    got = by_cublaslt(a, b, out_dtype, bias=bias)
     if got is not None:
         assert_bitwise_equal(got, want, "cuBLASLt")
-    assert_bitwise_equal(matmul(a, b, out_dtype=out_dtype), want, "the choice")
+    assert_bitwise_equal(matmul(a, b, bias=bias, out_dtype=out_dtype), want, "the choice")
     base = randn(m, n)
     want = by_triton(a, b, base=base)
     assert_bitwise_equal(want, base + by_triton(a, b, FP32), "out + chain")
@@ -228,6 +249,17 @@ def test_cublaslt_takes_the_usual_products(m, n, k, a_by_k, b_by_k, out_dtype):
     assert_bitwise_equal(got, by_triton(a, b, out_dtype))
 
 
+@gpu
+@pytest.mark.parametrize("m", [1, 16, 256, 4096])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_cublaslt_adds_the_bias(m, dtype):
+    a, b = operands(m, 4608, 3584, dtype=dtype)
+    for bias in (randn(4608, dtype=dtype), 1e-4 * randn(4608, dtype=dtype), None):
+        got = by_cublaslt(a, b, dtype, bias=bias)
+        assert got is not None, "no algorithm was admitted"
+        assert_bitwise_equal(got, by_triton(a, b, dtype, bias=bias))
+
+
 def split_in_two(launcher):
     """The product by two chains over half of k each, as an algorithm that splits k has it."""
     def planted(self, algorithm):
@@ -235,7 +267,8 @@ def split_in_two(launcher):
         first, second = (launcher(q, q.suggestions()[0]) for q in (
             cublaslt._Product(self.problem._replace(k=half)),
             cublaslt._Product(self.problem._replace(k=self.problem.k - half, accumulate=True))))
-        return lambda a, b, out, stream: first(a, b, out, stream) or second(a + 2 * half, b + 2 * half, out, stream)
+        return lambda a, b, bias, out, stream: (first(a, b, bias, out, stream)
+                                                or second(a + 2 * half, b + 2 * half, bias, out, stream))
     return planted
 
 

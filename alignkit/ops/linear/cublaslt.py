@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -24,8 +25,10 @@ from ...errors import BackendError
 _log = logging.getLogger(__name__)
 
 # Values of cuBLAS's enums, the same in its versions 12 and 13.
-_BF16, _FP32, _COMPUTE_FP32 = 14, 0, 68
-_TRANSA, _TRANSB = 3, 4
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_COMPUTE_FP32 = 68
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
+_ADD_BIAS = 4
 _MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENT = 1, 3, (5, 6, 7, 8)
 _CONFIG = {"id": 0, "tile": 1, "stages": 6, "cluster": 8, "swizzle": 4, "custom": 5, "split_k": 2, "reduction": 3}
 _NOT_SUPPORTED = 15
@@ -38,6 +41,10 @@ _Opaque = ctypes.c_uint64 * 8
 """cublasLtMatmulAlgo_t and cublasLtMatrixLayoutOpaque_t."""
 
 
+Launcher = Callable[[int, int, int, int, int], int]
+"""A function of the addresses of a, b, the bias (0: none) and out, and of the stream, that launches and returns the status."""
+
+
 class _Suggestion(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
     _fields_ = [("algorithm", _Opaque), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
@@ -45,8 +52,9 @@ class _Suggestion(ctypes.Structure):
 
 
 class Problem(NamedTuple):
-    """Everything that decides which algorithm may be used: out [m, n] = a [m, k] . b [n, k]^T, plus out if
-    `accumulate`. `a_by_k`: k is a's contiguous dimension, and `lda` elements lie between its rows; else its columns."""
+    """Everything that decides which algorithm may be used: out [m, n] = a [m, k] . b [n, k]^T, plus out if `accumulate`,
+    or a bias of its type if `bias`. `a_by_k`: k is a's contiguous dimension, and `lda` elements lie between its rows; else
+    its columns."""
     device: int
     m: int
     n: int
@@ -56,8 +64,10 @@ class Problem(NamedTuple):
     b_by_k: bool
     ldb: int
     ldc: int
+    dtype: torch.dtype
     out_dtype: torch.dtype
     accumulate: bool
+    bias: bool
 
 
 def _aligned(elements: int) -> int:
@@ -77,18 +87,24 @@ def _layout(t: torch.Tensor) -> tuple[bool, int] | None:
     return (by_k, ld) if ld >= length and ld == _aligned(ld) else None
 
 
-def problem(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> Problem | None:
-    """What the operands ask of cuBLASLt, or None if that is not for it: types other than bf16 in and fp32 or bf16 out,
-    sizes, strides or addresses that it could only take slowly, k = 0."""
-    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or not a.shape[1]:
+def problem(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> Problem | None:
+    """What the operands ask of cuBLASLt, or None if that is not for it: types other than bf16 or fp16 in and that or fp32
+    out, a bias of another type than out, sizes, strides or addresses that it could only take slowly, k = 0."""
+    if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype or out.dtype not in (a.dtype, torch.float32):
+        return None
+    if bias is not None and (accumulate or bias.dtype != out.dtype or not bias.is_contiguous()):
         return None
     a_layout, b_layout, c_layout = _layout(a), _layout(b), _layout(out)
-    if a_layout is None or b_layout is None or c_layout is None or not c_layout[0]:
+    if not a.shape[1] or a_layout is None or b_layout is None or c_layout is None or not c_layout[0]:
         return None
-    if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % _ALIGNMENT:
+    if (a.data_ptr() | b.data_ptr() | out.data_ptr() | _address(bias)) % _ALIGNMENT:
         return None
-    return Problem(a.get_device(), out.shape[0], out.shape[1], a.shape[1], *a_layout, *b_layout, c_layout[1], out.dtype,
-                   accumulate)
+    return Problem(a.get_device(), out.shape[0], out.shape[1], a.shape[1], *a_layout, *b_layout, c_layout[1], a.dtype,
+                   out.dtype, accumulate, bias is not None)
+
+
+def _address(bias: torch.Tensor | None) -> int:
+    return 0 if bias is None else bias.data_ptr()
 
 
 @functools.cache
@@ -132,13 +148,22 @@ def _handle(device: int) -> int:
 
 
 @functools.cache
-def _operation(transpose_a: bool, transpose_b: bool) -> int:
-    """A descriptor: fp32 sums, alpha and beta on the host."""
+def _operation(transpose_a: bool, transpose_b: bool, bias: bool) -> int:
+    """A descriptor: fp32 sums, alpha and beta on the host. One with a bias is used by one thread at a time, under `_lock`."""
     operation = ctypes.c_void_p()
-    _call("MatmulDescCreate", ctypes.byref(operation), _COMPUTE_FP32, _FP32)
-    for attribute, transpose in ((_TRANSA, transpose_a), (_TRANSB, transpose_b)):
-        _call("MatmulDescSetAttribute", operation, attribute, ctypes.byref(ctypes.c_int32(transpose)), 4)
+    _call("MatmulDescCreate", ctypes.byref(operation), _COMPUTE_FP32, _TYPES[torch.float32])
+    for attribute, value in ((_TRANSA, transpose_a), (_TRANSB, transpose_b), *([(_EPILOGUE, _ADD_BIAS)] if bias else [])):
+        _call("MatmulDescSetAttribute", operation, attribute, ctypes.byref(ctypes.c_int32(value)), 4)
+    if bias:
+        _set_bias(operation.value, 256)  # an aligned address; nothing reads it while algorithms are asked for
     return operation.value
+
+
+_lock = threading.Lock()
+
+
+def _set_bias(operation: int, address: int) -> None:
+    _call("MatmulDescSetAttribute", operation, _BIAS_POINTER, ctypes.byref(ctypes.c_void_p(address)), 8)
 
 
 @functools.cache
@@ -160,10 +185,10 @@ class _Product:
             _call("MatrixLayoutInit_internal", made, ctypes.sizeof(made), dtype, rows, columns, ld)
             return made
         self.problem, self.handle = p, _handle(p.device)
-        self.operation = _operation(p.b_by_k, not p.a_by_k)
-        self.b = layout(_BF16, *((p.k, p.n) if p.b_by_k else (p.n, p.k)), p.ldb)
-        self.a = layout(_BF16, *((p.k, p.m) if p.a_by_k else (p.m, p.k)), p.lda)
-        self.c = layout(_FP32 if p.out_dtype == torch.float32 else _BF16, p.n, p.m, p.ldc)
+        self.operation = _operation(p.b_by_k, not p.a_by_k, p.bias)
+        self.b = layout(_TYPES[p.dtype], *((p.k, p.n) if p.b_by_k else (p.n, p.k)), p.ldb)
+        self.a = layout(_TYPES[p.dtype], *((p.k, p.m) if p.a_by_k else (p.m, p.k)), p.lda)
+        self.c = layout(_TYPES[p.out_dtype], p.n, p.m, p.ldc)
         self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(float(p.accumulate))
 
     def suggestions(self) -> list[bytes]:
@@ -185,16 +210,20 @@ class _Product:
                                                     _Opaque.from_buffer_copy(algorithm), ctypes.byref(found))
         return status == 0 and found.workspace == 0
 
-    def launcher(self, algorithm: bytes) -> Callable[[int, int, int, int], int]:
-        """A function of the addresses of a, b and out, and of the stream, that launches and returns the status."""
+    def launcher(self, algorithm: bytes) -> Launcher:
         run, kept = _library().cublasLtMatmul, (self, _Opaque.from_buffer_copy(algorithm))
         operation, handle = self.operation, self.handle
         one, beta = ctypes.addressof(self.one), ctypes.addressof(self.beta)
         la, lb, lc, chosen = (ctypes.addressof(x) for x in (self.a, self.b, self.c, kept[1]))
 
-        def launch(a: int, b: int, out: int, stream: int, kept=kept) -> int:
+        def launch(a: int, b: int, bias: int, out: int, stream: int, kept=kept) -> int:
             return run(handle, operation, one, b, lb, a, la, beta, out, lc, out, lc, chosen, None, 0, stream)
-        return launch
+
+        def launch_with_bias(a: int, b: int, bias: int, out: int, stream: int) -> int:
+            with _lock:
+                _set_bias(operation, bias)
+                return launch(a, b, bias, out, stream)
+        return launch_with_bias if self.problem.bias else launch
 
 
 def configuration(algorithm: bytes) -> dict[str, int]:
@@ -218,13 +247,13 @@ def _trial_of(p: Problem) -> Problem:
                       ldc=_aligned(n))
 
 
-def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random a, b and out. For every other row of b the products come in pairs of opposite sign at random places: their
+def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Random a, b, bias and out. For every other row of b the products come in pairs of opposite sign at random places: their
     sum is 0, so what is computed is the rounding of each partial sum, and any other order shows, in bf16 too."""
     device = torch.device("cuda", p.device)
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(*shape, dtype=torch.bfloat16):
+    def random(*shape, dtype=p.dtype):
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
     a, b = random(p.m, p.k), random(p.n, p.k)
     order = torch.randperm(p.k, device=device, generator=generator)
@@ -239,16 +268,21 @@ def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         rows, columns = t.shape if by_k else t.shape[::-1]
         made = torch.empty(rows, ld, dtype=t.dtype, device=device)[:, :columns]
         return (made if by_k else made.t()).copy_(t)
-    return laid_out(a, p.a_by_k, p.lda), laid_out(b, p.b_by_k, p.ldb), out
+    # Where the sum is nothing but rounding, so is the bias, which would hide it; elsewhere their sum must be rounded once.
+    bias = random(p.n, dtype=p.out_dtype) if p.bias else None
+    if bias is not None:
+        bias[::2] *= 2.0**-20
+    return laid_out(a, p.a_by_k, p.lda), laid_out(b, p.b_by_k, p.ldb), bias, out
 
 
 def _passes(algorithm: bytes, trial: Problem, chain: Callable) -> bool:
     """Whether the algorithm's bytes are the chain's. Waits for the device."""
     with torch.cuda.device(trial.device):
-        a, b, out = _trial_operands(trial)
+        a, b, bias, out = _trial_operands(trial)
         want = out.clone()
-        chain(a, b, want, trial.accumulate)
-        status = _Product(trial).launcher(algorithm)(a.data_ptr(), b.data_ptr(), out.data_ptr(), _stream(trial.device))
+        chain(a, b, bias, want, trial.accumulate)
+        status = _Product(trial).launcher(algorithm)(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(),
+                                                     _stream(trial.device))
         if status not in (0, _NOT_SUPPORTED):
             raise BackendError(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
         as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
@@ -263,7 +297,7 @@ _verdicts: dict[tuple[bytes, Problem], bool] = {}
 """By algorithm and trial."""
 _algorithms: dict[Problem, bytes | None] = {}
 """By problem of `_rounded` rows."""
-_launchers: dict[Problem, Callable[[int, int, int, int], int] | None] = {}
+_launchers: dict[Problem, Launcher | None] = {}
 """By problem; None where every suggestion was refused."""
 _MOST_LAUNCHERS = 16384
 """Then they are looked up anew: a server meets ever new numbers of rows."""
@@ -297,7 +331,7 @@ def ladder(most: int) -> list[int]:
     return rows
 
 
-def _decide(p: Problem, chain: Callable) -> Callable[[int, int, int, int], int] | None:
+def _decide(p: Problem, chain: Callable) -> Launcher | None:
     """To ask for suggestions and to try them takes milliseconds, and a server meets ever new numbers of rows. So they are
     asked for at rounded ones, of which there are few, and tried there."""
     m, product = rounded(p.m), _Product(p)
@@ -310,13 +344,14 @@ def _decide(p: Problem, chain: Callable) -> Callable[[int, int, int, int], int] 
     return None if algorithm is None else product.launcher(algorithm)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool, chain: Callable) -> bool:
-    """out [M, N] = a [M, K] . b [N, K]^T, plus `out` if `accumulate`, by an algorithm that passed its trial.
+def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool,
+           chain: Callable) -> bool:
+    """out [M, N] = a [M, K] . b [N, K]^T, plus bias [N], or `out` if `accumulate`, by an algorithm that passed its trial.
 
     False, and nothing done, where there is none, or where the problem is new while a CUDA graph is being captured (a
-    trial waits for the device). `chain(a, b, out, accumulate)` is the computation whose bits count.
+    trial waits for the device). `chain(a, b, bias, out, accumulate)` is the computation whose bits count.
     """
-    p = problem(a, b, out, accumulate)
+    p = problem(a, b, bias, out, accumulate)
     if p is None or _library() is None:
         return False
     try:
@@ -330,7 +365,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool
         launch = _launchers[p] = _decide(p, chain)
     if launch is None:
         return False
-    status = launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), _stream(p.device))
+    status = launch(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), _stream(p.device))
     if status:
         raise BackendError(f"cublasLtMatmul failed with status {status} for {p}")
     return True

@@ -1,8 +1,8 @@
 """Triton: tiles of outputs, k ascending in steps of 16 through the tensor core; M chooses the schedule, not the bits.
 
 The tensor core's result depends on the order of k alone, whatever the tile, so every schedule below is a chain. fp32
-inputs take fused multiply-adds in the same order. Chains of bf16 without a bias go to cuBLASLt where its bits are
-these, other products of many rows to hopper.py.
+inputs take fused multiply-adds in the same order. Chains of 16 bits go to cuBLASLt where its bits are these, other
+products of many rows to hopper.py.
 
 The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which is another order. It cannot where the dot's sum goes
 round a loop, so the number of steps is never a constant to it.
@@ -169,14 +169,14 @@ def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | No
         join(sums, out, bias)
 
 
-def _chain(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+def _chain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> None:
     """What cuBLASLt's algorithms are held against; one tile, so that few kernels are compiled for it."""
-    tiles(a, b, 1, None, out, accumulate, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3)
+    tiles(a, b, 1, bias, out, accumulate, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
            accumulate: bool) -> None:
-    if leaves == 1 and bias is None and cublaslt.matmul(a, b, out, accumulate, _chain):
+    if leaves == 1 and cublaslt.matmul(a, b, bias, out, accumulate, _chain):
         return
     if bias is not None:
         bias = bias.contiguous()
