@@ -10,7 +10,7 @@
 // Columns of V do not meet. A block holds one group or two, a cluster as many blocks as V takes; which of these is a
 // matter of speed alone. Blocks of a cluster read q, k and w together, each a part of the rows for all. Of four more
 // warps of a block one copies in, one for each group copies out, and the rest compute the factors of the gates and scale
-// do. Blocks stay and take heads and sequences in turn.
+// do. Clusters stay and take heads and sequences: in turn, or, where lengths differ, the next when they are done.
 #include "product.cuh"
 #include "tensors.cuh"
 
@@ -23,6 +23,7 @@ struct AlignkitDelta {
   void* dh;
   float* dh0;
   void* dv2;
+  unsigned* taken;  // scratch: how many states are taken, without the clusters' first. Null: not packed
   int batch, rows, heads, key_heads, key_dim, value_dim, sequences, chunks;  // chunks: of a batch
   float scale, unit;  // unit: what makes a gate a logarithm to base 2
   int wide, half, v_first, groups;  // of cu_seqlens, 64 bits; fp16; states [V, K]; groups of a block, 0: as is best
@@ -48,6 +49,7 @@ struct Factors {
 };
 
 constexpr int kMostSorted = 256;
+constexpr int kAhead = 4;  // of states, how many a cluster may take before all its warps know the first
 
 // Packed sequences by their rows, the longest first.
 struct Sorted {
@@ -62,6 +64,8 @@ struct DeltaShared {
   T dh[kGroups][kSlice * K], dv2[kGroups][kTile];  // on their way out
   Factors<K> factors[kDepth];
   uint64_t full[kDepth][kParts], empty[kDepth][kParts], prepared[kDepth], prepared_empty[kDepth];
+  uint64_t next_full[kAhead], next_empty[kAhead];  // empty: for all blocks, in the first
+  int next[kAhead];  // states that the cluster takes
   Sorted sorted;
 };
 
@@ -111,16 +115,24 @@ __device__ void sort(Sorted& by, const AlignkitDelta& p) {
   }
 }
 
-// The pairs (sequence, head) of a cluster, which takes the shorter sequences the longer its first one was.
+// The pairs (sequence, head) of a cluster, for each of its warps. The first has the cluster's number; if lengths differ,
+// the next are those that its copy_in takes.
 template <class Sh, class Function>
-__device__ __forceinline__ void for_each_state(const Sh& sh, const AlignkitDelta& p, int blocks, const Function& function) {
-  int clusters = gridDim.x / blocks, own = blockIdx.x / blocks, states = p.sequences * p.heads;
-  for (int from = 0; from < states; from += clusters) {
-    int i = from + (from ? clusters - 1 - own : own);
-    if (i >= states) continue;
+__device__ __forceinline__ void for_each_state(Sh& sh, const AlignkitDelta& p, int blocks, const Function& function) {
+  int states = p.sequences * p.heads, slot = 0, phase = 0;
+  for (int i = blockIdx.x / blocks; i < states;) {
     int sequence = i / p.heads, head = i - sequence * p.heads;
     if (sorts(p)) sequence = sh.sorted.sequence[sequence];
     function(sequence_of(p, sequence), head, sequence * p.heads + head);
+    if (p.taken) {
+      barrier_wait(&sh.next_full[slot], phase);
+      i = sh.next[slot];
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(&sh.next_empty[slot], 0);
+      step<kAhead>(slot, phase);
+    } else {
+      i += gridDim.x / blocks;
+    }
   }
 }
 
@@ -133,6 +145,8 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
   constexpr int groups = Sh::kGroups;
   constexpr int bytes = sizeof(sh.stage[0].k), slices = sizeof(sh.stage[0].dv);
   int stage = 0, phase = 0, lane = threadIdx.x % 32, rows_each = kChunk / blocks;
+  unsigned taken = 0;
+  int next_slot = 0, next_phase = 0;
   auto tile = [&](auto* to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
     to += rank * rows_each * 64;
     row += rank * rows_each;
@@ -149,6 +163,8 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
     int key_head = head / (p.heads / p.key_heads);
     for (int chunk = s.steps() - 1; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
       if (lane) continue;
+      // It is on its way meanwhile; for atomicAdd the compiler would wait. As many are taken as there are states.
+      if (chunk == 0 && p.taken && rank == 0) taken = atomicInc(p.taken, p.sequences * p.heads - 1);
       int row = s.begin + chunk * kChunk;
       uint64_t *full = sh.full[stage], *empty = sh.empty[stage];
       auto& to = sh.stage[stage];
@@ -172,6 +188,17 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
       tile(to.w, &maps.w, head, row, s.batch, &full[kOfW]);
     }
     __syncwarp();
+    if (p.taken) {
+      if (lane == 0) barrier_expect(&sh.next_full[next_slot], sizeof(int));
+      if (rank == 0) {
+        barrier_wait(&sh.next_empty[next_slot], next_phase ^ 1);
+        int next = gridDim.x / blocks + __shfl_sync(~0u, taken, 0);
+        if (lane < blocks)
+          send_there(address_in(&sh.next[next_slot], lane), next, address_in(&sh.next_full[next_slot], lane));
+      }
+      __syncwarp();
+      step<kAhead>(next_slot, next_phase);
+    }
   });
 }
 
@@ -515,6 +542,10 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
       barrier_init(&sh.prepared[i], preparing);
       barrier_init(&sh.prepared_empty[i], 4 * kGroups);
     }
+    for (int i = 0; i < kAhead; ++i) {
+      barrier_init(&sh.next_full[i], 1);
+      barrier_init(&sh.next_empty[i], 4 * (kGroups + 1) * blocks);  // all warps of all blocks
+    }
     barrier_init_done();
   }
   if (sorts(p)) sort(sh.sorted, p);
@@ -617,7 +648,11 @@ cudaError_t launch_delta(const AlignkitDelta& p, int blocks, cudaStream_t stream
     if (cudaError_t e = cudaOccupancyMaxActiveClusters(&held[blocks], kernel, &config)) return e;
   int64_t states = int64_t{p.sequences} * p.heads;
   config.gridDim = static_cast<unsigned>(std::min<int64_t>(states, held[blocks]) * blocks);
-  return cudaLaunchKernelEx(&config, kernel, maps, p, blocks);
+  AlignkitDelta dealt = p;
+  if (states <= held[blocks]) dealt.taken = nullptr;
+  if (dealt.taken)
+    if (cudaError_t e = cudaMemsetAsync(dealt.taken, 0, sizeof(*dealt.taken), stream)) return e;
+  return cudaLaunchKernelEx(&config, kernel, maps, dealt, blocks);
 }
 
 template <class T, int K>

@@ -130,6 +130,13 @@ __device__ __forceinline__ void store_there(uint32_t there, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
 }
 
+// Likewise a number, announced to the barrier at `barrier` in the same block.
+__device__ __forceinline__ void send_there(uint32_t there, int v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
+               "r"(barrier)
+               : "memory");
+}
+
 // The copy engine: a box of a matrix to shared memory; outside of the matrix it reads zeros.
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {

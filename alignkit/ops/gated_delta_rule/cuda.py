@@ -14,7 +14,8 @@ class _Delta(ctypes.Structure):
     """AlignkitDelta of csrc/sm90/gated_delta_rule.cu."""
     _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "w", "do", "dv")),
                 ("strides", ctypes.c_int64 * 3 * 5),
-                *((name, ctypes.c_void_p) for name in ("g", "gk", "dht", "cu_seqlens", "dh", "dh0", "dv2")),
+                *((name, ctypes.c_void_p) for name in ("g", "gk", "dht", "cu_seqlens", "dh", "dh0", "dv2",
+                                                       "taken")),
                 *((name, ctypes.c_int) for name in ("batch", "rows", "heads", "key_heads", "key_dim", "value_dim",
                                                     "sequences", "chunks")),
                 ("scale", ctypes.c_float), ("unit", ctypes.c_float),
@@ -35,9 +36,10 @@ def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first
         triton.bwd_dhu(q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first, base2, dh, dh0, dv2)
         return
     inputs = [_copied(t) for t in (q, k, w, do, dv)]
+    taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)
     p = _Delta(*(t.data_ptr() for t in inputs), strides=tuple(t.stride()[:3] for t in inputs),
                **{name: cuda.pointer(t) for name, t in (("g", g), ("gk", gk), ("dht", dht), ("cu_seqlens", cu_seqlens),
-                                                       ("dh", dh), ("dh0", dh0), ("dv2", dv2))},
+                                                       ("dh", dh), ("dh0", dh0), ("dv2", dv2), ("taken", taken))},
                batch=q.shape[0], rows=q.shape[1], heads=do.shape[2], key_heads=q.shape[2], key_dim=q.shape[3],
                value_dim=do.shape[3], sequences=q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1,
                chunks=dh.shape[1], scale=scale, unit=1.0 if base2 else math.log2(math.e),
