@@ -1,5 +1,6 @@
 """The backward of the gated delta rule's state: bits, bounds, gradients of the whole rule with it in, bad input."""
 import inspect
+import itertools
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -230,6 +231,10 @@ def test_strided_inputs_have_the_same_bits(backend):
     assert_same(run(apart, rest), run(rows, rest), "strided")
 
 
+def poisoned(t):
+    return t.fill_(float("nan") if t.is_floating_point() else 77)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("starts", [None, [0, 1, 65, 129, 200]])
 def test_every_element_is_written(backend, mode, starts, monkeypatch):
@@ -237,7 +242,7 @@ def test_every_element_is_written(backend, mode, starts, monkeypatch):
     want = run(rows, rest)
     empty, new_empty = torch.empty, torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **kw: new_empty(*a, **kw).fill_(float("nan")))
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: poisoned(empty(*a, **kw)))
     got = run(rows, rest)
     assert_same(got, want, "poisoned")
     assert not any(t.isnan().any() for t in got)
@@ -470,6 +475,68 @@ def test_more_work_than_multiprocessors(backend):
         one = slice(head, head + 1)
         alone = run({name: t[:, :, one] for name, t in rows.items()}, rest | {"dht": rest["dht"][:, one]})
         assert_same((dh[:, :, one], dh0[:, one], dv2[:, :, one]), alone, f"head {head}")
+
+
+def many_sequences(sequences, heads, dims):
+    """Many short sequences, some of them empty, and a few long ones; and what each gives alone."""
+    lengths = [(0, 64, 1 + 7 * i % 129, 65, 20)[i % 5] for i in range(sequences)]
+    lengths[3], lengths[sequences // 2], lengths[-1] = 700, 1300, 400
+    starts = [0, *itertools.accumulate(lengths)]
+    rows, rest = problem(starts[-1], heads, heads, *dims, starts=starts)
+    parts = []
+    for i, (begin, end) in enumerate(pairwise(starts)):
+        dht = rest["dht"][i:i + 1]
+        if begin == end:
+            parts.append((rows["q"].new_empty(1, 0, heads, *dims), dht, rows["dv"][:, :0]))
+        else:
+            parts.append(run({name: t[:, begin:end] for name, t in rows.items()}, {"dht": dht, "need_dh0": True}))
+    dh, dh0, dv2 = zip(*parts)
+    rest["num_chunks"] = sum(len(t[0]) for t in dh)
+    return rows, rest, (torch.cat(dh, 1), torch.cat(dh0), torch.cat(dv2, 1))
+
+
+@gpu
+@pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
+@pytest.mark.parametrize("dims, heads", [((64, 64), 16), ((64, 256), 8), ((128, 128), 12), ((128, 256), 8),
+                                         ((256, 64), 8), ((256, 256), 4)])
+@pytest.mark.parametrize("sequences", [90, 300])
+def test_many_packed_sequences(sequences, dims, heads, monkeypatch):
+    """Several times as many as are worked on at once, so who computes which is a matter of chance."""
+    from alignkit.ops.gated_delta_rule import cuda as kernels
+    back = kernels.bwd_dhu
+    with backends.use("cuda"):
+        rows, rest, want = many_sequences(sequences, heads, dims)
+        for groups in (1, 2, 0):
+            monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, groups=groups: back(*a, groups=groups))
+            for _ in range(5):
+                assert_same(run(rows, rest), want, f"{groups} groups")
+        streams, got = [torch.cuda.Stream() for _ in range(2)], []
+        torch.cuda.synchronize()
+        for stream in 3 * streams:
+            with torch.cuda.stream(stream):
+                got.append(run(rows, rest))
+        torch.cuda.synchronize()
+        for each in got:
+            assert_same(each, want, "two streams at once")
+        run(rows, rest | {"cu_seqlens": rest["cu_seqlens"][torch.randperm(sequences + 1)]})  # nonsense, which ends
+        assert_same(run(rows, rest), want, "after nonsense")
+
+
+@gpu
+@pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
+@pytest.mark.parametrize("dims, heads", [((128, 128), 12), ((128, 256), 8)])
+def test_many_packed_sequences_captured_in_a_graph(dims, heads):
+    with backends.use("cuda"):
+        rows, rest, want = many_sequences(90, heads, dims)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [run(rows, rest) for _ in range(2)]
+        for i in range(20):
+            for t in itertools.chain(*captured):
+                t.fill_(float("nan"))
+            graph.replay()
+            for got in captured:
+                assert_same(got, want, f"replay {i}")
 
 
 @gpu
