@@ -1,16 +1,21 @@
 // The gradient of the gated delta rule's state, back over chunks of 64 rows: alignkit/ops/gated_delta_rule/__init__.py.
 //
-// The state D [K, V] is kept transposed, 64 of V by all of K to a group of four warps, in fp32 sums of the tensor core.
+// The state D [K, V] is kept transposed, 64 or 32 of V by all of K to a group of four warps, in fp32 sums of the tensor
+// core.
 // What leaves a product is laid out as the next one's left operand, so the chain over chunks never goes through memory:
 //
 //   dv2^T = D^T k^T    D rounded, in registers; k [64, K] in shared memory
 //   D^T += do^T q      do, scaled before; q [64, K] in shared memory; it runs while dv2 is finished
 //   D^T -= dv2^T w     dv2 rounded, in registers; w [64, K] in shared memory
 //
-// Columns of V do not meet. A block holds one group or two, a cluster as many blocks as V takes; which of these is a
-// matter of speed alone. Blocks of a cluster read q, k and w together, each a part of the rows for all. Of four more
-// warps of a block one copies in, one for each group copies out, and the rest compute the factors of the gates and scale
-// do. Clusters stay and take heads and sequences: in turn, or, where lengths differ, the next when they are done.
+// Columns of V do not meet. A block holds 128 of V (two groups), 64 or 32, a cluster as many blocks as V takes; which
+// of these is a matter of speed alone. Of 32, a warp has 8: the other 8 of its 16 rows of the left operands may be
+// anything, and nobody reads their sums. Products take as long as those of 64, but all else that is done for V's
+// columns is half.
+//
+// Blocks of a cluster read q, k and w together, each a part of the rows for all. Of four more warps of a block one
+// copies in, one for each group copies out, and the rest compute the factors of the gates and scale do. Clusters stay and
+// take heads and sequences: in turn, or, where lengths differ, the next when they are done.
 #include "product.cuh"
 #include "tensors.cuh"
 
@@ -26,21 +31,23 @@ struct AlignkitDelta {
   unsigned* taken;  // scratch: how many states are taken, without the clusters' first. Null: not packed
   int batch, rows, heads, key_heads, key_dim, value_dim, sequences, chunks;  // chunks: of a batch
   float scale, unit;  // unit: what makes a gate a logarithm to base 2
-  int wide, half, v_first, groups;  // of cu_seqlens, 64 bits; fp16; states [V, K]; groups of a block, 0: as is best
+  int wide, half, v_first, columns;  // of cu_seqlens, 64 bits; fp16; states [V, K]; of V, of a block, 0: as is best
 };
 
 namespace alignkit {
 namespace {
 
 constexpr int kChunk = 64;
-constexpr int kSlice = 64;  // of V, of a group
-constexpr int kTile = kChunk * 64;
+constexpr int kBox = kChunk * 128;  // bytes of 64 columns
+
+constexpr int groups_of(int columns) { return columns > 64 ? 2 : 1; }
+
 enum Part { kOfK, kOfQ, kOfW, kParts };
 
-template <class T, int K, int kGroups>
+template <class T, int K, int kGroups, int kSlice>
 struct DeltaStage {
   T k[kChunk * K], q[kChunk * K], w[kChunk * K];
-  T dv[kGroups][kTile], d_o[kGroups][kTile];
+  T dv[kGroups][kChunk * kSlice], d_o[kGroups][kChunk * kSlice];
 };
 
 template <int K>
@@ -57,11 +64,11 @@ struct Sorted {
   uint16_t sequence[kMostSorted];
 };
 
-template <class T, int K, int kGroups_, int kDepth_>
+template <class T, int K, int kColumns, int kDepth_>
 struct DeltaShared {
-  static constexpr int kGroups = kGroups_, kDepth = kDepth_;
-  DeltaStage<T, K, kGroups> stage[kDepth];
-  T dh[kGroups][kSlice * K], dv2[kGroups][kTile];  // on their way out
+  static constexpr int kGroups = groups_of(kColumns), kSlice = kColumns / kGroups, kDepth = kDepth_;
+  DeltaStage<T, K, kGroups, kSlice> stage[kDepth];
+  T dh[kGroups][kSlice * K], dv2[kGroups][kChunk * kSlice];  // on their way out
   Factors<K> factors[kDepth];
   uint64_t full[kDepth][kParts], empty[kDepth][kParts], prepared[kDepth], prepared_empty[kDepth];
   uint64_t next_full[kAhead], next_empty[kAhead];  // empty: for all blocks, in the first
@@ -71,14 +78,14 @@ struct DeltaShared {
 
 constexpr int kMostShared = 227 * 1024 - 1024;  // to begin at a multiple of 1024
 
-template <class T, int K, int kGroups>
+template <class T, int K, int kColumns>
 constexpr int delta_depth() {
-  constexpr int one = sizeof(DeltaShared<T, K, kGroups, 1>), two = sizeof(DeltaShared<T, K, kGroups, 2>);
+  constexpr int one = sizeof(DeltaShared<T, K, kColumns, 1>), two = sizeof(DeltaShared<T, K, kColumns, 2>);
   return 1 + (kMostShared - one) / (two - one);
 }
 
-template <class T, int K, int kGroups>
-using DeltaSharedOf = DeltaShared<T, K, kGroups, delta_depth<T, K, kGroups>()>;
+template <class T, int K, int kColumns>
+using DeltaSharedOf = DeltaShared<T, K, kColumns, delta_depth<T, K, kColumns>()>;
 
 struct Sequence {
   int batch, begin, rows, first_chunk;
@@ -157,7 +164,7 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
         copy_box_to((1 << blocks) - 1, to + x * kChunk, map, x, head, row, batch, full);
   };
   auto slice = [&](auto& to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
-    for (int i = 0; i < groups; ++i) copy_box(to[i], map, (rank * groups + i) * kSlice, head, row, batch, full);
+    for (int i = 0; i < groups; ++i) copy_box(to[i], map, (rank * groups + i) * Sh::kSlice, head, row, batch, full);
   };
   for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
     int key_head = head / (p.heads / p.key_heads);
@@ -245,18 +252,19 @@ struct Gates {
   }
 };
 
-// Rows `from` to `end` of `tile` become those rows times their factors, rounded; by a warp.
-template <class T>
+// Rows `from` to `end` of `tile`, of kSlice columns, become those rows times their factors, rounded; by a warp.
+template <int kSlice, class T>
 __device__ __forceinline__ void scale_rows(T* tile, const float* factors, int from, int end) {
-  constexpr int kAtOnce = 4;
-  for (int r = from + threadIdx.x % 32 / 8; r < end; r += 4 * kAtOnce) {
-    uint4* units = reinterpret_cast<uint4*>(tile + r * 64) + threadIdx.x % 8;  // in whatever order they lie in the row
+  constexpr int kAtOnce = 4, kUnits = kSlice / 8, kRows = 32 / kUnits;
+  for (int r = from + threadIdx.x % 32 / kUnits; r < end; r += kRows * kAtOnce) {
+    // In whatever order they lie in the row.
+    uint4* units = reinterpret_cast<uint4*>(tile + r * kSlice) + threadIdx.x % kUnits;
     uint4 v[kAtOnce];
     float factor[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      v[i] = units[i * 4 * 8];
-      factor[i] = factors[r + i * 4];
+      v[i] = units[i * 32];
+      factor[i] = factors[r + i * kRows];
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -264,7 +272,7 @@ __device__ __forceinline__ void scale_rows(T* tile, const float* factors, int fr
         float2 x = unpack<T>(*pair);
         *pair = pack<T>(x.x * factor[i], x.y * factor[i]);
       }
-      units[i * 4 * 8] = v[i];
+      units[i * 32] = v[i];
     }
   }
 }
@@ -285,7 +293,8 @@ __device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, int blocks) {
       now.write(sh.factors[stage], p.scale, p.unit, share);
       __syncwarp();
       barrier_wait(&sh.full[stage][kOfQ], phase);
-      for (auto& tile : sh.stage[stage].d_o) scale_rows(tile, sh.factors[stage].of_do, from, from + kChunk / kWarps);
+      for (auto& tile : sh.stage[stage].d_o)
+        scale_rows<Sh::kSlice>(tile, sh.factors[stage].of_do, from, from + kChunk / kWarps);
       shared_written();  // before the copy engine writes there again
       __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(&sh.prepared[stage]);
@@ -299,17 +308,43 @@ __device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, int blocks) {
 enum Name { kOutFull = 1, kOutEmpty, kNames = 2, kGroupsMeet = 2 * kNames + 1 };
 constexpr int kGroupAndWarp = 128 + 32;
 
-// Where a lane finds its row of four matrices in rows of 128 bytes, swizzled: those of 16 rows from `row` on, by the 16
-// columns of its warp. Loaded or stored transposed they are a left operand.
+// How many of a warp's 16 rows of a left operand are columns of V; the rows after them may be anything.
+template <int kSlice>
+constexpr int kOwn = kSlice / 4;
+
+// Where a lane finds its row of four matrices in swizzled rows of kSlice columns: its warp's columns of 16 rows from
+// `row` on, or, where it has 8, of 32. Loaded or stored transposed they are a left operand, or two operands' own rows,
+// the second's where the first has its other rows.
+template <int kSlice>
 __device__ __forceinline__ uint32_t matrices_at(uint32_t tile, int row) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   row += lane / 16 * 8 + lane % 8;
-  return tile + row * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+  if (kSlice == 64) return tile + row * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+  return tile + (row + lane / 8 % 2 * 16) * 64 + ((warp ^ (lane % 8 / 2)) << 4);
+}
+
+// To four left operands of 8 own rows as pairs in four matrices each, and back.
+
+__device__ __forceinline__ void gather(uint32_t (&a)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    a[i][1] = a[i + 1][0];
+    a[i][3] = a[i + 1][2];
+  }
+}
+
+__device__ __forceinline__ void scatter(uint32_t (&a)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    a[i + 1][0] = a[i][1];
+    a[i + 1][2] = a[i][3];
+  }
 }
 
 template <class T, int K, class Sh>
 __device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int group, int rank, int blocks) {
-  int lane = threadIdx.x % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * kSlice;
+  constexpr int slice = Sh::kSlice, units = slice / 8;
+  int lane = threadIdx.x % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * slice;
   for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
     for (int chunk = s.steps() - 1; chunk >= 0; --chunk) {
       if (lane == 0) stores_taken<0>();
@@ -320,7 +355,7 @@ __device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, 
       if (lane == 0 && rows > 0) {
         shared_written();  // by the group, whose time is dearer
         if (p.v_first)
-          for (int x = 0; x < K; x += 64) store_box(&maps.dh, sh.dh[group] + x * kSlice, x, first, at);
+          for (int x = 0; x < K; x += 64) store_box(&maps.dh, sh.dh[group] + x * slice, x, first, at);
         else
           store_box(&maps.dh, sh.dh[group], first, 0, at);
         if (rows == kChunk) store_box(&maps.dv2, sh.dv2[group], first, head, row, s.batch);
@@ -329,67 +364,72 @@ __device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, 
       if (rows == kChunk) continue;
       // The rows that follow may be another sequence's.
       int64_t from = (static_cast<int64_t>(s.batch) * p.rows + row) * p.heads + head;
-      T* to = static_cast<T*>(p.dv2) + from * p.value_dim + first + lane % 8 * 8;
-      for (int r = lane / 8; r < rows; r += 4)
+      T* to = static_cast<T*>(p.dv2) + from * p.value_dim + first + lane % units * 8;
+      for (int r = lane / units; r < rows; r += 32 / units)
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(r) * p.heads * p.value_dim) =
-            *reinterpret_cast<const uint4*>(sh.dv2[group] + r * 64 + (lane % 8 ^ r % 8) * 8);
+            *reinterpret_cast<const uint4*>(sh.dv2[group] + r * slice + (lane % units ^ r / (8 / units) % units) * 8);
     }
   });
   if (lane == 0) stores_done();
 }
 
-// Rows of a tile of boxes [64, 64] from `rows` on are set to zero, by threads 0 to count - 1.
-template <class T>
+// Rows of a tile of boxes [64, kWidth] from `rows` on are set to zero, by threads 0 to count - 1.
+template <int kWidth, class T>
 __device__ __forceinline__ void zero_rows(T* tile, int boxes, int rows, int thread, int count) {
-  int each = (kChunk - rows) * 8;
+  int each = (kChunk - rows) * (kWidth / 8);
   for (int i = thread; i < boxes * each; i += count)
-    reinterpret_cast<uint4*>(tile + i / each * kTile + rows * 64)[i % each] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(tile + i / each * (kChunk * kWidth) + rows * kWidth)[i % each] = make_uint4(0, 0, 0, 0);
 }
 
 // Of a thread's part of a state, the sums and where they lie in memory.
-template <int K, class Function>
+template <int K, int kSlice, class Function>
 __device__ __forceinline__ void for_each_sum(const AlignkitDelta& p, int state, int first, const Function& function) {
-  int lane = threadIdx.x % 32, v = first + threadIdx.x / 32 % 4 * 16 + lane / 4, k = 2 * (lane % 4);
+  int lane = threadIdx.x % 32, v = first + threadIdx.x / 32 % 4 * kOwn<kSlice> + lane / 4, k = 2 * (lane % 4);
   int64_t next_v = p.v_first ? K : 1, next_k = p.v_first ? 1 : p.value_dim;
   int64_t from = static_cast<int64_t>(state) * K * p.value_dim + v * next_v + k * next_k;
 #pragma unroll
-  for (int i = 0; i < K / 2; ++i) function(i, from + i / 2 % 2 * 8 * next_v + (i / 4 * 8 + i % 2) * next_k);
+  for (int i = 0; i < K / 2; ++i)
+    if (i / 2 % 2 * 8 < kOwn<kSlice>) function(i, from + i / 2 % 2 * 8 * next_v + (i / 4 * 8 + i % 2) * next_k);
 }
 
 template <class T, int K, class Sh>
 __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int blocks) {
+  constexpr int slice = Sh::kSlice, at_once = 64 / slice;  // left operands, to four matrices
   constexpr int parts = K / 64, held = parts > 2 ? 1 : parts;  // of 64 of K; those whose rounded state is held
-  int thread = threadIdx.x, lane = thread % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * kSlice;
+  int thread = threadIdx.x, lane = thread % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * slice;
   int stage = 0, phase = 0, pair = 2 * (lane % 4);
-  float d[parts][32];
+  float d[parts][32] = {};
   uint32_t a[held][4][4];  // D, rounded: the left operand of the first product, and dh
   uint32_t out_dh = shared_address(sh.dh[group]), out_dv2 = shared_address(sh.dv2[group]);
   auto round = [&](int part) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
+      for (int r = 0; r < 4; r += at_once) {
         int at = 8 * i + 2 * r;
         a[part % held][i][r] = pack<T>(d[part][at], d[part][at + 1]);
       }
+    if (slice < 64) gather(a[part % held]);
   };
   auto stage_dh = [&](int from) {
 #pragma unroll
     for (int part = from; part < from + held; ++part)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; i += at_once)
         if (p.v_first) {
-          int row = thread / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8, unit = 2 * i + lane / 16;
-          store_matrices<false>(out_dh + part * (kTile * 2) + row * 128 + ((unit ^ (lane % 8)) << 4), a[part % held][i]);
+          int row = thread / 32 % 4 * kOwn<slice> + (slice == 64 ? lane / 8 % 2 * 8 : 0) + lane % 8;
+          int unit = 2 * i + lane / 16 + (slice == 64 ? 0 : lane / 8 % 2 * 2);
+          store_matrices<false>(out_dh + part * (slice * 128) + row * 128 + ((unit ^ (lane % 8)) << 4),
+                                a[part % held][i]);
         } else {
-          store_matrices<true>(matrices_at(out_dh, part * 64 + i * 16), a[part % held][i]);
+          store_matrices<true>(matrices_at<slice>(out_dh, part * 64 + i * 16), a[part % held][i]);
         }
   };
   for_each_state(sh, p, blocks, [&](const Sequence& s, int, int state) {
     if (p.dht)
-      for_each_sum<K>(p, state, first, [&](int i, int64_t at) { d[i / 32][i % 32] = p.dht[at]; });
+      for_each_sum<K, slice>(p, state, first, [&](int i, int64_t at) { d[i / 32][i % 32] = p.dht[at]; });
     else
-      for_each_sum<K>(p, state, first, [&](int i, int64_t) { d[i / 32][i % 32] = 0.0f; });
+      for_each_sum<K, slice>(p, state, first, [&](int i, int64_t) { d[i / 32][i % 32] = 0.0f; });
 #pragma unroll
     for (int part = 0; part < held; ++part) round(part);
     int steps = s.steps(), rows = s.of_chunk(steps - 1);
@@ -398,11 +438,11 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
       barrier_wait(&sh.prepared[stage], phase);
       auto& in = sh.stage[stage];
       constexpr int threads = Sh::kGroups * 128;
-      zero_rows(in.k, parts, rows, thread, threads);
-      zero_rows(in.q, parts, rows, thread, threads);
-      zero_rows(in.w, parts, rows, thread, threads);
-      zero_rows(in.dv[0], Sh::kGroups, rows, thread, threads);
-      zero_rows(in.d_o[0], Sh::kGroups, rows, thread, threads);
+      zero_rows<64>(in.k, parts, rows, thread, threads);
+      zero_rows<64>(in.q, parts, rows, thread, threads);
+      zero_rows<64>(in.w, parts, rows, thread, threads);
+      zero_rows<slice>(in.dv[0], Sh::kGroups, rows, thread, threads);
+      zero_rows<slice>(in.d_o[0], Sh::kGroups, rows, thread, threads);
       shared_written();
       named_barrier_sync(kGroupsMeet, threads);
     }
@@ -434,7 +474,7 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
         for (int part = from; part < from + held; ++part)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            multiply<false, false>(T{}, x, a[part % held][i], of_k + part * (kTile * 2 >> 4) + i * kNext<false>,
+            multiply<false, false>(T{}, x, a[part % held][i], of_k + part * (kBox >> 4) + i * kNext<false>,
                                    part + i > 0);
         products_end();
       }
@@ -442,7 +482,8 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
       uint32_t c[4][4];
       uint32_t dv = shared_address(in.dv[group]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) load_matrices<true>(c[i], matrices_at(dv, 16 * i));
+      for (int i = 0; i < 4; i += at_once) load_matrices<true>(c[i], matrices_at<slice>(dv, 16 * i));
+      if (slice < 64) scatter(c);
 
       // D^T = decay D^T + do^T q, meanwhile.
       barrier_wait(&sh.prepared[stage], phase);  // so q is there, too
@@ -452,20 +493,22 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
         float* sums = &d[j / 8][j % 8 * 4];
         sums[0] *= decay.x;
         sums[1] *= decay.y;
+        if (slice < 64) continue;
         sums[2] *= decay.x;
         sums[3] *= decay.y;
       }
       uint32_t b[4][4];
       uint32_t d_o = shared_address(in.d_o[group]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) load_matrices<true>(b[i], matrices_at(d_o, 16 * i));
+      for (int i = 0; i < 4; i += at_once) load_matrices<true>(b[i], matrices_at<slice>(d_o, 16 * i));
+      if (slice < 64) scatter(b);
       uint64_t of_q = operand<true>(in.q);
       products_begin();
 #pragma unroll
       for (int part = 0; part < parts; ++part)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          multiply<false, true>(T{}, d[part], b[i], of_q + part * (kTile * 2 >> 4) + i * kNext<true>, true);
+          multiply<false, true>(T{}, d[part], b[i], of_q + part * (kBox >> 4) + i * kNext<true>, true);
       products_end();
 
       if (parts > held) stage_dh(parts - held);  // there is no room to hold it for longer
@@ -480,11 +523,18 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
+        for (int r = 0; r < 4; r += at_once) {
           float2 factor = of_dv[2 * i + r / 2], v = unpack<T>(c[i][r]);
           int at = 8 * i + 2 * r;
           c[i][r] = pack<T>(__fmaf_rn(factor.x, x[at], v.x), __fmaf_rn(factor.y, x[at + 1], v.y));
         }
+      // Of operands that it moves to other registers, as it does here, ptxas makes a wrong negative: of a whole number.
+      uint32_t minus[4][4];
+      if (slice < 64) {
+        gather(c);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) minus[i / 4][i % 4] = c[i / 4][i % 4] ^ 0x80008000;
+      }
 
       // D^T -= dv2^T w, 64 of K after the other: the first are rounded while the others are computed.
       uint64_t of_w = operand<true>(in.w);
@@ -493,7 +543,10 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
       for (int part = 0; part < parts; ++part) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          multiply<true, true>(T{}, d[part], c[i], of_w + part * (kTile * 2 >> 4) + i * kNext<true>, true);
+          if constexpr (slice == 64)
+            multiply<true, true>(T{}, d[part], c[i], of_w + part * (kBox >> 4) + i * kNext<true>, true);
+          else
+            multiply<false, true>(T{}, d[part], minus[i], of_w + part * (kBox >> 4) + i * kNext<true>, true);
         products_end();
       }
       release(kOfK);
@@ -505,7 +558,7 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
         stage_dh(0);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) store_matrices<true>(matrices_at(out_dv2, 16 * i), c[i]);
+      for (int i = 0; i < 4; i += at_once) store_matrices<true>(matrices_at<slice>(out_dv2, 16 * i), c[i]);
       named_barrier_arrive(names + kOutFull, kGroupAndWarp);
       products_wait<parts>();
       release(kOfQ);
@@ -521,17 +574,17 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
       for (int part = 1; part < held; ++part) round(part);
       release(kOfW);
     }
-    if (p.dh0) for_each_sum<K>(p, state, first, [&](int i, int64_t at) { p.dh0[at] = d[i / 32][i % 32]; });
+    if (p.dh0) for_each_sum<K, slice>(p, state, first, [&](int i, int64_t at) { p.dh0[at] = d[i / 32][i % 32]; });
   });
 }
 
-template <class T, int K, int kGroups>
-__global__ void __launch_bounds__((kGroups + 1) * 128, 1)
+template <class T, int K, int kColumns>
+__global__ void __launch_bounds__((groups_of(kColumns) + 1) * 128, 1)
     delta_back(const __grid_constant__ DeltaMaps maps, const __grid_constant__ AlignkitDelta p, int blocks) {
-  using Sh = DeltaSharedOf<T, K, kGroups>;
+  using Sh = DeltaSharedOf<T, K, kColumns>;
   extern __shared__ uint8_t raw[];
   Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
-  constexpr int preparing = 3 - kGroups;  // warps
+  constexpr int kGroups = Sh::kGroups, preparing = 3 - kGroups;  // warps
   int rank = cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Sh::kDepth; ++i) {
@@ -580,73 +633,79 @@ cudaError_t map_of(CUtensorMap* map, Box b) {
   for (cuuint64_t& s : b.stride) s *= 2;
   CUtensorMapDataType type = b.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUresult made = encode()(map, type, b.dimensions, const_cast<void*>(b.data), b.size, b.stride, b.box, one,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           b.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Rows of 64 columns of a head of a tensor [batch, rows, heads, columns].
+// Rows of `across` columns of a head of a tensor [batch, rows, heads, columns].
 cudaError_t rows_of(CUtensorMap* map, const AlignkitDelta& p, const void* data, const int64_t (&strides)[3], int heads,
-                    int columns, int rows) {
+                    int columns, int across, int rows) {
   using Size = cuuint64_t;
   return map_of(map, {data, p.half != 0,
                       {Size(columns), Size(heads), Size(p.rows), Size(p.batch)},
                       {Size(strides[2]), Size(strides[1]), Size(strides[0])},
-                      {64, 1, cuuint32_t(rows), 1}, 4});
+                      {cuuint32_t(across), 1, cuuint32_t(rows), 1}, 4});
 }
 
-cudaError_t maps_of(DeltaMaps* maps, const AlignkitDelta& p, int blocks) {
+cudaError_t maps_of(DeltaMaps* maps, const AlignkitDelta& p, int slice, int blocks) {
   struct {
     CUtensorMap* map;
     const void* data;
-    int heads, columns, rows;
-  } inputs[5] = {{&maps->q, p.q, p.key_heads, p.key_dim, kChunk / blocks},
-                 {&maps->k, p.k, p.key_heads, p.key_dim, kChunk / blocks},
-                 {&maps->w, p.w, p.heads, p.key_dim, kChunk / blocks},
-                 {&maps->d_o, p.d_o, p.heads, p.value_dim, kChunk},
-                 {&maps->dv, p.dv, p.heads, p.value_dim, kChunk}};
+    int heads, columns, across, rows;
+  } inputs[5] = {{&maps->q, p.q, p.key_heads, p.key_dim, 64, kChunk / blocks},
+                 {&maps->k, p.k, p.key_heads, p.key_dim, 64, kChunk / blocks},
+                 {&maps->w, p.w, p.heads, p.key_dim, 64, kChunk / blocks},
+                 {&maps->d_o, p.d_o, p.heads, p.value_dim, slice, kChunk},
+                 {&maps->dv, p.dv, p.heads, p.value_dim, slice, kChunk}};
   for (int i = 0; i < 5; ++i)
     if (cudaError_t e = rows_of(inputs[i].map, p, inputs[i].data, p.strides[i], inputs[i].heads, inputs[i].columns,
-                                inputs[i].rows))
+                                inputs[i].across, inputs[i].rows))
       return e;
   int64_t row = int64_t{p.heads} * p.value_dim, dense[3] = {row * p.rows, row, p.value_dim};
-  if (cudaError_t e = rows_of(&maps->dv2, p, p.dv2, dense, p.heads, p.value_dim, kChunk)) return e;
+  if (cudaError_t e = rows_of(&maps->dv2, p, p.dv2, dense, p.heads, p.value_dim, slice, kChunk)) return e;
   using Size = cuuint64_t;
   Size across = p.v_first ? p.key_dim : p.value_dim, down = p.v_first ? p.value_dim : p.key_dim;
   return map_of(&maps->dh, {p.dh, p.half != 0, {across, down, Size(p.batch) * p.chunks * p.heads, 1},
-                            {across, across * down, 0}, {64, cuuint32_t(p.v_first ? kSlice : p.key_dim), 1, 1}, 3});
+                            {across, across * down, 0},
+                            {cuuint32_t(p.v_first ? 64 : slice), cuuint32_t(p.v_first ? slice : p.key_dim), 1, 1}, 3});
 }
 
-template <class T, int K, int kGroups>
-cudaError_t launch_delta(const AlignkitDelta& p, int blocks, cudaStream_t stream) {
-  constexpr auto kernel = delta_back<T, K, kGroups>;
-  constexpr int bytes = sizeof(DeltaSharedOf<T, K, kGroups>) + 1024;
+// Launches it; but if `fits` is given and not all states fit on the device at once, only says so there.
+template <class T, int K, int kColumns>
+cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream, bool* fits = nullptr) {
+  using Sh = DeltaSharedOf<T, K, kColumns>;
+  constexpr auto kernel = delta_back<T, K, kColumns>;
+  constexpr int bytes = sizeof(Sh) + 1024;
   static_assert(bytes <= 227 * 1024);
-  DeltaMaps maps;
-  if (cudaError_t e = maps_of(&maps, p, blocks)) return e;
+  int blocks = p.value_dim / kColumns;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = blocks;
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
-  config.blockDim = (kGroups + 1) * 128;
+  config.blockDim = (Sh::kGroups + 1) * 128;
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
   // Of this kernel, how many clusters of `blocks` the device holds.
-  static thread_local int prepared = -1, held[5];
+  static thread_local int prepared = -1, held[9];
   int device;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (prepared != device) {
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-    std::fill(held, held + 5, 0);
+    std::fill(held, held + 9, 0);
     prepared = device;
   }
   if (!held[blocks])
     if (cudaError_t e = cudaOccupancyMaxActiveClusters(&held[blocks], kernel, &config)) return e;
   int64_t states = int64_t{p.sequences} * p.heads;
+  if (fits && !(*fits = states <= held[blocks])) return cudaSuccess;
+  DeltaMaps maps;
+  if (cudaError_t e = maps_of(&maps, p, Sh::kSlice, blocks)) return e;
   config.gridDim = static_cast<unsigned>(std::min<int64_t>(states, held[blocks]) * blocks);
   AlignkitDelta dealt = p;
   if (states <= held[blocks]) dealt.taken = nullptr;
@@ -657,14 +716,22 @@ cudaError_t launch_delta(const AlignkitDelta& p, int blocks, cudaStream_t stream
 
 template <class T, int K>
 cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
-  int slices = p.value_dim / kSlice, groups = p.groups, processors, device;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  // Few states: each over as many blocks as it takes. K = 256 leaves registers for one group.
-  if (!groups) groups = int64_t{p.sequences} * p.heads * slices > processors ? 2 : 1;
+  int columns = p.columns, processors, device;
+  // Few states: each over as many blocks as it takes. K = 256 leaves registers for one group of 64 of V.
   if constexpr (K < 256)
-    if (groups == 2 && slices > 1) return launch_delta<T, K, 2>(p, slices / 2, stream);
-  return launch_delta<T, K, 1>(p, slices, stream);
+    if (!columns || columns == 32) {
+      bool fits = true;
+      cudaError_t e = launch_delta<T, K, 32>(p, stream, columns ? nullptr : &fits);
+      if (e || fits) return e;
+    }
+  if (!columns) {
+    if (cudaError_t e = cudaGetDevice(&device)) return e;
+    if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+    columns = int64_t{p.sequences} * p.heads * (p.value_dim / 64) > processors ? 128 : 64;
+  }
+  if constexpr (K < 256)
+    if (columns == 128 && p.value_dim > 64) return launch_delta<T, K, 128>(p, stream);
+  return launch_delta<T, K, 64>(p, stream);
 }
 
 template <class T>

@@ -19,7 +19,7 @@ class _Delta(ctypes.Structure):
                 *((name, ctypes.c_int) for name in ("batch", "rows", "heads", "key_heads", "key_dim", "value_dim",
                                                     "sequences", "chunks")),
                 ("scale", ctypes.c_float), ("unit", ctypes.c_float),
-                *((name, ctypes.c_int) for name in ("wide", "half", "v_first", "groups"))]
+                *((name, ctypes.c_int) for name in ("wide", "half", "v_first", "columns"))]
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
@@ -29,9 +29,9 @@ def _copied(t: torch.Tensor) -> torch.Tensor:
 
 
 def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first: bool, base2: bool, dh, dh0, dv2,
-            groups: int = 0) -> None:
-    """Fills dh, dh0 (or None) and dv2. groups: a schedule, of which no bit depends; 1 or 2 slices of 64 of V to a
-    multiprocessor, 0: as is best."""
+            columns: int = 0) -> None:
+    """Fills dh, dh0 (or None) and dv2. columns: a schedule, on which no bit depends; 32, 64 or 128 of V to a
+    multiprocessor (64 for K = 256, and at most V), 0: as is best."""
     if q.dtype == torch.float32:
         triton.bwd_dhu(q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first, base2, dh, dh0, dv2)
         return
@@ -44,5 +44,5 @@ def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first
                value_dim=do.shape[3], sequences=q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1,
                chunks=dh.shape[1], scale=scale, unit=1.0 if base2 else math.log2(math.e),
                wide=cu_seqlens is not None and cu_seqlens.dtype == torch.int64, half=q.dtype == torch.float16,
-               v_first=state_v_first, groups=groups)
+               v_first=state_v_first, columns=columns)
     cuda.call("alignkit_delta_back", q.device, ctypes.byref(p))
