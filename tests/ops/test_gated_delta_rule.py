@@ -449,22 +449,42 @@ def test_no_further_off_than_flash_linear_attention(mode, starts):
 
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
-@pytest.mark.parametrize("dims, mode, dtype", [
-    ((64, 64), "", BF16), ((64, 64), "g gk", FP16), ((64, 256), "gk", FP16), ((128, 64), "gk", BF16),
-    ((128, 128), "", BF16), ((128, 128), "g", BF16), ((128, 128), "g gk", BF16), ((256, 128), "gk", BF16),
-    ((256, 256), "", FP16), ((256, 64), "g", BF16)])
-def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, monkeypatch):
+@pytest.mark.parametrize("dims, mode, dtype, v_first, dht", [
+    ((64, 64), "", BF16, False, True), ((64, 64), "g gk", FP16, True, False), ((64, 128), "g", BF16, True, True),
+    ((64, 256), "gk", FP16, False, True), ((128, 64), "gk", BF16, True, True), ((128, 128), "", BF16, False, False),
+    ((128, 128), "g", BF16, True, True), ((128, 128), "g gk", FP16, False, True),
+    ((128, 256), "g gk", BF16, True, True), ((128, 256), "g", FP16, False, False),
+    ((256, 128), "gk", BF16, False, True), ((256, 256), "", FP16, True, True), ((256, 64), "g", BF16, False, True)])
+def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, v_first, dht, monkeypatch):
     from alignkit.ops.gated_delta_rule import cuda as kernels
     back = kernels.bwd_dhu
-    rows, rest = problem(463, 4, 2, *dims, dtype=dtype, mode=mode, starts=[0, 1, 130, 463])
+    rows, rest = problem(655, 4, 2, *dims, dtype=dtype, mode=mode, starts=[0, 1, 1, 130, 463, 655], v_first=v_first,
+                         dht=dht)
     strong = {name: rows[name].cumsum(1) for name in mode.split()}  # until factors underflow
     for gated in (rows, rows | strong):
         with backends.use("triton"):
             want = run(gated, rest)
         with backends.use("cuda"):
-            for groups in (0, 1, 2):
-                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, groups=groups: back(*a, groups=groups))
-                assert_same(run(gated, rest), want, f"{groups} groups")
+            for columns in (0, 32, 64, 128):
+                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: back(*a, columns=columns))
+                assert_same(run(gated, rest), want, f"{columns} columns")
+
+
+@gpu
+@pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_schedules_take_states_in_turn(columns, monkeypatch):
+    """More of them than fit on the device at once."""
+    from alignkit.ops.gated_delta_rule import cuda as kernels
+    back = kernels.bwd_dhu
+    rows, rest = problem(330, 40, 40, 128, 128, starts=[0, 64, 70, 200, 330])
+    monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=columns))
+    with backends.use("cuda"):
+        dh, dh0, dv2 = run(rows, rest)
+        for head in (0, 17, 39):
+            one = slice(head, head + 1)
+            alone = run({name: t[:, :, one] for name, t in rows.items()}, rest | {"dht": rest["dht"][:, one]})
+            assert_same((dh[:, :, one], dh0[:, one], dv2[:, :, one]), alone, f"head {head}")
 
 
 @gpu
