@@ -323,7 +323,7 @@ __device__ __forceinline__ uint32_t matrices_at(uint32_t tile, int row) {
   return tile + (row + lane / 8 % 2 * 16) * 64 + ((warp ^ (lane % 8 / 2)) << 4);
 }
 
-// To four left operands of 8 own rows as pairs in four matrices each, and back.
+// Left operands of 8 own rows, two by two, to four matrices each; and back.
 
 __device__ __forceinline__ void gather(uint32_t (&a)[4][4]) {
 #pragma unroll
