@@ -176,6 +176,21 @@ def rms_norm(results: dict) -> str:
     return "\n".join([*lines, _made_on(results["runs"].values())])
 
 
+def tree_sum(results: dict) -> str:
+    """A table for each sum and number of ranks: a line for each implementation, a column for each size."""
+    lines = []
+    for case, ranks in dict.fromkeys((r["case"], r["pass"]) for r in results["rows"]):
+        rows = {(r["impl"], r["m"]): r for r in results["rows"] if (r["case"], r["pass"]) == (case, ranks)}
+        sizes = list(dict.fromkeys(m for _, m in rows))
+        titles = " | ".join(f"{m >> 10} KiB" if m < 1 << 20 else f"{m >> 20} MiB" for m in sizes)
+        lines += [f"| {case}, {ranks} | {titles} |", "|---" * (len(sizes) + 1) + "|"]
+        for impl in dict.fromkeys(impl for impl, _ in rows):
+            cells = [f"{rows[impl, m]['ms'] * 1e3:.1f} ({rows[impl, m]['x']:.2f})" for m in sizes]
+            lines.append(f"| {impl} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join([*lines, _made_on(results["runs"].values())])
+
+
 def matmul(results: dict) -> str:
     """alignkit's times over stock's, a line for each case; then the geometric mean and the largest of each implementation.
     A table each for few rows, for many, and for the gradients."""
@@ -371,7 +386,7 @@ def tables() -> dict[str, str]:
             made[f"check-{machine}"] = check(rows, run)
     writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile,
                                                  "linear_logp": linear_logp, "gdn_bwd_dhu": gdn_bwd_dhu,
-                                                 "rms_norm": rms_norm, "matmul": matmul}
+                                                 "rms_norm": rms_norm, "matmul": matmul, "tree_sum": tree_sum}
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")
         if results:
