@@ -5,7 +5,8 @@
 // vector's place in its row, lowest first: the balanced tree goes over a vector, then lanes, then vectors, then warps. A pair
 // has one sum, so which of its two threads adds cannot change a bit.
 //
-// A thread waits only for copies of its own: it keeps a ring of steps in shared memory, of which all but one are on their way.
+// Backward, a thread waits only for copies of its own: it keeps a ring of steps in shared memory, of which all but one are on
+// their way.
 #include <algorithm>
 
 #include "tensors.cuh"
@@ -90,6 +91,26 @@ __device__ __forceinline__ float tree(const float (&f)[kColumns]) {
   return ((f[0] + f[1]) + (f[2] + f[3])) + ((f[4] + f[5]) + (f[6] + f[7]));
 }
 
+// The sum over a row of the vectors' sums, as far as a warp has it, or kLanes lanes that share rows of kOfRow vectors a lane.
+template <int kLanes, int kOfRow>
+__device__ __forceinline__ float sum_of_lanes(const float (&of)[kVectors]) {
+  // Lanes that differ in a bit share the work: one adds the first half of the values, the other the second.
+  int lane = threadIdx.x % 32;
+  bool upper = lane & 1;
+  float low = (upper ? of[2] : of[0]) + __shfl_xor_sync(~0u, upper ? of[0] : of[2], 1);
+  float high = (upper ? of[3] : of[1]) + __shfl_xor_sync(~0u, upper ? of[1] : of[3], 1);
+  upper = lane & 2;
+  float s = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
+#pragma unroll
+  for (int bit = 4; bit < kLanes; bit *= 2) s += __shfl_xor_sync(~0u, s, bit);
+  if (kOfRow >= 2) s += __shfl_xor_sync(~0u, s, 2);
+  if (kOfRow == 4) s += __shfl_xor_sync(~0u, s, 1);
+  return s;
+}
+
+// The leaves of the tree over 2 or more warps.
+__device__ __forceinline__ int padded(int warps) { return 2 << (31 - __clz(warps - 1)); }
+
 // Who takes what. Rows of kOfRow vectors a lane; kWarps: the block is one team, else teams are of kLanes lanes.
 template <int kLanes_, int kOfRow_, bool kWarps_>
 struct Team {
@@ -117,24 +138,15 @@ struct Team {
 
   // The sum over a row of the vectors' sums. `between`: two lines for what warps have; `line` says which is free.
   __device__ __forceinline__ float sum(const float (&of)[kVectors], float (*between)[32], int& line) const {
-    // Lanes that differ in a bit share the work: one adds the first half of the values, the other the second.
     int lane = threadIdx.x % 32;
-    bool upper = lane & 1;
-    float low = (upper ? of[2] : of[0]) + __shfl_xor_sync(~0u, upper ? of[0] : of[2], 1);
-    float high = (upper ? of[3] : of[1]) + __shfl_xor_sync(~0u, upper ? of[1] : of[3], 1);
-    upper = lane & 2;
-    float s = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
-#pragma unroll
-    for (int bit = 4; bit < kLanes; bit *= 2) s += __shfl_xor_sync(~0u, s, bit);
-    if (kOfRow >= 2) s += __shfl_xor_sync(~0u, s, 2);
-    if (kOfRow == 4) s += __shfl_xor_sync(~0u, s, 1);
+    float s = sum_of_lanes<kLanes, kOfRow>(of);
     if (!kWarps) return s;
     int warps = blockDim.x / 32;
     if (lane == 0) between[line][threadIdx.x / 32] = s;
     __syncthreads();
-    int padded = 2 << (31 - __clz(warps - 1)), warp = lane % padded;
+    int leaves = padded(warps), warp = lane % leaves;
     s = warp < warps ? between[line][warp] : 0.0f;
-    for (int bit = 1; bit < padded; bit *= 2) s += __shfl_xor_sync(~0u, s, bit);
+    for (int bit = 1; bit < leaves; bit *= 2) s += __shfl_xor_sync(~0u, s, bit);
     line ^= 1;
     return s;
   }
@@ -180,61 +192,55 @@ struct Weight {
   }
 };
 
-// Forward: a block takes a row at a time, and stays.
+// Forward: a block takes a row, straight to registers. A multiprocessor has two at least, which do not wait for each other.
 
-using Block = Team<32, 4, true>;
-using ForwardRing = Ring<1, 3>;
-
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kMostThreads, 2)
     rms_norm(const __grid_constant__ AlignkitNorm p, const Divisor heads) {
-  extern __shared__ uint4 shared[];
-  __shared__ float between[2][32];
-  Block block;
-  ForwardRing ring(shared);
-  uint32_t rows = p.rows;
-  auto copy = [&](int stage, uint32_t row) {
-    if (row < rows) {
+  __shared__ float between[32];
+  const uint32_t row = blockIdx.x, rows = p.rows;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int column = warp * (kVectors * kAcross) + lane * kColumns;
+  // There is no block beyond the rows; but without these checks the compiler moves the weight's loads before the squares.
+  const bf16* from = row_of(p.x, heads, row < rows ? row : 0) + column;
+  uint4 x[kVectors], weight[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        int column = block.column + v * kAcross;
-        bool here = column < p.h;
-        copy_vector(&ring.at(stage, 0, v), here ? row_of(p.x, heads, row) + column : p.x.data, here);
-      }
-    }
-    copies_end();
-  };
+  for (int v = 0; v < kVectors; ++v)
+    x[v] = row < rows && column + v * kAcross < p.h ? *reinterpret_cast<const uint4*>(from + v * kAcross)
+                                                    : make_uint4(0, 0, 0, 0);
 #pragma unroll
-  for (int i = 0; i < ForwardRing::kDepth; ++i) copy(i, block.id + i * gridDim.x);
-  Weight<Block> weight(p.weight, p.h, block.column, p.zero_centered);
-  int stage = 0, line = 0;
-  for (uint32_t row = block.id; row < rows; row += gridDim.x) {
-    copies_wait<ForwardRing::kDepth - 1>();
-    uint4 x[kVectors];
-    float squares[kVectors];
+  for (int v = 0; v < kVectors; ++v)
+    weight[v] = column + v * kAcross < p.h
+                    ? __ldg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.weight) + column + v * kAcross))
+                    : make_uint4(0, 0, 0, 0);
+  if (row >= rows) return;
+  float squares[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      x[v] = ring.at(stage, 0, v);
-      float f[kColumns];
-      unpack(x[v], f);
+  for (int v = 0; v < kVectors; ++v) {
+    float f[kColumns];
+    unpack(x[v], f);
 #pragma unroll
-      for (float& e : f) e *= e;
-      squares[v] = tree(f);
-    }
-    copy(stage, row + ForwardRing::kDepth * gridDim.x);
-    stage = stage + 1 == ForwardRing::kDepth ? 0 : stage + 1;
-    float mean = __fdiv_rn(block.sum(squares, between, line), static_cast<float>(p.h));
-    float rstd = __fdiv_rn(1.0f, __fsqrt_rn(mean + p.eps));
-    if (threadIdx.x == 0) p.rstd[row] = rstd;
+    for (float& e : f) e *= e;
+    squares[v] = tree(f);
+  }
+  float sum = sum_of_lanes<32, kVectors>(squares);
+  if (lane == 0) between[warp] = sum;
+  __syncthreads();
+  int leaves = padded(warps), leaf = lane % leaves;
+  sum = leaf < warps ? between[leaf] : 0.0f;
+  for (int bit = 1; bit < leaves; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  float mean = __fdiv_rn(sum, static_cast<float>(p.h));
+  float rstd = __fdiv_rn(1.0f, __fsqrt_rn(mean + p.eps));
+  if (threadIdx.x == 0) p.rstd[row] = rstd;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      int column = block.column + v * kAcross;
-      float f[kColumns], w[kColumns];
-      unpack(x[v], f);
-      weight.get(v, w);
+  for (int v = 0; v < kVectors; ++v) {
+    asm volatile("" : "+r"(x[v].x), "+r"(x[v].y), "+r"(x[v].z), "+r"(x[v].w)::"memory");  // keep it packed
+    float f[kColumns], w[kColumns];
+    unpack(x[v], f);
+    unpack(weight[v], w);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) f[i] = f[i] * rstd * w[i];
-      if (column < p.h) *reinterpret_cast<uint4*>(static_cast<bf16*>(p.y) + int64_t{row} * p.h + column) = pack(f);
-    }
+    for (int i = 0; i < kColumns; ++i) f[i] = f[i] * rstd * (w[i] + (p.zero_centered ? 1.0f : -0.0f));
+    if (column + v * kAcross < p.h)
+      *reinterpret_cast<uint4*>(static_cast<bf16*>(p.y) + int64_t{row} * p.h + column + v * kAcross) = pack(f);
   }
 }
 
@@ -528,9 +534,7 @@ cudaError_t with_team(int h, int rows, const Function& function) {
 
 cudaError_t launch_norm(const AlignkitNorm& p, cudaStream_t stream) {
   if (!fits(p.h, p.rows, kVectors * kAcross)) return cudaErrorInvalidValue;
-  int threads = threads_of<Block>(p.h), bytes = threads * ForwardRing::kBytes, most;
-  if (cudaError_t e = held<rms_norm>(threads, bytes, &most)) return e;
-  rms_norm<<<std::min(p.rows, most), threads, bytes, stream>>>(p, Divisor(p.heads));
+  rms_norm<<<p.rows, 32 * up(p.h, kVectors * kAcross), 0, stream>>>(p, Divisor(p.heads));
   return cudaGetLastError();
 }
 
