@@ -4,10 +4,8 @@
 // of a step; a team of 8 to 32 lanes, or of all warps of a block, shares them. Lane, vector and warp are the bits of a
 // vector's place in its row, lowest first: the balanced tree goes over a vector, then lanes, then vectors, then warps. A pair
 // has one sum, so which of its two threads adds cannot change a bit.
-//
-// Backward, a thread waits only for copies of its own: it keeps a ring of steps in shared memory, of which all but one are on
-// their way.
 #include <algorithm>
+#include <cstdlib>
 
 #include "tensors.cuh"
 
@@ -35,7 +33,7 @@ struct AlignkitNormGrad {
   float* workspace;
   int rows, heads, h, zero_centered;
   int rounded;  // dweight is bf16
-  int chains;   // of a run, at most; 0: as is best
+  int chains;   // of a run; -n: n, then fewer; 0: as is best
 };
 
 namespace alignkit {
@@ -46,10 +44,11 @@ using bf16 = __nv_bfloat16;
 constexpr int kVectors = 4;             // of a thread, of a tensor, of a step
 constexpr int kColumns = 8;             // of a vector
 constexpr int kAcross = 32 * kColumns;  // columns of a warp's vectors that are read at once
-constexpr int kBlock = 128;             // threads of a block, unless it is one team
-constexpr int kMostThreads = 512;
+constexpr int kBlock = 128;             // threads of a block of teams of lanes
+constexpr int kMostWarps = 32;
 constexpr int kChain = 16;              // rows of a chain of dweight
-constexpr int kMostRows = 1 << 27;
+constexpr int kMostRows = 1 << 27, kMostColumns = 1 << 14;
+constexpr int kMostBytes = 192 << 10;   // of shared memory, for copies
 
 // n / divisor for n below 2^31, by a product.
 struct Divisor {
@@ -111,47 +110,6 @@ __device__ __forceinline__ float sum_of_lanes(const float (&of)[kVectors]) {
 // The leaves of the tree over 2 or more warps.
 __device__ __forceinline__ int padded(int warps) { return 2 << (31 - __clz(warps - 1)); }
 
-// Who takes what. Rows of kOfRow vectors a lane; kWarps: the block is one team, else teams are of kLanes lanes.
-template <int kLanes_, int kOfRow_, bool kWarps_>
-struct Team {
-  static constexpr int kLanes = kLanes_, kOfRow = kOfRow_, kRows = kVectors / kOfRow;
-  static constexpr bool kWarps = kWarps_;
-  static constexpr int kOfBlock = kWarps ? 1 : kBlock / kLanes;
-
-  uint32_t id, first;  // the team; the first team of this warp
-  int column;          // of the thread's first vector
-  int held;            // the row of a step whose sum `sum` leaves in this lane
-
-  __device__ __forceinline__ Team() {
-    int lane = threadIdx.x % 32;
-    first = blockIdx.x * kOfBlock + (kWarps ? 0 : threadIdx.x / 32 * (32 / kLanes));
-    id = first + (kWarps ? 0 : lane / kLanes);
-    column = lane % kLanes * kColumns + (kWarps ? threadIdx.x / 32 * (kVectors * kAcross) : 0);
-    held = (lane % 2 * 2 + lane / 2 % 2) / kOfRow;
-  }
-
-  // The value of a lane that holds row n.
-  __device__ __forceinline__ float of_row(float value, int n) const {
-    int q = n * kOfRow;
-    return kRows == 1 ? value : __shfl_sync(~0u, value, q / 2 + q % 2 * 2, kLanes);
-  }
-
-  // The sum over a row of the vectors' sums. `between`: two lines for what warps have; `line` says which is free.
-  __device__ __forceinline__ float sum(const float (&of)[kVectors], float (*between)[32], int& line) const {
-    int lane = threadIdx.x % 32;
-    float s = sum_of_lanes<kLanes, kOfRow>(of);
-    if (!kWarps) return s;
-    int warps = blockDim.x / 32;
-    if (lane == 0) between[line][threadIdx.x / 32] = s;
-    __syncthreads();
-    int leaves = padded(warps), warp = lane % leaves;
-    s = warp < warps ? between[line][warp] : 0.0f;
-    for (int bit = 1; bit < leaves; bit *= 2) s += __shfl_xor_sync(~0u, s, bit);
-    line ^= 1;
-    return s;
-  }
-};
-
 // The thread's place for each vector of the steps that are on their way.
 template <int kTensors, int kDepth_>
 struct Ring {
@@ -194,9 +152,9 @@ struct Weight {
 
 // Forward: a block takes a row, straight to registers. A multiprocessor has two at least, which do not wait for each other.
 
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kMostColumns / (kVectors * kColumns), 2)
     rms_norm(const __grid_constant__ AlignkitNorm p, const Divisor heads) {
-  __shared__ float between[32];
+  __shared__ float between[kMostWarps];
   const uint32_t row = blockIdx.x, rows = p.rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int column = warp * (kVectors * kAcross) + lane * kColumns;
@@ -244,48 +202,163 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   }
 }
 
-// Backward: a team takes one run of kChains chains, 1, 2 or 4, and joins their sums, each thread those of its columns. The
-// sums of runs are joined by a second kernel. A zero is added to a chain's sum, which makes a negative zero a positive one: so
-// sums of absent rows and chains, which are zero, can be added or left out.
+// Backward: a team takes one run of 1, 2, 4 or 8 chains and joins their sums, each thread those of its columns. The sums of
+// runs are joined by a second kernel. A zero is added to a chain's sum, which makes a negative zero a positive one: so sums of
+// absent rows and chains, which are zero, can be added or left out.
 
-struct Sums {
-  uint32_t runs;
-  int group;      // runs that a block of the second kernel joins
-  float* parts;   // the sums of runs
-  float* joined;  // of groups of runs
-  int* arrived;   // blocks of the second kernel, for each of its slices of columns
+constexpr int kMostLevels = 3;  // a run is of 2^level chains
+constexpr int kSlice = 128;     // columns of a block of the second kernel
+constexpr int kMostGroups = 256;
 
-  __host__ __device__ uint32_t groups() const { return (runs + group - 1) / group; }
+// Runs of one length, of whole blocks: the first of them, its block and its first chain.
+struct Segment {
+  uint32_t block, run, chain, level;
 };
 
-constexpr int kSlice = 128;  // columns of a block of the second kernel
-constexpr int kMostGroups = 256;
+struct Plan {
+  Segment segments[kMostLevels + 1];
+  uint32_t count, chains, blocks;
+  int each;       // chains of a warp of the second kernel, a multiple of 16
+  int groups;     // of so many chains as a block of it has
+  float* parts;   // the sums of runs
+  float* joined;  // of groups
+  int* arrived;   // blocks of the second kernel, for each of its slices of columns
+
+  __device__ __forceinline__ Segment of_block(uint32_t block) const {
+    Segment s = segments[0];
+#pragma unroll
+    for (int i = 1; i <= kMostLevels; ++i)
+      if (i < count && block >= segments[i].block) s = segments[i];
+    return s;
+  }
+  __device__ __forceinline__ Segment of_chain(uint32_t chain) const {
+    Segment s = segments[0];
+#pragma unroll
+    for (int i = 1; i <= kMostLevels; ++i)
+      if (i < count && chain >= segments[i].chain) s = segments[i];
+    return s;
+  }
+};
+
+// Who takes what: teams of kLanes lanes, of rows of kOfRow vectors a lane.
+template <int kLanes_, int kOfRow_>
+struct Narrow {
+  static constexpr int kLanes = kLanes_, kOfRow = kOfRow_, kRows = kVectors / kOfRow, kOfBlock = kBlock / kLanes;
+  static constexpr int kShared = 1;  // nothing
+
+  uint32_t first, id;  // of the block's teams, this warp's first and this
+  int column;          // of the thread's first vector
+  int held;            // the row of a step whose sum `sum` leaves in this lane
+
+  static int threads(int) { return kBlock; }
+
+  __device__ __forceinline__ Narrow() {
+    first = threadIdx.x / 32 * (32 / kLanes);
+    id = first + threadIdx.x % 32 / kLanes;
+    column = threadIdx.x % kLanes * kColumns;
+    held = (threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2) / kOfRow;
+  }
+
+  __device__ __forceinline__ void begin(float*) const {}
+
+  // The value of a lane that holds row n.
+  __device__ __forceinline__ float of_row(float value, int n) const {
+    int q = n * kOfRow;
+    return __shfl_sync(~0u, value, q / 2 + q % 2 * 2, kLanes);
+  }
+
+  __device__ __forceinline__ float sum(const float (&of)[kVectors], float*, int&) const {
+    return sum_of_lanes<kLanes, kOfRow>(of);
+  }
+};
+
+// All warps of a block share rows of kOfRow vectors a lane.
+template <int kOfRow_>
+struct Wide {
+  static constexpr int kOfRow = kOfRow_, kRows = kVectors / kOfRow, kOfBlock = 1;
+  static constexpr int kShared = 2 * kRows * kMostWarps;  // two lines for what warps have of each row
+  static constexpr int kOfSum = 32 / kRows;               // lanes that join a row's sum; its first has it
+  static constexpr int kEach = kMostWarps / kOfSum;       // warps of such a lane; there must be more than half as many
+
+  uint32_t first, id;
+  int column, held, warp, warps;
+
+  static int threads(int h) { return (h + kOfRow * kAcross - 1) / (kOfRow * kAcross) * 32; }
+
+  __device__ __forceinline__ Wide() {
+    first = id = 0;
+    warps = blockDim.x / 32;
+    warp = threadIdx.x / 32;
+    column = warp * (kOfRow * kAcross) + threadIdx.x % 32 * kColumns;
+    held = threadIdx.x % 32 / kOfSum;
+  }
+
+  // Absent warps have zeros. All warps must meet before they are read.
+  __device__ __forceinline__ void begin(float* between) const {
+    for (int i = threadIdx.x; i < kShared; i += blockDim.x)
+      if (i % kMostWarps >= warps) between[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ float of_row(float value, int n) const {
+    return kRows == 1 ? value : __shfl_sync(~0u, value, n * kOfSum);
+  }
+
+  // `line` says which line is free.
+  __device__ __forceinline__ float sum(const float (&of)[kVectors], float* between, int& line) const {
+    int lane = threadIdx.x % 32;
+    float s = sum_of_lanes<32, kOfRow>(of);
+    float* lines = between + line * (kRows * kMostWarps);
+    int row = (lane % kRows % 2 * 2 + lane % kRows / 2) / kOfRow;
+    if (lane < kRows) lines[row * kMostWarps + warp] = s;
+    __syncthreads();
+    float v[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) v[i] = lines[held * kMostWarps + lane % kOfSum * kEach + i];
+#pragma unroll
+    for (int apart = 1; apart < kEach; apart *= 2)
+#pragma unroll
+      for (int i = 0; i < kEach; i += 2 * apart) v[i] += v[i + apart];
+    s = v[0];
+    int leaves = padded(warps);
+#pragma unroll
+    for (int bit = 1; bit < kOfSum; bit *= 2) {
+      float other = __shfl_xor_sync(~0u, s, bit);
+      if (bit * kEach < leaves) s += other;
+    }
+    if (kRows == 1) s = __shfl_sync(~0u, s, 0);
+    line ^= 1;
+    return s;
+  }
+};
 
 template <bool kTotal>
 using BackwardRing = Ring<2 + kTotal, 2>;
 
-// Registers of a thread: as few as hold its columns' weight and sums, so that a multiprocessor has 16 to 24 warps.
-template <class Team, int kChains>
-constexpr int kRegisters = Team::kOfRow == 1 ? 80 : Team::kOfRow * kChains < 8 ? 96 : 128;
-
-template <class Team, bool kTotal, int kChains>
-__global__ void __maxnreg__((kRegisters<Team, kChains>))
-    rms_norm_grad(const __grid_constant__ AlignkitNormGrad p, const __grid_constant__ Sums sums, const Divisor heads) {
+// A thread waits only for copies of its own, to a ring of two steps in shared memory. kKept: a step moves to registers before
+// its rows' sums are known, and the next copy begins. Else it is read again, and more warps fit.
+template <class Team, bool kTotal, int kLevels, int kRegisters, bool kKept>
+__global__ void __maxnreg__(kRegisters)
+    rms_norm_grad(const __grid_constant__ AlignkitNormGrad p, const __grid_constant__ Plan plan, const Divisor heads) {
   using OwnRing = BackwardRing<kTotal>;
+  constexpr int kTensors = 2 + kTotal;
   constexpr int kSteps = kChain / Team::kRows;  // of a chain
   extern __shared__ uint4 shared[];
-  __shared__ float between[2][32];
+  __shared__ __align__(16) float between[Team::kShared];
   let_next_kernel_begin();
   if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) sums.arrived[i] = 0;
+    for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) plan.arrived[i] = 0;
   Team team;
+  const Segment segment = plan.of_block(blockIdx.x);
+  const uint32_t block_run = (blockIdx.x - segment.block) * Team::kOfBlock;  // of the segment's
+  const uint32_t chain = segment.chain + ((block_run + team.id) << segment.level);
+  // This team's first row, and that of the warp's first team, which has the first rows.
+  const uint32_t own = chain * kChain, first = (segment.chain + ((block_run + team.first) << segment.level)) * kChain;
+  const int steps = kSteps << segment.level;
   OwnRing ring(shared);
   uint32_t rows = p.rows;
-  // Of the team `id`, the first row of step n. A warp's first team has the first rows.
-  auto row_of_step = [](uint32_t id, int n) { return id * (kChains * kChain) + n * Team::kRows; };
   auto copy = [&](int stage, int n) {
-    if (n < kChains * kSteps && row_of_step(team.first, n) < rows) {
-      uint32_t row = row_of_step(team.id, n);
+    if (n < steps && first + n * Team::kRows < rows) {
+      uint32_t row = own + n * Team::kRows;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         uint32_t r = row + v / Team::kOfRow;
@@ -302,49 +375,68 @@ __global__ void __maxnreg__((kRegisters<Team, kChains>))
   for (int i = 0; i < OwnRing::kDepth; ++i) copy(i, i);
   float next_rstd[Team::kRows];
   auto load_rstd = [&](int n) {
-    uint32_t row = row_of_step(team.id, n);
+    uint32_t row = own + n * Team::kRows;
 #pragma unroll
     for (int i = 0; i < Team::kRows; ++i) next_rstd[i] = row + i < rows ? __ldg(p.rstd + row + i) : 0.0f;
   };
   load_rstd(0);
   Weight<Team> weight(p.weight, p.h, team.column, p.zero_centered);
+  team.begin(between);
   float dw[Team::kOfRow][kColumns] = {};
-  float waits[2][Team::kOfRow][kColumns];  // for their neighbours: a chain, and two of four
+  float waits[kLevels][Team::kOfRow][kColumns];  // the sums of 2^level chains, for their neighbours
   int stage = 0, line = 0;
 #pragma unroll 1
-  for (int n = 0; n < kChains * kSteps; ++n) {
-    uint32_t row = row_of_step(team.id, n);
+  for (int n = 0; n < steps; ++n) {
+    uint32_t row = own + n * Team::kRows;
     float rstd[Team::kRows];
 #pragma unroll
     for (int i = 0; i < Team::kRows; ++i) rstd[i] = next_rstd[i];
     load_rstd(n + 1);
     copies_wait<OwnRing::kDepth - 1>();
-    if (row_of_step(team.first, n) < rows) {
+    uint4 kept[kTensors][kVectors];
+    auto take = [&](int tensor, int v, float (&f)[kColumns]) {
+      unpack(kKept ? kept[tensor][v] : ring.at(stage, tensor, v), f);
+    };
+    if (first + n * Team::kRows < rows) {
+      if (kKept) {
+#pragma unroll
+        for (int t = 0; t < kTensors; ++t)
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) kept[t][v] = ring.at(stage, t, v);
+      }
       float products[kVectors];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         float dy[kColumns], x[kColumns], w[kColumns];
-        unpack(ring.at(stage, 0, v), dy);
-        unpack(ring.at(stage, 1, v), x);
+        take(0, v, dy);
+        take(1, v, x);
         weight.get(v, w);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) dy[i] = dy[i] * w[i] * x[i];
         products[v] = tree(dy);
       }
+      if (kKept) copy(stage, n + OwnRing::kDepth);
       float of_held = rstd[0];
 #pragma unroll
       for (int i = 1; i < Team::kRows; ++i) of_held = team.held == i ? rstd[i] : of_held;
       float sum = team.sum(products, between, line);
       float c = __fdiv_rn(sum, static_cast<float>(p.h)) * of_held * of_held;
-      if (Team::kOfRow == 4) weight.forget_unpacked();
+      if (kKept) {  // likewise of what is kept
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+          for (uint4& v : kept[t]) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+      } else {
+        weight.forget_unpacked();
+      }
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         uint32_t r = row + v / Team::kOfRow;
         int column = team.column + v % Team::kOfRow * kAcross;
         float of_row = team.of_row(c, v / Team::kOfRow), of_rstd = rstd[v / Team::kOfRow];
         float dy[kColumns], x[kColumns], w[kColumns], dx[kColumns];
-        unpack(ring.at(stage, 0, v), dy);
-        unpack(ring.at(stage, 1, v), x);
+        take(0, v, dy);
+        take(1, v, x);
         weight.get(v, w);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
@@ -356,7 +448,7 @@ __global__ void __maxnreg__((kRegisters<Team, kChains>))
         if (kTotal) {
           float other[kColumns];
           unpack(out, dx);
-          unpack(ring.at(stage, 2, v), other);
+          take(2, v, other);
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) dx[i] += other[i];
           out = pack(dx);
@@ -365,31 +457,37 @@ __global__ void __maxnreg__((kRegisters<Team, kChains>))
           *reinterpret_cast<uint4*>(static_cast<bf16*>(p.dx) + int64_t{r} * p.h + column) = out;
       }
     }
-    copy(stage, n + OwnRing::kDepth);
+    if (!kKept || first + n * Team::kRows >= rows) copy(stage, n + OwnRing::kDepth);
     stage ^= 1;
-    if (n % kSteps != kSteps - 1 || n == kChains * kSteps - 1) continue;
-    // A chain but the last is done, and waits; the second of four joins the first.
+    if (n % kSteps != kSteps - 1 || n == steps - 1) continue;
+    // A chain but the last is done: it joins those that wait, and waits itself.
+    const int joins = __ffs(~(n / kSteps)) - 1;
 #pragma unroll
     for (int i = 0; i < Team::kOfRow; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         float done = dw[i][j] + 0.0f;
-        if (kChains == 4 && n / kSteps == 1) waits[1][i][j] = waits[0][i][j] + done;
-        else waits[0][i][j] = done;
+#pragma unroll
+        for (int l = 0; l < kLevels; ++l) {
+          if (l < joins) done = waits[l][i][j] + done;
+          if (l == joins) waits[l][i][j] = done;
+        }
         dw[i][j] = 0.0f;
       }
   }
+  if (chain >= plan.chains) return;
 #pragma unroll
   for (int i = 0; i < Team::kOfRow; ++i) {
     int column = team.column + i * kAcross;
-    if (team.id >= sums.runs || column >= p.h) continue;
+    if (column >= p.h) continue;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       dw[i][j] += 0.0f;
-      if (kChains >= 2) dw[i][j] = waits[0][i][j] + dw[i][j];
-      if (kChains == 4) dw[i][j] = waits[1][i][j] + dw[i][j];
+#pragma unroll
+      for (int l = 0; l < kLevels; ++l)
+        if (l < segment.level) dw[i][j] = waits[l][i][j] + dw[i][j];
     }
-    float4* at = reinterpret_cast<float4*>(sums.parts + int64_t{team.id} * p.h + column);
+    float4* at = reinterpret_cast<float4*>(plan.parts + int64_t{segment.run + block_run + team.id} * p.h + column);
     __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
     __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
   }
@@ -400,39 +498,26 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 }
 
 constexpr int kJoinWarps = 8;
-constexpr int kJoinLevels = 9;  // a warp joins at most 8 * 2^9 runs: of kMostRows rows there are 2^23
+constexpr int kJoinLevels = 9;  // a warp joins at most 16 * 2^8 chains: of kMostRows rows there are 2^23
 
-// The balanced tree of rows [first, first + kJoinWarps * each) of parts [runs, h], in the first warp; `each` is a power of
-// two, at least 8. Rows beyond `runs` are zero. All threads of the block call it.
-__device__ __forceinline__ float4 join_rows(const float* parts, uint32_t runs, int h, int column, uint32_t first, int each,
-                                            float4 (&shared)[kJoinWarps][32]) {
+// The balanced tree of kJoinWarps times `batches` times kOf leaves, in the first warp. fetch(batch, v) gets a batch's.
+template <int kOf, class Fetch>
+__device__ __forceinline__ float4 join_leaves(int batches, const Fetch& fetch, float4 (&shared)[kJoinWarps][32]) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  first += warp * each;
   float4 sum, waits[kJoinLevels];
-  for (int batch = 0; batch < each / 8; ++batch) {
-    float4 v[8];
+#pragma unroll 1
+  for (int batch = 0; batch < batches; ++batch) {
+    float4 v[kOf];
+    fetch(warp * batches + batch, v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t run = first + batch * 8 + i;
-      v[i] = run < runs && column < h ? __ldcg(reinterpret_cast<const float4*>(parts + int64_t{run} * h + column))
-                                      : float4();
-    }
+    for (int apart = 1; apart < kOf; apart *= 2)
 #pragma unroll
-    for (int apart = 1; apart < 8; apart *= 2)
-#pragma unroll
-      for (int i = 0; i < 8; i += 2 * apart) v[i] = add(v[i], v[i + apart]);
+      for (int i = 0; i < kOf; i += 2 * apart) v[i] = add(v[i], v[i + apart]);
     sum = v[0];
-    bool waiting = false;
-#pragma unroll
-    for (int l = 0; l < kJoinLevels; ++l) {
-      if (waiting) continue;
-      if (batch >> l & 1) {
-        sum = add(waits[l], sum);
-      } else {
-        waits[l] = sum;
-        waiting = true;
-      }
-    }
+    int l = 0;
+#pragma unroll 1
+    for (; batch >> l & 1; ++l) sum = add(waits[l], sum);
+    if (batches > 1) waits[l] = sum;
   }
   shared[warp][lane] = sum;
   __syncthreads();
@@ -451,24 +536,50 @@ __device__ __forceinline__ float4 join_rows(const float* parts, uint32_t runs, i
 }
 
 // The sums of runs to dweight. Of the blocks of a slice of columns, the last to be done joins what all have.
-__global__ void __launch_bounds__(kJoinWarps * 32)
-    rms_norm_join(const __grid_constant__ Sums sums, int h, void* dweight, int rounded) {
+__global__ void __launch_bounds__(kJoinWarps * 32, 3)
+    rms_norm_join(const __grid_constant__ Plan plan, int h, void* dweight, int rounded) {
   __shared__ float4 shared[kJoinWarps][32];
   __shared__ bool last;
   wait_for_kernel_before();
   int column = blockIdx.x * kSlice + threadIdx.x % 32 * 4;
-  float4 sum = join_rows(sums.parts, sums.runs, h, column, blockIdx.y * sums.group, sums.group / kJoinWarps, shared);
+  // Of a run, the first chain has the sum and the others are zero, which changes nothing.
+  int batches = plan.each / 16;
+  auto of_chains = [&](int batch, float4 (&v)[16]) {
+    uint32_t chain = (blockIdx.y * kJoinWarps * batches + batch) * 16;
+    const Segment segment = plan.of_chain(chain);
+    const uint32_t inside = (1u << segment.level) - 1;
+    const float4* at = reinterpret_cast<const float4*>(
+        plan.parts + int64_t{segment.run + ((chain - segment.chain) >> segment.level)} * h + column);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      v[i] = float4();
+      if (!(i & inside) && chain + i < plan.chains && column < h) {
+        v[i] = __ldcg(at);
+        at += h / 4;
+      }
+    }
+  };
+  float4 sum = join_leaves<16>(batches, of_chains, shared);
   if (gridDim.y > 1) {
     if (threadIdx.x < 32) {
-      if (column < h) __stcg(reinterpret_cast<float4*>(sums.joined + int64_t{blockIdx.y} * h + column), sum);
+      if (column < h) __stcg(reinterpret_cast<float4*>(plan.joined + int64_t{blockIdx.y} * h + column), sum);
       __threadfence();
       __syncwarp();
-      if (threadIdx.x == 0) last = atomicAdd(sums.arrived + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
+      if (threadIdx.x == 0) last = atomicAdd(plan.arrived + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
     }
     __syncthreads();
     if (!last) return;
     __threadfence();
-    sum = join_rows(sums.joined, gridDim.y, h, column, 0, kMostGroups / kJoinWarps, shared);
+    auto of_groups = [&](int batch, float4 (&v)[8]) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        uint32_t group = batch * 8 + i;
+        v[i] = group < gridDim.y && column < h
+                   ? __ldcg(reinterpret_cast<const float4*>(plan.joined + int64_t{group} * h + column))
+                   : float4();
+      }
+    };
+    sum = join_leaves<8>(max(1, padded(gridDim.y) / (8 * kJoinWarps)), of_groups, shared);
   }
   if (threadIdx.x >= 32 || column >= h) return;
   if (rounded) {
@@ -483,18 +594,16 @@ __global__ void __launch_bounds__(kJoinWarps * 32)
 
 // Blocks of `threads` threads of a kernel that the device holds at a time.
 template <auto kKernel>
-cudaError_t held(int threads, int bytes, int* blocks) {
-  static thread_local int prepared = -1, kept[kMostThreads / 32 + 1];
+cudaError_t held(int threads, int bytes, uint32_t* blocks) {
+  static thread_local int prepared = -1, kept[kMostWarps + 1];
   int device;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (prepared != device) {
-    if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             bytes / threads * kMostThreads))
-      return e;
+    if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes)) return e;
     if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                              cudaSharedmemCarveoutMaxShared))
       return e;
-    std::fill(kept, kept + kMostThreads / 32 + 1, 0);
+    std::fill(kept, kept + kMostWarps + 1, 0);
     prepared = device;
   }
   int& found = kept[threads / 32];
@@ -502,6 +611,7 @@ cudaError_t held(int threads, int bytes, int* blocks) {
     int each, processors;
     if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, threads, bytes)) return e;
     if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+    if (!each) return cudaErrorInvalidConfiguration;
     found = each * processors;
   }
   *blocks = found;
@@ -510,26 +620,9 @@ cudaError_t held(int threads, int bytes, int* blocks) {
 
 uint32_t up(uint32_t n, uint32_t by) { return (n + by - 1) / by; }
 
-template <class Team>
-int threads_of(int h) {
-  return Team::kWarps ? 32 * up(h, kVectors * kAcross) : kBlock;
-}
-
 // Whether there are kernels for rows of h columns, of which there must be more than `above`.
 bool fits(int h, int rows, int above) {
-  return h > above && h % kColumns == 0 && h <= kMostThreads / 32 * kVectors * kAcross && rows > 0 && rows <= kMostRows;
-}
-
-// Calls `function` with the team for rows of h columns.
-template <class Function>
-cudaError_t with_team(int h, int rows, const Function& function) {
-  if (!fits(h, rows, 32)) return cudaErrorInvalidValue;
-  if (h <= 64) return function(Team<8, 1, false>());
-  if (h <= 128) return function(Team<16, 1, false>());
-  if (h <= 256) return function(Team<32, 1, false>());
-  if (h <= 512) return function(Team<32, 2, false>());
-  if (h <= 1024) return function(Team<32, 4, false>());
-  return function(Team<32, 4, true>());
+  return h > above && h % kColumns == 0 && h <= kMostColumns && rows > 0 && rows <= kMostRows;
 }
 
 cudaError_t launch_norm(const AlignkitNorm& p, cudaStream_t stream) {
@@ -538,27 +631,68 @@ cudaError_t launch_norm(const AlignkitNorm& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Longer runs have fewer sums to join; but where a multiprocessor has few blocks one after the other, more of it is idle while
-// the last are done.
-template <class Team, bool kTotal, int kChains = Team::kOfRow == 4 ? 2 : 4>
+// Runs of 2^most chains, of teams of which a block has `of_block`: all, or else whole waves of them, of 9 in 10 chains, then
+// likewise shorter ones of what is left, so that multiprocessors are done at much the same time. Each length's chains but the
+// last's are a multiple of the 16 that the second kernel reads at once.
+Plan plan_of(uint32_t chains, uint32_t of_block, uint32_t slots, int most, bool alike) {
+  Plan plan = {};
+  plan.chains = chains;
+  uint32_t run = 0, chain = 0;
+  for (int level = most; chain < chains; --level) {
+    uint32_t of = of_block << level, rest = chains - chain, blocks = up(rest, of);
+    if (level > 0 && !alike) {
+      blocks = 9 * rest / (10 * of * slots) * slots;
+      while (blocks * of % 16) --blocks;
+    }
+    if (!blocks) continue;
+    plan.segments[plan.count++] = {plan.blocks, run, chain, static_cast<uint32_t>(level)};
+    plan.blocks += blocks, run += blocks * of_block, chain += blocks * of;
+  }
+  plan.each = 16;
+  while (up(chains, plan.each * kJoinWarps) > kMostGroups) plan.each *= 2;
+  plan.groups = up(chains, plan.each * kJoinWarps);
+  return plan;
+}
+
+template <class Team, bool kTotal, int kLevels, int kRegisters, bool kKept = false>
 cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
-  constexpr auto kernel = rms_norm_grad<Team, kTotal, kChains>;
-  int threads = threads_of<Team>(p.h), bytes = threads * BackwardRing<kTotal>::kBytes, most;
-  if (cudaError_t e = held<kernel>(threads, bytes, &most)) return e;
-  Sums sums;
-  sums.runs = up(p.rows, kChains * kChain);
-  uint32_t blocks = up(sums.runs, Team::kOfBlock);
-  if constexpr (kChains > 1)
-    if (p.chains ? kChains > p.chains : blocks < 3u * most) return launch_grad<Team, kTotal, kChains / 2>(p, stream);
-  sums.group = 8 * kJoinWarps;
-  while (sums.groups() > kMostGroups) sums.group *= 2;
-  sums.parts = p.workspace;
-  sums.joined = sums.parts + int64_t{sums.runs} * p.h;
-  sums.arrived = reinterpret_cast<int*>(sums.joined + int64_t{sums.groups()} * p.h);
-  kernel<<<blocks, threads, bytes, stream>>>(p, sums, Divisor(p.heads));
+  constexpr auto kernel = rms_norm_grad<Team, kTotal, kLevels, kRegisters, kKept>;
+  int threads = Team::threads(p.h), bytes = threads * BackwardRing<kTotal>::kBytes, most = kLevels;
+  uint32_t slots, chains = up(p.rows, kChain);
+  if (cudaError_t e = held<kernel>(threads, bytes, &slots)) return e;
+  while (p.chains && 1 << most > std::abs(p.chains)) --most;
+  if (p.chains < 0) slots = 1;
+  uint32_t blocks = up(chains, Team::kOfBlock << most), waves = up(blocks, slots);
+  // Measured: where the last of several waves is all but full, short runs gain nothing, unless threads have one vector.
+  bool alike = p.chains ? p.chains > 0 : Team::kOfRow > 1 && waves > 3 && 16 * blocks >= 15 * waves * slots;
+  Plan plan = plan_of(chains, Team::kOfBlock, slots, most, alike);
+  plan.parts = p.workspace;
+  plan.joined = plan.parts + int64_t{chains} * p.h;
+  plan.arrived = reinterpret_cast<int*>(plan.joined + int64_t{plan.groups} * p.h);
+  kernel<<<plan.blocks, threads, bytes, stream>>>(p, plan, Divisor(p.heads));
   if (cudaError_t e = cudaGetLastError()) return e;
-  return launch_early(rms_norm_join, dim3(up(p.h, kSlice), sums.groups()), kJoinWarps * 32, 0, stream, sums, p.h, p.dweight,
+  return launch_early(rms_norm_join, dim3(up(p.h, kSlice), plan.groups), kJoinWarps * 32, 0, stream, plan, p.h, p.dweight,
                       p.rounded);
+}
+
+// A multiprocessor has registers for 16 warps with 128 of them, for 20 with 96, for 24 with 80; kMostBytes are the copies of 24
+// warps without d_total and of 16 with it. With one vector of a row a thread has the fewest sums of dweight: so a step can be
+// kept, or more warps fit, in several blocks up to 3072 columns. From there it is one block, which waits less if it keeps steps.
+// Rows for which it has too few warps take two vectors a thread, and those of more than 8192 four, which leaves no choice.
+template <bool kTotal>
+cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
+  if (p.h <= 64) return launch_grad<Narrow<8, 1>, kTotal, 2, 80>(p, stream);
+  if (p.h <= 128) return launch_grad<Narrow<16, 1>, kTotal, 2, 80>(p, stream);
+  if (p.h <= 256) return launch_grad<Narrow<32, 1>, kTotal, 2, 80>(p, stream);
+  if (p.h <= 512) return launch_grad<Narrow<32, 2>, kTotal, 2, 128>(p, stream);
+  if (p.h <= 3072) return launch_grad<Wide<1>, kTotal, 2, 80>(p, stream);
+  if (p.h <= 4096) return launch_grad<Wide<1>, kTotal, 3, 128, true>(p, stream);
+  if constexpr (!kTotal) {
+    if (p.h <= 5120) return launch_grad<Wide<1>, kTotal, 2, 96, true>(p, stream);
+    if (p.h <= 6144) return launch_grad<Wide<1>, kTotal, 2, 80>(p, stream);
+  }
+  if (p.h <= 8192) return launch_grad<Wide<2>, kTotal, 2, 128>(p, stream);
+  return launch_grad<Wide<4>, kTotal, 1, 128>(p, stream);
 }
 
 }  // namespace
@@ -572,11 +706,9 @@ extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {
   return launch_norm(*p, stream);
 }
 
-// The workspace: h floats for each 16 rows, for each 1024, and for each 128 of h one.
+// The workspace: h floats for each 16 rows, for each 2048, and for each 128 of h one.
 extern "C" int alignkit_rms_norm_grad(const AlignkitNormGrad* p, cudaStream_t stream) {
   using namespace alignkit;
-  return with_team(p->h, p->rows, [&](auto team) {
-    using Team = decltype(team);
-    return p->d_total ? launch_grad<Team, true>(*p, stream) : launch_grad<Team, false>(*p, stream);
-  });
+  if (!fits(p->h, p->rows, 32)) return cudaErrorInvalidValue;
+  return p->d_total ? launch_grad<true>(*p, stream) : launch_grad<false>(*p, stream);
 }

@@ -14,7 +14,9 @@ from .helpers import CPU, seeds
 pytestmark = [pytest.mark.skipif(CPU, reason="needs a GPU"),
               pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")]
 BF16, FP32 = torch.bfloat16, torch.float32
-SIZES = (40, 64, 120, 128, 136, 256, 264, 512, 520, 1024, 1032, 2560, 4096, 5120, 8192, 9216, 16384)
+SIZES = (40, 64, 72, 128, 136, 256, 264, 512, 520, 768, 1024, 1032, 2560, 3072, 3080, 4096, 4104, 5120, 5128, 6144, 6152, 8192,
+         8200, 9216, 16384)
+"""The ends of what each kernel takes, and between. With d_total one takes all from 4104 to 8192."""
 KINDS = ("usual", "any magnitude", "zeros of both signs", "products that underflow", "NaN and inf")
 
 
@@ -52,7 +54,7 @@ def assert_same(x, residual, weight, zero_centered, kind, what):
     total, y, rstd = got
     dy, d_total = draw(y.shape, kind), None if residual is None else draw(y.shape, kind)
     dx, dweight = triton.backward(dy, total, weight, rstd, d_total, zero_centered)
-    for chains in (0, 1, 2, 4):
+    for chains in (0, 1, 2, 4, 8, -2, -4, -8):
         got = kernels.backward(dy, total, weight, rstd, d_total, zero_centered, FP32, chains)
         for name, a, b in zip(("dx", "dweight"), got, (dx, dweight)):
             assert_bitwise_equal(a, b, f"{name}, {what}, {chains} chains")
@@ -74,9 +76,9 @@ def test_bits_are_those_of_triton(h, data, seed):
 
 
 @pytest.mark.parametrize("rows, heads, h", [(70001, 8, 128), (300007, 1, 64), (64 * 16, 1, 256), (64 * 64 * 16, 1, 64),
-                                            (20011, 1, 2048), (9001, 1, 5120), (4097, 1, 16384)])
+                                            (20011, 1, 2048), (20011, 1, 4096), (9001, 1, 5120), (4097, 1, 16384)])
 def test_far_more_rows_than_the_device_holds(rows, heads, h):
-    """Also: whole trees of chains, which have no absent ones."""
+    """So runs of several lengths, as is best. Also: whole trees of chains, which have no absent ones."""
     torch.manual_seed(rows)
     for kind in ("usual", "products that underflow"):
         assert_same(strided(rows, heads, h, kind), None, draw((h,), "usual"), False, kind, f"{rows} rows of {heads} x {h}")

@@ -63,15 +63,16 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
 
 def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dweight_dtype=torch.bfloat16,
              chains: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. chains: a schedule, of
-    which no bit depends; of how many chains of dweight one sum in memory is, at most 1, 2 or 4; 0: as is best."""
+    """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. chains: a schedule, on
+    which no bit depends: of how many chains of dweight one sum in memory is, 1, 2, 4 or 8, if the kernel has so many; -n: of
+    n, then of fewer, as for a device that holds one block; 0: as is best."""
     if not _takes(x, dy, weight, *(() if d_total is None else (d_total,))):
         return triton.backward(dy, x, weight, rstd, d_total, zero_centered)
     h = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)
     sums = -(-len(rstd) // triton.DW_ROWS)
-    workspace = torch.empty((sums + -(-sums // 64)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
+    workspace = torch.empty((sums + -(-sums // 128)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
     _kept, x_rows, heads = _rows(x)
     p = _NormGrad(x_rows, dy.data_ptr(), cuda.pointer(d_total), weight.data_ptr(), rstd.data_ptr(), dx.data_ptr(),
                   dweight.data_ptr(), workspace.data_ptr(), len(rstd), heads, h, zero_centered,
