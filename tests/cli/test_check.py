@@ -228,8 +228,10 @@ def _alive(pid):
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_stops_the_engines(tmp_path, job, sent):
     stuck = job("stuck", "import os\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)")
-    code = (f"import pathlib\nfrom alignkit import cli\nfrom alignkit.check import run\n"
+    # Shells have what they start in the background ignore SIGINT, and children inherit that.
+    code = (f"import pathlib, signal\nfrom alignkit import cli\nfrom alignkit.check import run\n"
             f"from alignkit.check.plan import Job\n"
+            f"signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             f"def check(options, progress):\n"
             f"    job = Job('stuck', {stuck.module!r}, {stuck.spec!r})\n"
             f"    run.execute([job], pathlib.Path({str(tmp_path)!r}), 600, run.Progress())\n"
