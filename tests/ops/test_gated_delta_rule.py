@@ -470,6 +470,15 @@ def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, v_first, d
                 assert_same(run(gated, rest), want, f"{columns} columns")
 
 
+def assert_heads_are_their_own(rows, rest, heads):
+    """What each of `heads` gives among all is what it gives alone."""
+    dh, dh0, dv2 = run(rows, rest)
+    for head in heads:
+        one = slice(head, head + 1)
+        alone = run({name: t[:, :, one] for name, t in rows.items()}, rest | {"dht": rest["dht"][:, one]})
+        assert_same((dh[:, :, one], dh0[:, one], dv2[:, :, one]), alone, f"head {head}")
+
+
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
 @pytest.mark.parametrize("columns", [32, 64, 128])
@@ -480,21 +489,12 @@ def test_schedules_take_states_in_turn(columns, monkeypatch):
     rows, rest = problem(130, 40, 40, 128, 128, batch=4)
     monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=columns))
     with backends.use("cuda"):
-        dh, dh0, dv2 = run(rows, rest)
-        for head in (0, 17, 39):
-            one = slice(head, head + 1)
-            alone = run({name: t[:, :, one] for name, t in rows.items()}, rest | {"dht": rest["dht"][:, one]})
-            assert_same((dh[:, :, one], dh0[:, one], dv2[:, :, one]), alone, f"head {head}")
+        assert_heads_are_their_own(rows, rest, (0, 17, 39))
 
 
 @gpu
 def test_more_work_than_multiprocessors(backend):
-    rows, rest = problem(100, 300, 300)
-    dh, dh0, dv2 = run(rows, rest)
-    for head in (0, 131, 132, 299):
-        one = slice(head, head + 1)
-        alone = run({name: t[:, :, one] for name, t in rows.items()}, rest | {"dht": rest["dht"][:, one]})
-        assert_same((dh[:, :, one], dh0[:, one], dv2[:, :, one]), alone, f"head {head}")
+    assert_heads_are_their_own(*problem(100, 300, 300), (0, 131, 132, 299))
 
 
 def many_sequences(sequences, heads, dims):
