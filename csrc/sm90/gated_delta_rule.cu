@@ -8,14 +8,15 @@
 //   D^T += do^T q      do, scaled before; q [64, K] in shared memory; it runs while dv2 is finished
 //   D^T -= dv2^T w     dv2 rounded, in registers; w [64, K] in shared memory
 //
-// Columns of V do not meet. A block holds 128 of V (two groups), 64 or 32, a cluster as many blocks as V takes; which
-// of these is a matter of speed alone. Of 32, a warp has 8: the other 8 of its 16 rows of the left operands may be
-// anything, and nobody reads their sums. Products take as long as those of 64, but all else that is done for V's
+// Columns of V do not meet. A block holds 128 of V (two groups), 64 or 32, and a cluster as many blocks as V takes. Of
+// 32, if only so all states fit on the device at once, it holds half or a quarter as many, and clusters share a state.
+// Which of these is a matter of speed alone. Of 32, a warp has 8: the other 8 of its 16 rows of the left operands may
+// be anything, and nobody reads their sums. Products take as long as those of 64, but all else that is done for V's
 // columns is half.
 //
 // Blocks of a cluster read q, k and w together, each a part of the rows for all. Of four more warps of a block one
-// copies in, one for each group copies out, and the rest compute the factors of the gates and scale do. Clusters stay and
-// take heads and sequences: in turn, or, where lengths differ, the next when they are done.
+// copies in, one for each group copies out, and the rest compute the factors of the gates and scale do. Clusters stay
+// and take parts of states: in turn, or, where lengths differ, the next when they are done.
 #include "product.cuh"
 #include "tensors.cuh"
 
@@ -28,7 +29,7 @@ struct AlignkitDelta {
   void* dh;
   float* dh0;
   void* dv2;
-  unsigned* taken;  // scratch: how many states are taken, without the clusters' first. Null: not packed
+  unsigned* taken;  // scratch: how many parts of states are taken, without the clusters' first. Null: not packed
   int batch, rows, heads, key_heads, key_dim, value_dim, sequences, chunks;  // chunks: of a batch
   float scale, unit;  // unit: what makes a gate a logarithm to base 2
   int wide, half, v_first, columns;  // of cu_seqlens, 64 bits; fp16; states [V, K]; of V, of a block, 0: as is best
@@ -122,15 +123,21 @@ __device__ void sort(Sorted& by, const AlignkitDelta& p) {
   }
 }
 
-// The pairs (sequence, head) of a cluster, for each of its warps. The first has the cluster's number; if lengths differ,
-// the next are those that its copy_in takes.
+// Blocks of a cluster, clusters that share a state, and which of its cluster's blocks this one is.
+struct Cluster {
+  int blocks, parts, rank;
+};
+
+// The parts of states of a cluster, for each of its warps: sequence, head, state, and which of V's blocks this one is.
+// The first has the cluster's number; if lengths differ, the next are those that its copy_in takes.
 template <class Sh, class Function>
-__device__ __forceinline__ void for_each_state(Sh& sh, const AlignkitDelta& p, int blocks, const Function& function) {
-  int states = p.sequences * p.heads, slot = 0, phase = 0;
-  for (int i = blockIdx.x / blocks; i < states;) {
-    int sequence = i / p.heads, head = i - sequence * p.heads;
+__device__ __forceinline__ void for_each_state(Sh& sh, const AlignkitDelta& p, const Cluster& c,
+                                               const Function& function) {
+  int count = p.sequences * p.heads * c.parts, slot = 0, phase = 0;
+  for (int i = blockIdx.x / c.blocks; i < count;) {
+    int state = i / c.parts, part = i - state * c.parts, sequence = state / p.heads, head = state - sequence * p.heads;
     if (sorts(p)) sequence = sh.sorted.sequence[sequence];
-    function(sequence_of(p, sequence), head, sequence * p.heads + head);
+    function(sequence_of(p, sequence), head, sequence * p.heads + head, part * c.blocks + c.rank);
     if (p.taken) {
       barrier_wait(&sh.next_full[slot], phase);
       i = sh.next[slot];
@@ -138,7 +145,7 @@ __device__ __forceinline__ void for_each_state(Sh& sh, const AlignkitDelta& p, i
       if (threadIdx.x % 32 == 0) barrier_arrive(&sh.next_empty[slot], 0);
       step<kAhead>(slot, phase);
     } else {
-      i += gridDim.x / blocks;
+      i += gridDim.x / c.blocks;
     }
   }
 }
@@ -148,30 +155,31 @@ struct DeltaMaps {
 };
 
 template <int K, class Sh>
-__device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int rank, int blocks) {
+__device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, const Cluster& c) {
   constexpr int groups = Sh::kGroups;
   constexpr int bytes = sizeof(sh.stage[0].k), slices = sizeof(sh.stage[0].dv);
-  int stage = 0, phase = 0, lane = threadIdx.x % 32, rows_each = kChunk / blocks;
+  int stage = 0, phase = 0, lane = threadIdx.x % 32, rows_each = kChunk / c.blocks;
+  int takes_at = p.taken && c.rank == 0 ? 0 : -1;  // the chunk before which it takes the next part, if it does
   unsigned taken = 0;
   int next_slot = 0, next_phase = 0;
   auto tile = [&](auto* to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
-    to += rank * rows_each * 64;
-    row += rank * rows_each;
+    to += c.rank * rows_each * 64;
+    row += c.rank * rows_each;
     for (int x = 0; x < K; x += 64)
-      if (blocks == 1)
+      if (c.blocks == 1)
         copy_box(to + x * kChunk, map, x, head, row, batch, full);
       else
-        copy_box_to((1 << blocks) - 1, to + x * kChunk, map, x, head, row, batch, full);
+        copy_box_to((1 << c.blocks) - 1, to + x * kChunk, map, x, head, row, batch, full);
   };
-  auto slice = [&](auto& to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
-    for (int i = 0; i < groups; ++i) copy_box(to[i], map, (rank * groups + i) * Sh::kSlice, head, row, batch, full);
+  auto slice = [&](auto& to, const CUtensorMap* map, int block, int head, int row, int batch, uint64_t* full) {
+    for (int i = 0; i < groups; ++i) copy_box(to[i], map, (block * groups + i) * Sh::kSlice, head, row, batch, full);
   };
-  for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
+  for_each_state(sh, p, c, [&](const Sequence& s, int head, int, int block) {
     int key_head = head / (p.heads / p.key_heads);
     for (int chunk = s.steps() - 1; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
       if (lane) continue;
-      // It is on its way meanwhile; for atomicAdd the compiler would wait. As many are taken as there are states.
-      if (chunk == 0 && p.taken && rank == 0) taken = atomicInc(p.taken, p.sequences * p.heads - 1);
+      // It is on its way meanwhile; for atomicAdd the compiler would wait. As many are taken as there are.
+      if (chunk == takes_at) taken = atomicInc(p.taken, p.sequences * p.heads * c.parts - 1);
       int row = s.begin + chunk * kChunk;
       uint64_t *full = sh.full[stage], *empty = sh.empty[stage];
       auto& to = sh.stage[stage];
@@ -185,11 +193,11 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
       barrier_wait(&empty[kOfK], phase ^ 1);
       barrier_expect(&full[kOfK], bytes + slices);
       tile(to.k, &maps.k, key_head, row, s.batch, &full[kOfK]);
-      slice(to.dv, &maps.dv, head, row, s.batch, &full[kOfK]);
+      slice(to.dv, &maps.dv, block, head, row, s.batch, &full[kOfK]);
       barrier_wait(&empty[kOfQ], phase ^ 1);
       barrier_expect(&full[kOfQ], bytes + slices);
       tile(to.q, &maps.q, key_head, row, s.batch, &full[kOfQ]);
-      slice(to.d_o, &maps.d_o, head, row, s.batch, &full[kOfQ]);
+      slice(to.d_o, &maps.d_o, block, head, row, s.batch, &full[kOfQ]);
       barrier_wait(&empty[kOfW], phase ^ 1);
       barrier_expect(&full[kOfW], bytes);
       tile(to.w, &maps.w, head, row, s.batch, &full[kOfW]);
@@ -197,10 +205,10 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, i
     __syncwarp();
     if (p.taken) {
       if (lane == 0) barrier_expect(&sh.next_full[next_slot], sizeof(int));
-      if (rank == 0) {
+      if (c.rank == 0) {
         barrier_wait(&sh.next_empty[next_slot], next_phase ^ 1);
-        int next = gridDim.x / blocks + __shfl_sync(~0u, taken, 0);
-        if (lane < blocks)
+        int next = gridDim.x / c.blocks + __shfl_sync(~0u, taken, 0);
+        if (lane < c.blocks)
           send_there(address_in(&sh.next[next_slot], lane), next, address_in(&sh.next_full[next_slot], lane));
       }
       __syncwarp();
@@ -279,9 +287,9 @@ __device__ __forceinline__ void scale_rows(T* tile, const float* factors, int fr
 
 // By kWarps warps, each its share: a chunk's factors, and do times its own, where it lies.
 template <int K, int kWarps, class Sh>
-__device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, int blocks) {
+__device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, const Cluster& c) {
   int stage = 0, phase = 0, from = share * (kChunk / kWarps);
-  for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
+  for_each_state(sh, p, c, [&](const Sequence& s, int head, int, int) {
     int chunk = s.steps() - 1;
     Gates<K, kWarps> now, next;
     now.read(p, s, chunk, head, share);
@@ -342,10 +350,11 @@ __device__ __forceinline__ void scatter(uint32_t (&a)[4][4]) {
 }
 
 template <class T, int K, class Sh>
-__device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int group, int rank, int blocks) {
+__device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, int group, const Cluster& c) {
   constexpr int slice = Sh::kSlice, units = slice / 8;
-  int lane = threadIdx.x % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * slice;
-  for_each_state(sh, p, blocks, [&](const Sequence& s, int head, int) {
+  int lane = threadIdx.x % 32, names = group * kNames;
+  for_each_state(sh, p, c, [&](const Sequence& s, int head, int, int block) {
+    int first = (block * Sh::kGroups + group) * slice;
     for (int chunk = s.steps() - 1; chunk >= 0; --chunk) {
       if (lane == 0) stores_taken<0>();
       __syncwarp();
@@ -393,10 +402,10 @@ __device__ __forceinline__ void for_each_sum(const AlignkitDelta& p, int state, 
 }
 
 template <class T, int K, class Sh>
-__device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int blocks) {
+__device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, const Cluster& cluster) {
   constexpr int slice = Sh::kSlice, at_once = 64 / slice;  // left operands, to four matrices
   constexpr int parts = K / 64, held = parts > 2 ? 1 : parts;  // of 64 of K; those whose rounded state is held
-  int thread = threadIdx.x, lane = thread % 32, names = group * kNames, first = (rank * Sh::kGroups + group) * slice;
+  int thread = threadIdx.x, lane = thread % 32, names = group * kNames;
   int stage = 0, phase = 0, pair = 2 * (lane % 4);
   float d[parts][32] = {};
   uint32_t a[held][4][4];  // D, rounded: the left operand of the first product, and dh
@@ -425,7 +434,8 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
           store_matrices<true>(matrices_at<slice>(out_dh, part * 64 + i * 16), a[part % held][i]);
         }
   };
-  for_each_state(sh, p, blocks, [&](const Sequence& s, int, int state) {
+  for_each_state(sh, p, cluster, [&](const Sequence& s, int, int state, int block) {
+    int first = (block * Sh::kGroups + group) * slice;
     if (p.dht)
       for_each_sum<K, slice>(p, state, first, [&](int i, int64_t at) { d[i / 32][i % 32] = p.dht[at]; });
     else
@@ -453,7 +463,7 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
       const auto& factors = sh.factors[stage];
       auto release = [&](Part which) {
         __syncwarp();
-        if (lane < blocks) barrier_arrive(&empty[which], lane);
+        if (lane < cluster.blocks) barrier_arrive(&empty[which], lane);
       };
 
       // dv2^T = D^T k^T.
@@ -580,12 +590,12 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, int rank, int
 
 template <class T, int K, int kColumns>
 __global__ void __launch_bounds__((groups_of(kColumns) + 1) * 128, 1)
-    delta_back(const __grid_constant__ DeltaMaps maps, const __grid_constant__ AlignkitDelta p, int blocks) {
+    delta_back(const __grid_constant__ DeltaMaps maps, const __grid_constant__ AlignkitDelta p, int blocks, int parts) {
   using Sh = DeltaSharedOf<T, K, kColumns>;
   extern __shared__ uint8_t raw[];
   Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   constexpr int kGroups = Sh::kGroups, preparing = 3 - kGroups;  // warps
-  int rank = cluster_rank();
+  Cluster cluster{blocks, kColumns > 32 ? 1 : parts, cluster_rank()};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Sh::kDepth; ++i) {
       for (int part = 0; part < kParts; ++part) {
@@ -606,12 +616,12 @@ __global__ void __launch_bounds__((groups_of(kColumns) + 1) * 128, 1)
   int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp / 4 == kGroups) {
     if (kGroups == 2) registers_down<72>();
-    if (warp % 4 == 0) copy_in<K>(sh, maps, p, rank, blocks);
-    if (warp % 4 > 0 && warp % 4 <= kGroups) copy_out<T, K>(sh, maps, p, warp % 4 - 1, rank, blocks);
-    if (warp % 4 > kGroups) prepare<K, preparing>(sh, p, warp % 4 - 1 - kGroups, blocks);
+    if (warp % 4 == 0) copy_in<K>(sh, maps, p, cluster);
+    if (warp % 4 > 0 && warp % 4 <= kGroups) copy_out<T, K>(sh, maps, p, warp % 4 - 1, cluster);
+    if (warp % 4 > kGroups) prepare<K, preparing>(sh, p, warp % 4 - 1 - kGroups, cluster);
   } else {
     if (kGroups == 2) registers_up<216>();
-    go_back<T, K>(sh, p, warp / 4, rank, blocks);
+    go_back<T, K>(sh, p, warp / 4, cluster);
   }
   __syncwarp();
   cluster_sync();  // nobody leaves while another block may still write here
@@ -679,19 +689,16 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream, bool* fits
   constexpr auto kernel = delta_back<T, K, kColumns>;
   constexpr int bytes = sizeof(Sh) + 1024;
   static_assert(bytes <= 227 * 1024);
-  int blocks = p.value_dim / kColumns;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = blocks;
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
   config.blockDim = (Sh::kGroups + 1) * 128;
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  // Of this kernel, how many clusters of `blocks` the device holds.
+  // Of this kernel, how many clusters of so many blocks the device holds.
   static thread_local int prepared = -1, held[9];
   int device;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
@@ -700,37 +707,46 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream, bool* fits
     std::fill(held, held + 9, 0);
     prepared = device;
   }
-  if (!held[blocks])
-    if (cudaError_t e = cudaOccupancyMaxActiveClusters(&held[blocks], kernel, &config)) return e;
+  auto hold = [&](int blocks) {
+    cluster.val.clusterDim.x = blocks;
+    config.gridDim = blocks;
+    return held[blocks] ? cudaSuccess : cudaOccupancyMaxActiveClusters(&held[blocks], kernel, &config);
+  };
   int64_t states = int64_t{p.sequences} * p.heads;
-  if (fits && !(*fits = states <= held[blocks])) return cudaSuccess;
+  int whole = p.value_dim / kColumns, blocks = whole;
+  if (cudaError_t e = hold(whole)) return e;
+  // Small clusters leave fewer multiprocessors over, but each of them reads q, k and w.
+  while (kColumns == 32 && blocks > 2 && states * (whole / blocks) > held[blocks])
+    if (cudaError_t e = hold(blocks /= 2)) return e;
+  bool all = states * (whole / blocks) <= held[blocks];
+  if (fits && !(*fits = all)) return cudaSuccess;
+  if (!all)
+    if (cudaError_t e = hold(blocks = whole)) return e;
+  config.gridDim = static_cast<unsigned>((all ? states * (whole / blocks) : held[blocks]) * blocks);
   DeltaMaps maps;
   if (cudaError_t e = maps_of(&maps, p, Sh::kSlice, blocks)) return e;
-  config.gridDim = static_cast<unsigned>(std::min<int64_t>(states, held[blocks]) * blocks);
   AlignkitDelta dealt = p;
-  if (states <= held[blocks]) dealt.taken = nullptr;
+  if (all) dealt.taken = nullptr;
   if (dealt.taken)
     if (cudaError_t e = cudaMemsetAsync(dealt.taken, 0, sizeof(*dealt.taken), stream)) return e;
-  return cudaLaunchKernelEx(&config, kernel, maps, dealt, blocks);
+  return cudaLaunchKernelEx(&config, kernel, maps, dealt, blocks, whole / blocks);
 }
 
+// Few states: each over as many blocks as it takes. K = 256 leaves registers for one group of 64 of V.
 template <class T, int K>
 cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
-  int columns = p.columns, processors, device;
-  // Few states: each over as many blocks as it takes. K = 256 leaves registers for one group of 64 of V.
-  if constexpr (K < 256)
-    if (!columns || columns == 32) {
-      bool fits = true;
-      cudaError_t e = launch_delta<T, K, 32>(p, stream, columns ? nullptr : &fits);
+  if constexpr (K < 256) {
+    bool fits = true, wide = p.value_dim > 64;
+    if (!p.columns || p.columns == 32) {
+      cudaError_t e = launch_delta<T, K, 32>(p, stream, p.columns ? nullptr : &fits);
       if (e || fits) return e;
     }
-  if (!columns) {
-    if (cudaError_t e = cudaGetDevice(&device)) return e;
-    if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-    columns = int64_t{p.sequences} * p.heads * (p.value_dim / 64) > processors ? 128 : 64;
+    if (!p.columns && wide) {
+      cudaError_t e = launch_delta<T, K, 64>(p, stream, &fits);
+      if (e || fits) return e;
+    }
+    if (wide && p.columns != 64) return launch_delta<T, K, 128>(p, stream);
   }
-  if constexpr (K < 256)
-    if (columns == 128 && p.value_dim > 64) return launch_delta<T, K, 128>(p, stream);
   return launch_delta<T, K, 64>(p, stream);
 }
 

@@ -493,6 +493,26 @@ def test_schedules_take_states_in_turn(columns, monkeypatch):
 
 
 @gpu
+@pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
+@pytest.mark.parametrize("dims, heads, starts", [
+    ((128, 128), 24, None), ((128, 128), 32, None), ((64, 128), 33, None), ((128, 128), 34, None),
+    ((128, 256), 12, None), ((64, 256), 15, None), ((128, 256), 16, None), ((128, 256), 17, None),
+    ((128, 128), 8, [0, 130, 130, 131, 200]), ((128, 256), 4, [0, 1, 137, 190, 200])])
+def test_clusters_that_share_a_state(dims, heads, starts, monkeypatch):
+    """About as many states as 132 multiprocessors hold by slices of 32: by clusters of 8, 4 or 2, or not at once."""
+    from alignkit.ops.gated_delta_rule import cuda as kernels
+    back = kernels.bwd_dhu
+    for v_first in (False, True):
+        rows, rest = problem(200, heads, heads, *dims, starts=starts, v_first=v_first)
+        with backends.use("cuda"):
+            monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=64))
+            want = run(rows, rest)
+            for columns in (0, 32, 128):
+                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: back(*a, columns=columns))
+                assert_same(run(rows, rest), want, f"{columns} columns")
+
+
+@gpu
 def test_more_work_than_multiprocessors(backend):
     assert_heads_are_their_own(*problem(100, 300, 300), (0, 131, 132, 299))
 
