@@ -745,7 +745,9 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
       cudaError_t e = launch_delta<T, K, 64>(p, stream, &fits);
       if (e || fits) return e;
     }
-    if (wide && p.columns != 64) return launch_delta<T, K, 128>(p, stream);
+    // Those that wait share the speed of memory with as many as are worked on; a few long ones are done sooner by 64.
+    bool long_few = p.cu_seqlens && int64_t{p.sequences} * p.heads <= 512 && p.chunks / 6 >= p.sequences;
+    if (wide && (p.columns == 128 || (!p.columns && !long_few))) return launch_delta<T, K, 128>(p, stream);
   }
   return launch_delta<T, K, 64>(p, stream);
 }
