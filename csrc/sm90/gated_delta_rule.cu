@@ -235,11 +235,24 @@ struct Gates {
     return (share * 32 + threadIdx.x % 32) * kChannels + i;
   }
 
+  static __device__ __forceinline__ int64_t first(const AlignkitDelta& p, const Sequence& s, int chunk, int head) {
+    return (static_cast<int64_t>(s.batch) * p.rows + s.begin + chunk * kChunk) * p.heads + head;
+  }
+
+  // To the L2 cache: while memory is busy, what `read` reads takes longer than a chunk. Of a chunk that is not the last.
+  static __device__ __forceinline__ void fetch(const AlignkitDelta& p, const Sequence& s, int chunk, int head, int share) {
+    auto fetch_from = [](const float* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); };
+    int64_t from = first(p, s, chunk, head);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (p.g) fetch_from(p.g + from + static_cast<int64_t>(row(share, i)) * p.heads);
+    if (p.gk) fetch_from(p.gk + (from + static_cast<int64_t>(kChunk - 1) * p.heads) * K + channel(share, 0));
+  }
+
   __device__ __forceinline__ void read(const AlignkitDelta& p, const Sequence& s, int chunk, int head, int share) {
     int end = s.of_chunk(chunk) - 1;
     bool here = end >= 0;
-    int64_t from = (static_cast<int64_t>(s.batch) * p.rows + s.begin + chunk * kChunk) * p.heads + head;
-    int64_t at_end = from + static_cast<int64_t>(end) * p.heads;
+    int64_t from = first(p, s, chunk, head), at_end = from + static_cast<int64_t>(end) * p.heads;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)  // beyond the end, anything finite: the rows are zeros
       g[i] = p.g && here ? p.g[from + static_cast<int64_t>(min(row(share, i), end)) * p.heads] : 0.0f;
@@ -285,6 +298,8 @@ __device__ __forceinline__ void scale_rows(T* tile, const float* factors, int fr
   }
 }
 
+constexpr int kFetched = 6;  // how many chunks ahead gates are on their way to the L2 cache
+
 // By kWarps warps, each its share: a chunk's factors, and do times its own, where it lies.
 template <int K, int kWarps, class Sh>
 __device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, const Cluster& c) {
@@ -296,6 +311,7 @@ __device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, const Cluster
     if (chunk > 0) next.read(p, s, chunk - 1, head, share);
     for (; chunk >= 0; --chunk, step<Sh::kDepth>(stage, phase)) {
       Gates<K, kWarps> later = next;
+      if (chunk >= kFetched) Gates<K, kWarps>::fetch(p, s, chunk - kFetched, head, share);
       if (chunk > 1) later.read(p, s, chunk - 2, head, share);  // on its way while the others are used
       barrier_wait(&sh.prepared_empty[stage], phase ^ 1);
       now.write(sh.factors[stage], p.scale, p.unit, share);
