@@ -40,7 +40,7 @@ _WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper gated_delta_rule", "in
 """Providers of products, and ops whose CUDA kernels are left out, by tool."""
 _SKIPPED = ("graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
             "or flash_linear_attention")
-_ABOUT_THEM = "takes_the_usual or refused_and_named or many_rows"
+_ABOUT_THEM = "takes_the_usual or refused_and_named or many_rows or adds_the_bias or test_error or a_row_is_its_own"
 _FOUND, _NO_TESTS = 99, 5
 """The exit status that compute-sanitizer is asked for when it found something; pytest's, of a part without tests."""
 _ENV = {

@@ -96,8 +96,8 @@ def test_products(n, d, c, resume, add, counted, which, seed):
         if resume:
             go_on(dz, weight.t(), dh0)
         else:
-            _chain(dz, weight.t(), dh0, False)
-        _chain(dz.t(), hidden.t(), dw0, add)
+            _chain(dz, weight.t(), None, dh0, False)
+        _chain(dz.t(), hidden.t(), None, dw0, add)
         count = None if of is None else torch.tensor(of + 7).int()
         assert kernels.head_products(dz, hidden, weight, dh if which != "dw" else None, dw if which != "dh" else None, resume,
                                      add, count, 7 if of is not None else 0)
@@ -115,7 +115,7 @@ def test_few_rows(m, k, more, seed):
     a, b = operands(m, k, n, seed)
     got, want = torch.full((m, n + 3), float("nan"))[:, :n], torch.empty(m, n)
     assert kernels.few(a, b, got)
-    _chain(a, b, want, False)
+    _chain(a, b, None, want, False)
     assert_bitwise_equal(got, want)
 
 
