@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ SUITES = {
     "megatron": ("tests/megatron/test_cuda.py", {}),
 }
 """Files, and environment, of each."""
+RESULT = re.compile(r"\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b")
+"""Of a test, as pytest says it."""
 
 
 def counts(junit: str) -> dict:
@@ -42,15 +45,20 @@ def counts(junit: str) -> dict:
 
 
 def run(file: str, env: dict[str, str], arguments: list[str]) -> dict:
-    """Runs a test file; prints its output when it has ended."""
+    """Runs a test file. Prints a line when a test has ended, and all that was said at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", file, f"--junitxml={report}", *arguments],
-                              cwd=ROOT, env=os.environ | env, check=False, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
-        print(f"== {file}\n{done.stdout}", flush=True)
+        report, said = Path(folder) / "junit.xml", []
+        with subprocess.Popen([sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", file, f"--junitxml={report}",
+                               *arguments], cwd=ROOT, env=os.environ | env, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT) as process:
+            for line in process.stdout:
+                if RESULT.match(line):
+                    print(line, end="", flush=True)
+                else:
+                    said.append(line)
+        print(f"== {file}\n{''.join(said)}", flush=True)
         row = counts(report.read_text()) if report.exists() else counts("<testsuites/>")
-    return {"exit_status": done.returncode} | row
+    return {"exit_status": process.returncode} | row
 
 
 def run_suite(suite: str, at_once: int, arguments: list[str]) -> dict:
