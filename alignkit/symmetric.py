@@ -43,8 +43,8 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
-    """The group's workspace, or None unless all ranks have ``ALIGNKIT_SYMMETRIC=1`` and can read each other's memory. The first
-    call is a collective one that waits for the device; while a CUDA graph is captured it decides nothing and is None."""
+    """The group's workspace; None if a rank has ``ALIGNKIT_SYMMETRIC=0`` or cannot read another's memory. The first call is a
+    collective one that waits for the device; while a CUDA graph is captured it decides nothing and is None."""
     if device.type != "cuda" or group in _made:
         return _made.get(group)
     if (dist.get_world_size(group) not in SIZES or "nccl" not in dist.get_backend(group)
@@ -140,7 +140,7 @@ def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
 
 
 def _wanted(device: torch.device) -> bool:
-    if os.environ.get("ALIGNKIT_SYMMETRIC", "0") != "1":
+    if os.environ.get("ALIGNKIT_SYMMETRIC", "1") == "0":
         return False
     try:
         return backends.name(device) == "cuda"

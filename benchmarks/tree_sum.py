@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import statistics
 import sys
 import time
@@ -167,7 +166,6 @@ def main(arguments: list[str] | None = None) -> int:
     world = max((n for n in symmetric.SIZES if n <= options.gpus), default=0)
     if not world:
         parser.error("needs two GPUs")
-    os.environ["ALIGNKIT_SYMMETRIC"] = "1"  # the ranks inherit it
     try:
         mp.spawn(work, (world, free_port(), options), nprocs=world)
     except mp.ProcessRaisedException as e:

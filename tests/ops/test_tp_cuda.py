@@ -13,7 +13,6 @@ from alignkit.testing import assert_bitwise_equal
 from alignkit.tp import TP
 from tests.megatron.gpus import GPUs
 
-os.environ["ALIGNKIT_SYMMETRIC"] = "1"  # the ranks inherit it
 WORLD = max((n for n in symmetric.SIZES if n <= torch.cuda.device_count()), default=0)
 SIZES = [n for n in symmetric.SIZES if n <= WORLD]
 
