@@ -204,11 +204,16 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, c
     }
     __syncwarp();
     if (p.taken) {
-      if (lane == 0) barrier_expect(&sh.next_full[next_slot], sizeof(int));
+      bool alone = c.blocks == 1;  // and so without another's address
+      if (lane == 0 && !alone) barrier_expect(&sh.next_full[next_slot], sizeof(int));
       if (c.rank == 0) {
         barrier_wait(&sh.next_empty[next_slot], next_phase ^ 1);
         int next = gridDim.x / c.blocks + __shfl_sync(~0u, taken, 0);
-        if (lane < c.blocks)
+        if (alone && lane == 0) {
+          sh.next[next_slot] = next;
+          barrier_arrive(&sh.next_full[next_slot], 0);
+        }
+        if (!alone && lane < c.blocks)
           send_there(address_in(&sh.next[next_slot], lane), next, address_in(&sh.next_full[next_slot], lane));
       }
       __syncwarp();
