@@ -2,8 +2,9 @@
 
 memcheck (accesses outside of an allocation), racecheck (races in shared memory) and initcheck (reads of memory that
 nothing wrote), each over the tests with a drawn example of each, and over a kernel with an error that it must find. The
-counts go to benchmarks/results/h200/sanitize.json. Exit status 1 if a tool found something, or not what was planted, or
-if a test failed or none ran.
+tests of a file are dealt out to parts, and these to all GPUs. Each part is a row of benchmarks/results/h200/sanitize.json
+as soon as it has ended; ``--resume`` runs only those that the file does not have as clean. Exit status 1 unless all are:
+if a tool found something, or not what was planted, or if a test failed or did not end.
 
 Left out: tests that capture graphs, because memory comes from no cache here and its allocation is no part of a graph;
 those of large tensors or of thousands of small kernels of torch's or a peer's, where the tools take minutes; from
@@ -19,19 +20,23 @@ import datetime
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 from e2e import ROOT, merge
 
-from alignkit.check.machine import machine
+from alignkit.check.machine import gpus, machine
 from alignkit.check.run import stop, write_json
+from alignkit.check.terminal import interrupted_by_sigterm
 
+KEY = ("tool", "tests", "part")
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """The slowest first."""
 TESTS = [f"tests/ops/test_{name}.py" for name in ("accuracy", "invariance", "linear_cuda", "linear_logp_cuda",
@@ -48,6 +53,7 @@ _ENV = {
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # one allocation for each tensor, so that its borders are seen
 }
+_running: set[subprocess.Popen] = set()
 
 
 def summary(log: str) -> tuple[int, str]:
@@ -55,7 +61,7 @@ def summary(log: str) -> tuple[int, str]:
     lines = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", log, re.MULTILINE)
     if not lines:
         return -1, ""
-    return int(re.search(r"(\d+) (?:error|hazard)", lines[-1])[1]), lines[-1]
+    return int(re.search(r"(\d+) (?:error|hazard)", lines[0])[1]), lines[0]
 
 
 def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[str, str]) -> tuple[int | None, int, str]:
@@ -63,60 +69,79 @@ def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[st
     log.unlink(missing_ok=True)
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only",
                "--error-exitcode", str(_FOUND), "--log-file", str(log), sys.executable, *command]
-    print(" ".join(command), flush=True)
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=os.environ | _ENV | env)
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | _ENV | env, start_new_session=True, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    _running.add(process)
     try:
-        status = process.wait(timeout)
+        said, status = process.communicate(timeout=timeout)[0], process.returncode
     except subprocess.TimeoutExpired:
-        status = None
-        print(f"stopped after {timeout:.0f} s")
+        stop(process)
+        said, status = process.communicate()[0], None
     finally:
+        _running.discard(process)
         stop(process)  # the tests too
+    if status not in (0, _NO_TESTS):
+        print(said)
     return status, *summary(log.read_text(errors="replace") if log.exists() else "")
 
 
-def planted(tool: str, timeout: float, out: Path) -> dict:
-    """A row of sanitize.json: what a tool finds in a kernel that has an error for it."""
-    status, errors, line = check(tool, out / f"{tool}-planted.log", ["benchmarks/planted.py", tool], timeout, {})
-    print(f"{tool}, the planted error: {line or 'no summary'}", flush=True)
-    return {"tool": tool, "tests": "planted", "errors": errors, "summary": line, "exit_status": status, "clean": errors > 0}
+@dataclass(frozen=True)
+class Job:
+    """A tool over a part of a file of tests; without a file, over the planted error."""
+    tool: str
+    tests: str = "planted"
+    part: str = ""
+
+    def run(self, options: argparse.Namespace, end: float, gpu: str) -> dict:
+        """What the tool finds, as a row of sanitize.json. It is stopped at `end`, of the clock."""
+        started = time.monotonic()
+        without, env = _WITHOUT[self.tool], {"CUDA_VISIBLE_DEVICES": gpu}
+        log = options.out / f"{self.tool}-{Path(self.tests).stem}-{self.part.replace('/', '-')}.log"
+        if self.part:
+            skipped = f"{_SKIPPED} or {_ABOUT_THEM}" if without else _SKIPPED
+            command = ["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-p", "own_kernels", "-k", f"not ({skipped})",
+                       self.tests]
+            env |= {"ALIGNKIT_TEST_EXAMPLES": str(options.examples), "ALIGNKIT_WITHOUT": without, "ALIGNKIT_PART": self.part}
+        else:
+            command = ["benchmarks/planted.py", self.tool]
+        status, errors, line = check(self.tool, log, command, max(min(options.timeout, end - started), 0.0), env)
+        clean = status in (0, _NO_TESTS) and errors == 0 if self.part else errors > 0
+        if self.part and errors > 0:
+            found = log.read_text(errors="replace").splitlines()
+            print("\n".join(line for line in found if "Host Frame" not in line or ".py:" in line))
+        seconds = round(time.monotonic() - started, 1)
+        print(f"{self}: {'clean' if clean else 'NOT clean'}, {line or 'no summary'}, exit status {status}; {seconds} s",
+              flush=True)
+        return {"tool": self.tool, "tests": self.tests, "part": self.part, "clean": clean, "errors": errors,
+                "summary": line, "exit_status": status, "seconds": seconds}
+
+    def __str__(self) -> str:
+        return f"{self.tool}, {self.tests} {self.part}".strip()
 
 
-def run(tool: str, tests: str, part: str, examples: int, timeout: float, end: float, out: Path) -> dict:
-    """What a tool finds in a part of a file of tests, as a row of sanitize.json. It is stopped at `end`, of the clock."""
-    started = time.monotonic()
-    timeout = max(min(timeout, end - started), 0.0)
-    log, without = out / f"{tool}-{Path(tests).stem}-{part.replace('/', '-')}.log", _WITHOUT[tool]
-    skipped = f"{_SKIPPED} or {_ABOUT_THEM}" if without else _SKIPPED
-    status, errors, line = check(tool, log, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "own_kernels",
-                                            "-k", f"not ({skipped})", tests], timeout,
-                                 {"ALIGNKIT_TEST_EXAMPLES": str(examples), "ALIGNKIT_WITHOUT": without,
-                                  "ALIGNKIT_PART": part})
-    if errors and log.exists():
-        lines = log.read_text(errors="replace").splitlines()
-        print("\n".join(line for line in lines if "Host Frame" not in line or ".py:" in line))
-    seconds = round(time.monotonic() - started, 1)
-    print(f"{tool}, {tests} {part}: {line or 'no summary'}, exit status {status}; {seconds} s", flush=True)
-    return {"tool": tool, "tests": tests, "errors": errors, "summary": line, "exit_status": status, "seconds": seconds}
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """In the order in which they begin."""
+    parts = [f"{i}/{options.parts}" for i in range(options.parts)]
+    return [*(Job(tool) for tool in options.tools),
+            *(Job(tool, tests, part) for tool in options.tools for tests in reversed(options.tests) for part in parts)]
 
 
-def joined(parts: list[dict]) -> dict:
-    """The row of a file from those of its parts: clean if all parts that have tests are, and one has."""
-    tested = [part for part in parts if part["exit_status"] != _NO_TESTS]
-    bad = [part for part in tested if part["exit_status"] != 0 or part["errors"]]
-    row = (bad or tested or parts)[0]
-    errors = [part["errors"] for part in tested]
-    return row | {"errors": sum(errors) if errors and min(errors) >= 0 else -1, "parts": len(parts),
-                  "seconds": max(part["seconds"] for part in parts), "clean": bool(tested) and not bad}
+def not_clean(rows: list[dict], asked: list[Job]) -> list[str]:
+    """Of what was asked for: the parts that are not clean, and the files of which a tool ran no test."""
+    rows = [row for row in rows if Job(row["tool"], row["tests"], row["part"]) in asked]
+    tested = {(row["tool"], row["tests"]) for row in rows if row["exit_status"] != _NO_TESTS}
+    return ([f"{row['tool']}, {row['tests']} {row['part']}".strip() for row in rows if not row["clean"]]
+            + sorted({f"{job.tool}, {job.tests}: no test" for job in asked if (job.tool, job.tests) not in tested}))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--examples", type=int, default=1, help="drawn for each test")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a tool and a file of tests")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a tool and a part of a file of tests")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which everything is stopped")
-    parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--resume", action="store_true", help="only what the file does not have as clean")
+    parser.add_argument("--at-once", type=int, default=6, help="processes for each GPU")
     parser.add_argument("--parts", type=int, default=4, help="that the tests of a file are dealt out to")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/sanitize.json")
     parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="logs")
@@ -125,19 +150,39 @@ def main(arguments: list[str] | None = None) -> int:
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer, a part of the CUDA toolkit, is not on the PATH", file=sys.stderr)
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    out, name = options.out.resolve(), datetime.datetime.now().isoformat(timespec="seconds")
-    end = time.monotonic() + 60 * options.minutes
-    with ThreadPoolExecutor(options.at_once) as pool:
-        waits = [pool.submit(planted, tool, options.timeout, out) for tool in options.tools]
-        files = [[pool.submit(run, tool, tests, f"{part}/{options.parts}", options.examples, options.timeout,
-                              end, out) for part in range(options.parts)]
-                 for tool in options.tools for tests in reversed(options.tests)]
-    rows = [*(wait.result() for wait in waits), *(joined([wait.result() for wait in parts]) for parts in files)]
-    old = json.loads(options.json.read_text()) if options.json.exists() else {}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.json, merge(old, name, machine() | {"examples": options.examples}, rows, ("tool", "tests")))
-    unclean = [f"{row['tool']}, {row['tests']}" for row in rows if not row["clean"]]
+    devices = gpus()
+    if not devices:
+        print("no GPU", file=sys.stderr)
+        return 2
+    options.out = options.out.resolve()
+    for folder in (options.out, options.json.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    name, info = datetime.datetime.now().isoformat(timespec="seconds"), machine() | {"examples": options.examples}
+    contents = json.loads(options.json.read_text()) if options.json.exists() else {}
+    had = {tuple(row[k] for k in KEY) for row in contents.get("rows", []) if row["clean"]} if options.resume else set()
+    waiting = [job for job in jobs(options) if (job.tool, job.tests, job.part) not in had]
+    end, rows = time.monotonic() + 60 * options.minutes, []
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in devices * options.at_once:
+        free.put(gpu)
+
+    def run(job: Job) -> dict:
+        gpu = free.get()
+        try:
+            return job.run(options, end, gpu)
+        finally:
+            free.put(gpu)
+    pool = ThreadPoolExecutor(len(devices) * options.at_once)
+    try:
+        with interrupted_by_sigterm():
+            for done in as_completed([pool.submit(run, job) for job in waiting]):
+                rows.append(done.result())
+                write_json(options.json, merge(contents, name, info, rows, KEY))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(_running):
+            stop(process)
+    unclean = not_clean(merge(contents, name, info, rows, KEY)["rows"], jobs(options))
     print("\n".join(f"not clean: {what}" for what in unclean) or "clean")
     return int(bool(unclean))
 

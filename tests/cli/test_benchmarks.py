@@ -1,6 +1,7 @@
 """What surrounds the engines in benchmarks/: plans, result files, tables and plots."""
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -171,22 +172,51 @@ def test_counts_of_a_junit_report(module):
     ("========= Invalid read\n========= ERROR SUMMARY: 12 errors\n", (12, "ERROR SUMMARY: 12 errors")),
     ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n",
      (3, "RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)")),
+    ("========= ERROR SUMMARY: 118 errors\n========= ERROR SUMMARY: 18 errors were not printed. Use --print-limit\n",
+     (118, "ERROR SUMMARY: 118 errors")),
     ("", (-1, "")),
 ])
 def test_summary_of_a_sanitizer_log(module, log, expected):
     assert module("sanitize").summary(log) == expected
 
 
-@pytest.mark.parametrize("parts, clean, errors, status", [
-    ([(0, 0), (0, 0)], True, 0, 0), ([(0, 0), (5, -1)], True, 0, 0),  # the second has no tests
-    ([(5, -1), (5, -1)], False, -1, 5), ([(0, 0), (99, 7), (99, 2)], False, 9, 99), ([(0, 0), (1, 0)], False, 0, 1),
-    ([(0, 0), (None, -1)], False, -1, None), ([(0, 3)], False, 3, 0)])
-def test_parts_of_a_file_under_a_sanitizer(module, parts, clean, errors, status):
-    rows = [{"tool": "memcheck", "tests": "a.py", "exit_status": s, "errors": e, "summary": "", "seconds": i}
-            for i, (s, e) in enumerate(parts)]
-    row = module("sanitize").joined(rows)
-    assert (row["clean"], row["errors"], row["exit_status"], row["parts"]) == (clean, errors, status, len(parts))
-    assert row["seconds"] == len(parts) - 1
+TOOL = """#!{python}
+import subprocess, sys
+i = sys.argv.index("--log-file")
+command = sys.argv[i + 2:]
+found = "planted.py" in command[1] or "found" in command[-1]
+print("errors" if found else "none")
+with open(sys.argv[i + 1], "w") as log:
+    log.write(f"========= ERROR SUMMARY: {{3 if found else 0}} errors\\n")
+if "forever" in command[-1]:
+    subprocess.run(["sleep", "1000"])
+sys.exit(99 if found else 5 if "none" in command[-1] else 1 if "failed" in command[-1] else 0)
+"""
+
+
+def test_sanitizers_say_what_was_not_clean(module, tmp_path, monkeypatch, capsys):
+    """With a tool that says what it is told to."""
+    sanitize, tool, out = module("sanitize"), tmp_path / "compute-sanitizer", tmp_path / "sanitize.json"
+    tool.write_text(TOOL.format(python=sys.executable))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sanitize, "gpus", lambda: ["0", "1"])
+
+    def run(*arguments):
+        status = sanitize.main(["--tools", "memcheck", "--parts", "2", "--json", str(out), "--out", str(tmp_path / "logs"),
+                                "--minutes", "0.1", *arguments])
+        said = capsys.readouterr().out
+        assert status == ("not clean" in said)
+        return {line.removeprefix("not clean: ") for line in said.splitlines() if line.startswith("not clean: ")}
+    assert run("good.py") == set()
+    assert run("good.py", "found.py", "failed.py", "none.py", "forever.py") == {
+        *(f"memcheck, {name}.py {part}" for name in ("found", "failed", "forever") for part in ("0/2", "1/2")),
+        "memcheck, none.py: no test"}
+    rows = {(row["tests"], row["part"]): row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 11 and rows["planted", ""]["clean"] and rows["good.py", "0/2"]["clean"]
+    assert rows["forever.py", "1/2"]["exit_status"] is None and rows["found.py", "0/2"]["errors"] == 3
+    monkeypatch.setattr(sanitize.Job, "run", None)
+    assert run("--resume", "good.py") == set()  # all is there
 
 
 def test_parts_are_all_of_the_tests(module, monkeypatch):
