@@ -14,4 +14,4 @@ class UnsupportedError(AlignkitError, NotImplementedError):
 
 
 class BackendError(AlignkitError, RuntimeError):
-    """The requested backend does not exist for this op on this machine."""
+    """The requested backend does not exist for this op on this machine, or a call of its kernels or libraries failed."""

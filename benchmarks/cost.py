@@ -25,11 +25,12 @@ import profiles
 import torch
 from e2e import ROOT, SIZES, draw_lengths, merge
 
-from alignkit.check.machine import gpus, machine
+from alignkit.check.machine import family, gpus, machine
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job
 from alignkit.check.run import Progress, execute, prepare, write_json
 from alignkit.check.terminal import interrupted_by_sigterm
+from alignkit.contract import contract_id
 
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
@@ -108,8 +109,8 @@ class Bench:
         self.options = options
         self.out = options.out.resolve()
         self.name = datetime.datetime.now().isoformat(timespec="seconds")
-        self.info = machine() | {"size": options.size, "max_tokens": options.max_tokens, "repeats": options.repeats,
-                                 "seconds": {}, "engines": {}}
+        self.info = machine() | {"contract": contract_id(family()), "size": options.size, "max_tokens": options.max_tokens,
+                                 "repeats": options.repeats, "seconds": {}, "engines": {}}
         self.failures: list[str] = []
 
     def run(self, specs: dict[str, dict], module: str) -> dict[str, dict]:

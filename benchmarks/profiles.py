@@ -7,13 +7,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 FAMILIES = {
-    "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|multimem",
-    "attention": r"attention|attn|flash|softmax_(warp|block)|SoftMax(Forward|Backward)|"
+    "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|multimem|tree_sum",
+    "attention": r"attention|attn|flash(?!_kernel)|softmax_(warp|block)|SoftMax(Forward|Backward)|"
                  r"^_(tiles|short|delta|grad_q|grad_kv)$",
     "head, logprobs and sampling": r"logp|log_softmax|logits|gumbel|topk|sampl|argmax|ranks?_kernel|nll_|cross_entropy|"
-                                   r"^_(statistics|finish|spread|pick|gradient|check_rows)$",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|^_join$",
-    "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu|^_(forward|backward)$",
+                                   r"^_(spread|check_rows)$",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|narrow_chains|join_parts|^_join$",
+    "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|index|gather|scatter|reshape_and_cache|transpose",
 }
 """What a kernel does, by the first pattern that its name contains, alignkit's own by their whole name; the rest is

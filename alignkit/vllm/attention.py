@@ -140,7 +140,7 @@ class AlignedAttentionBackend(AttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
         """Asked from vLLM 0.32 on."""
-        from vllm.v1.kv_cache_interface import KVCacheLayout
+        from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBNHC,)
 

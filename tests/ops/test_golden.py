@@ -1,4 +1,4 @@
-"""The bits of every op, forward and backward, as they were when the contract's id was last changed.
+"""The bits of the engines' ops, forward and backward, as they were when the contract's id was last changed.
 
 After a change of the contract, and of its id: ``python -m tests.ops.test_golden --write`` on the CPU, and with
 ALIGNKIT_TEST_DEVICE=cuda on a GPU of the family.

@@ -19,7 +19,7 @@ def _start(CU, i, rows):
 
 
 @triton.jit
-def _rows_of(P, row, rows, pitch, columns, first, W: tl.constexpr, C: tl.constexpr):
+def _rows_of(P, row, rows, pitch, first, W: tl.constexpr, C: tl.constexpr):
     """[C, W] of rows row to rows - 1 of a head, a head's row `pitch` after the other; zeros beyond."""
     r = row + tl.arange(0, C)
     at = r.to(tl.int64)[:, None] * pitch + (first + tl.arange(0, W))[None, :]
@@ -69,7 +69,7 @@ def _back(Q, K_, W, DO, DV, G, GK, DHT, CU, DH, DH0, DV2, rows, chunks, heads, g
         # Where the number of chunks is wrong, those beyond it have no place.
         tl.store(DH + at * K * V + inner, rounded, mask=(before + chunk < chunks) | (CU is None))
 
-        x = tl.dot(_rows_of(k, row, count, key_heads * K, K, 0, K, C), rounded, input_precision=PRECISION)
+        x = tl.dot(_rows_of(k, row, count, key_heads * K, 0, K, C), rounded, input_precision=PRECISION)
         of_dv = tl.full((C,), 1.0, tl.float32)
         of_do = tl.full((C,), 1.0, tl.float32) * scale
         decay = tl.full((K,), 1.0, tl.float32)
@@ -86,16 +86,16 @@ def _back(Q, K_, W, DO, DV, G, GK, DHT, CU, DH, DH0, DV2, rows, chunks, heads, g
             decay = decay * tl.exp2(tl.load(GK + ((begin + last) * heads + head) * K + of_k) * unit)
         # Not x + dv: the compiler folds `dot(a, b, 0) + c` into `dot(a, b, c)`, which is another order.
         x = tl.fma(tl.broadcast_to(of_dv[:, None], (C, BV)), x,
-                   _rows_of(dv, row, count, heads * V, V, first, BV, C).to(tl.float32))
+                   _rows_of(dv, row, count, heads * V, first, BV, C).to(tl.float32))
         new = x.to(Q.dtype.element_ty)
         r = row + tl.arange(0, C)
         tl.store(dv2 + r.to(tl.int64)[:, None] * heads * V + of_v[None, :], new, mask=(r < count)[:, None])
 
-        scaled = _rows_of(do, row, count, heads * V, V, first, BV, C).to(tl.float32) * of_do[:, None]
+        scaled = _rows_of(do, row, count, heads * V, first, BV, C).to(tl.float32) * of_do[:, None]
         D = D * decay[:, None]
-        D = tl.dot(tl.trans(_rows_of(q, row, count, key_heads * K, K, 0, K, C)), scaled.to(Q.dtype.element_ty), D,
+        D = tl.dot(tl.trans(_rows_of(q, row, count, key_heads * K, 0, K, C)), scaled.to(Q.dtype.element_ty), D,
                    input_precision=PRECISION)
-        D = tl.dot(tl.trans(_rows_of(w, row, count, heads * K, K, 0, K, C)), new * -1.0, D, input_precision=PRECISION)
+        D = tl.dot(tl.trans(_rows_of(w, row, count, heads * K, 0, K, C)), new * -1.0, D, input_precision=PRECISION)
     if DH0 is not None:
         tl.store(DH0 + state + inner, D)
 

@@ -2,7 +2,8 @@
 
 docs/contract.md, "Log-softmax over the vocabulary". The vocabulary is cut into tiles at fixed global ids; a tile's
 statistics are integers, so neither the order of a sum nor the rank that computes it can change a bit. Ranks exchange
-statistics, never logits. The [N, V] logits are never stored: they are taken a block of rows and columns at a time.
+statistics, and logits only of a tile that a shard's border cuts. The [N, V] logits are taken a block of rows and columns at a
+time, and not stored unless `keep_logits` asks for it.
 """
 from __future__ import annotations
 
