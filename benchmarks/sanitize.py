@@ -105,7 +105,7 @@ class Job:
         else:
             command = ["benchmarks/planted.py", self.tool]
         status, errors, line = check(self.tool, log, command, max(min(options.timeout, end - started), 0.0), env)
-        clean = status in (0, _NO_TESTS) and errors == 0 if self.part else errors > 0
+        clean = errors > 0 if not self.part else status == _NO_TESTS or (status == 0 and errors == 0)
         if self.part and errors > 0:
             found = log.read_text(errors="replace").splitlines()
             print("\n".join(line for line in found if "Host Frame" not in line or ".py:" in line))

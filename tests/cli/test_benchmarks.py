@@ -186,8 +186,9 @@ i = sys.argv.index("--log-file")
 command = sys.argv[i + 2:]
 found = "planted.py" in command[1] or "found" in command[-1]
 print("errors" if found else "none")
-with open(sys.argv[i + 1], "w") as log:
-    log.write(f"========= ERROR SUMMARY: {{3 if found else 0}} errors\\n")
+if "none" not in command[-1]:
+    with open(sys.argv[i + 1], "w") as log:
+        log.write(f"========= ERROR SUMMARY: {{3 if found else 0}} errors\\n")
 if "forever" in command[-1]:
     subprocess.run(["sleep", "1000"])
 sys.exit(99 if found else 5 if "none" in command[-1] else 1 if "failed" in command[-1] else 0)
