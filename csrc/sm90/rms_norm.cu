@@ -224,18 +224,13 @@ struct Plan {
   float* joined;  // of groups
   int* arrived;   // blocks of the second kernel, for each of its slices of columns
 
-  __device__ __forceinline__ Segment of_block(uint32_t block) const {
+  // The segment that has a block or a chain, by where each begins.
+  template <uint32_t Segment::*kBegin>
+  __device__ __forceinline__ Segment of(uint32_t i) const {
     Segment s = segments[0];
 #pragma unroll
-    for (int i = 1; i <= kMostLevels; ++i)
-      if (i < count && block >= segments[i].block) s = segments[i];
-    return s;
-  }
-  __device__ __forceinline__ Segment of_chain(uint32_t chain) const {
-    Segment s = segments[0];
-#pragma unroll
-    for (int i = 1; i <= kMostLevels; ++i)
-      if (i < count && chain >= segments[i].chain) s = segments[i];
+    for (int j = 1; j <= kMostLevels; ++j)
+      if (j < count && i >= segments[j].*kBegin) s = segments[j];
     return s;
   }
 };
@@ -348,7 +343,7 @@ __global__ void __maxnreg__(kRegisters)
   if (blockIdx.x == 0)
     for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) plan.arrived[i] = 0;
   Team team;
-  const Segment segment = plan.of_block(blockIdx.x);
+  const Segment segment = plan.of<&Segment::block>(blockIdx.x);
   const uint32_t block_run = (blockIdx.x - segment.block) * Team::kOfBlock;  // of the segment's
   const uint32_t chain = segment.chain + ((block_run + team.id) << segment.level);
   // This team's first row, and that of the warp's first team, which has the first rows.
@@ -546,7 +541,7 @@ __global__ void __launch_bounds__(kJoinWarps * 32, 3)
   int batches = plan.each / 16;
   auto of_chains = [&](int batch, float4 (&v)[16]) {
     uint32_t chain = (blockIdx.y * kJoinWarps * batches + batch) * 16;
-    const Segment segment = plan.of_chain(chain);
+    const Segment segment = plan.of<&Segment::chain>(chain);
     const uint32_t inside = (1u << segment.level) - 1;
     const float4* at = reinterpret_cast<const float4*>(
         plan.parts + int64_t{segment.run + ((chain - segment.chain) >> segment.level)} * h + column);
