@@ -220,6 +220,12 @@ __device__ void copy_in(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, c
       step<kAhead>(next_slot, next_phase);
     }
   });
+  // Nobody leaves while another block may still write here: all that others arrive at has its last phase.
+  for (int i = 0; i < Sh::kDepth; ++i, step<Sh::kDepth>(stage, phase))
+    for (uint64_t& empty : sh.empty[stage]) barrier_wait(&empty, phase ^ 1);
+  if (p.taken && c.rank == 0)
+    for (int i = 0; i < kAhead; ++i, step<kAhead>(next_slot, next_phase))
+      barrier_wait(&sh.next_empty[next_slot], next_phase ^ 1);
 }
 
 __device__ __forceinline__ float exp2_of(float x) {
@@ -400,7 +406,7 @@ __device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, 
             *reinterpret_cast<const uint4*>(sh.dv2[group] + r * slice + (lane % units ^ r / (8 / units) % units) * 8);
     }
   });
-  if (lane == 0) stores_done();
+  if (lane == 0) stores_taken<0>();
 }
 
 // Rows of a tile of boxes [64, kWidth] from `rows` on are set to zero, by threads 0 to count - 1.
@@ -644,8 +650,7 @@ __global__ void __launch_bounds__((groups_of(kColumns) + 1) * 128, 1)
     if (kGroups == 2) registers_up<216>();
     go_back<T, K>(sh, p, warp / 4, cluster);
   }
-  __syncwarp();
-  cluster_sync();  // nobody leaves while another block may still write here
+  // Nothing comes here: warps that meet again have their products' operands in uniform registers by many detours.
 }
 
 // Host.

@@ -57,9 +57,6 @@ __device__ __forceinline__ void stores_taken() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-// All groups are done.
-__device__ __forceinline__ void stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 // Two numbers, rounded to T, in 32 bits, the first in the low half; and back.
 
 template <class T>
