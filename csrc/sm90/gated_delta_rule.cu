@@ -59,9 +59,9 @@ struct Factors {
 constexpr int kMostSorted = 256;
 constexpr int kAhead = 4;  // of states, how many a cluster may take before all its warps know the first
 
-// Packed sequences by their rows, the longest first.
+// Packed sequences, and which of them is longest, next, and so on.
 struct Sorted {
-  int rows[kMostSorted];
+  int begin[kMostSorted], rows[kMostSorted], first_chunk[kMostSorted];
   uint16_t sequence[kMostSorted];
 };
 
@@ -100,26 +100,36 @@ __device__ __forceinline__ int start_of(const AlignkitDelta& p, int i) {
   return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(p.rows)));
 }
 
+__device__ __forceinline__ int chunks_of(int rows) { return (rows + kChunk - 1) / kChunk; }
+
+__device__ __forceinline__ bool sorts(const AlignkitDelta& p) { return p.cu_seqlens && p.sequences <= kMostSorted; }
+
 // Called by a warp.
-__device__ Sequence sequence_of(const AlignkitDelta& p, int i) {
+__device__ Sequence sequence_of(const Sorted& by, const AlignkitDelta& p, int i) {
   if (!p.cu_seqlens) return {i, 0, p.rows, i * p.chunks};
+  if (sorts(p)) return {0, by.begin[i], by.rows[i], by.first_chunk[i]};
   int before = 0;
-  for (int j = threadIdx.x % 32; j < i; j += 32)
-    before += (max(start_of(p, j + 1) - start_of(p, j), 0) + kChunk - 1) / kChunk;
+  for (int j = threadIdx.x % 32; j < i; j += 32) before += chunks_of(max(start_of(p, j + 1) - start_of(p, j), 0));
   int begin = start_of(p, i);
   return {0, begin, max(start_of(p, i + 1) - begin, 0), static_cast<int>(__reduce_add_sync(~0u, before))};
 }
 
-__device__ __forceinline__ bool sorts(const AlignkitDelta& p) { return p.cu_seqlens && p.sequences <= kMostSorted; }
-
 // Called by all threads of a block.
 __device__ void sort(Sorted& by, const AlignkitDelta& p) {
-  for (int i = threadIdx.x; i < p.sequences; i += blockDim.x) by.rows[i] = start_of(p, i + 1) - start_of(p, i);
+  for (int i = threadIdx.x; i < p.sequences; i += blockDim.x) {
+    int begin = start_of(p, i);
+    by.begin[i] = begin;
+    by.rows[i] = max(start_of(p, i + 1) - begin, 0);
+  }
   __syncthreads();
   for (int i = threadIdx.x; i < p.sequences; i += blockDim.x) {
-    int place = 0, rows = by.rows[i];
-    for (int j = 0; j < p.sequences; ++j) place += by.rows[j] > rows || (by.rows[j] == rows && j < i);
+    int place = 0, before = 0, rows = by.rows[i];
+    for (int j = 0; j < p.sequences; ++j) {
+      place += by.rows[j] > rows || (by.rows[j] == rows && j < i);
+      before += j < i ? chunks_of(by.rows[j]) : 0;
+    }
     by.sequence[place] = static_cast<uint16_t>(i);
+    by.first_chunk[i] = before;
   }
 }
 
@@ -137,7 +147,7 @@ __device__ __forceinline__ void for_each_state(Sh& sh, const AlignkitDelta& p, c
   for (int i = blockIdx.x / c.blocks; i < count;) {
     int state = i / c.parts, part = i - state * c.parts, sequence = state / p.heads, head = state - sequence * p.heads;
     if (sorts(p)) sequence = sh.sorted.sequence[sequence];
-    function(sequence_of(p, sequence), head, sequence * p.heads + head, part * c.blocks + c.rank);
+    function(sequence_of(sh.sorted, p, sequence), head, sequence * p.heads + head, part * c.blocks + c.rank);
     if (p.taken) {
       barrier_wait(&sh.next_full[slot], phase);
       i = sh.next[slot];
