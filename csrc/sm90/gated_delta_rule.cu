@@ -419,12 +419,13 @@ __device__ void copy_out(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& p, 
   if (lane == 0) stores_taken<0>();
 }
 
-// Rows of a tile of boxes [64, kWidth] from `rows` on are set to zero, by threads 0 to count - 1.
-template <int kWidth, class T>
-__device__ __forceinline__ void zero_rows(T* tile, int boxes, int rows, int thread, int count) {
-  int each = (kChunk - rows) * (kWidth / 8);
-  for (int i = thread; i < boxes * each; i += count)
-    reinterpret_cast<uint4*>(tile + i / each * (kChunk * kWidth) + rows * kWidth)[i % each] = make_uint4(0, 0, 0, 0);
+// Rows of a tile of kBoxes boxes [64, kWidth] from `rows` on are set to zero, by threads 0 to kThreads - 1.
+template <int kWidth, int kBoxes, int kThreads, class T>
+__device__ __forceinline__ void zero_rows(T* tile, int rows, int thread) {
+  constexpr int units = kWidth / 8, box = kChunk * units;
+#pragma unroll
+  for (int i = 0; i < kBoxes * box; i += kThreads)
+    if (i % box + thread >= rows * units) reinterpret_cast<uint4*>(tile)[i + thread] = make_uint4(0, 0, 0, 0);
 }
 
 // Of a thread's part of a state, the sums and where they lie in memory.
@@ -485,11 +486,11 @@ __device__ void go_back(Sh& sh, const AlignkitDelta& p, int group, const Cluster
       barrier_wait(&sh.prepared[stage], phase);
       auto& in = sh.stage[stage];
       constexpr int threads = Sh::kGroups * 128;
-      zero_rows<64>(in.k, parts, rows, thread, threads);
-      zero_rows<64>(in.q, parts, rows, thread, threads);
-      zero_rows<64>(in.w, parts, rows, thread, threads);
-      zero_rows<slice>(in.dv[0], Sh::kGroups, rows, thread, threads);
-      zero_rows<slice>(in.d_o[0], Sh::kGroups, rows, thread, threads);
+      zero_rows<64, parts, threads>(in.k, rows, thread);
+      zero_rows<64, parts, threads>(in.q, rows, thread);
+      zero_rows<64, parts, threads>(in.w, rows, thread);
+      zero_rows<slice, Sh::kGroups, threads>(in.dv[0], rows, thread);
+      zero_rows<slice, Sh::kGroups, threads>(in.d_o[0], rows, thread);
       shared_written();
       named_barrier_sync(kGroupsMeet, threads);
     }
