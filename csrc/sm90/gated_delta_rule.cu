@@ -17,6 +17,8 @@
 // Blocks of a cluster read q, k and w together, each a part of the rows for all. Of four more warps of a block one
 // copies in, one for each group copies out, and the rest compute the factors of the gates and scale do. Clusters stay
 // and take parts of states: in turn, or, where lengths differ, the next when they are done.
+#include <mutex>
+
 #include "product.cuh"
 #include "tensors.cuh"
 
@@ -29,7 +31,7 @@ struct AlignkitDelta {
   void* dh;
   float* dh0;
   void* dv2;
-  unsigned* taken;  // scratch: how many parts of states are taken, without the clusters' first. Null: not packed
+  unsigned* taken;  // how many parts of states are taken, without the clusters' first; scratch. Null: not packed
   int batch, rows, heads, key_heads, key_dim, value_dim, sequences, chunks;  // chunks: of a batch
   float scale, unit;  // unit: what makes a gate a logarithm to base 2
   int wide, half, v_first, columns;  // of cu_seqlens, 64 bits; fp16; states [V, K]; of V, of a block, 0: as is best
@@ -719,6 +721,33 @@ cudaError_t maps_of(DeltaMaps* maps, const AlignkitDelta& p, int slice, int bloc
                             {cuuint32_t(p.v_first ? 64 : slice), cuuint32_t(p.v_first ? slice : p.key_dim), 1, 1}, 3});
 }
 
+// For each of some streams, how many parts of states are taken. As many are taken as there are, and then it is zero again.
+constexpr int kCounters = 64;
+__device__ unsigned counters[kCounters];
+
+// That of a stream, whose launches come one after the other; null if none is left. Also null if the stream is captured:
+// graphs run beside each other.
+unsigned* counter_of(int device, cudaStream_t stream) {
+  static std::mutex mutex;
+  static int used = 0;
+  static struct {
+    int device;
+    unsigned long long stream;  // never another's
+    unsigned* counter;
+  } known[kCounters];
+  cudaStreamCaptureStatus captured;
+  unsigned long long id;
+  if (cudaStreamIsCapturing(stream, &captured) || captured != cudaStreamCaptureStatusNone) return nullptr;
+  if (cudaStreamGetId(stream, &id)) return nullptr;
+  std::lock_guard lock(mutex);
+  for (int i = 0; i < used; ++i)
+    if (known[i].device == device && known[i].stream == id) return known[i].counter;
+  void* all;
+  if (used == kCounters || cudaGetSymbolAddress(&all, counters)) return nullptr;
+  known[used] = {device, id, static_cast<unsigned*>(all) + used};
+  return known[used++].counter;
+}
+
 // Launches it; but if `fits` is given and not all states fit on the device at once, only says so there.
 template <class T, int K, int kColumns>
 cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream, bool* fits = nullptr) {
@@ -764,8 +793,12 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream, bool* fits
   if (cudaError_t e = maps_of(&maps, p, Sh::kSlice, blocks)) return e;
   AlignkitDelta dealt = p;
   if (all) dealt.taken = nullptr;
-  if (dealt.taken)
-    if (cudaError_t e = cudaMemsetAsync(dealt.taken, 0, sizeof(*dealt.taken), stream)) return e;
+  if (dealt.taken) {
+    if (unsigned* counter = counter_of(device, stream))
+      dealt.taken = counter;
+    else if (cudaError_t e = cudaMemsetAsync(dealt.taken, 0, sizeof(*dealt.taken), stream))
+      return e;
+  }
   return cudaLaunchKernelEx(&config, kernel, maps, dealt, blocks, whole / blocks);
 }
 
