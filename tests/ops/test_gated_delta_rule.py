@@ -580,6 +580,41 @@ def test_many_packed_sequences_captured_in_a_graph(dims, heads):
 
 
 @gpu
+@pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
+def test_queues_of_many_streams_beside_a_graph():
+    """More streams than there are counters."""
+    with backends.use("cuda"):
+        rows, rest, want = many_sequences(90, 4, (128, 128))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(rows, rest)
+        streams, got = [torch.cuda.Stream(priority=-(i % 2)) for i in range(80)], []
+        torch.cuda.synchronize()
+        for stream in streams:
+            graph.replay()
+            with torch.cuda.stream(stream):
+                got.append(run(rows, rest))
+        torch.cuda.synchronize()
+        for i, each in enumerate((captured, *got)):
+            assert_same(each, want, f"stream {i - 1}")
+
+
+@gpu
+@pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("starts", [[0, 0, 64, 64, 194], [0, 1, 129, 449, 449, 513]])
+def test_states_that_lie_anywhere_in_memory(starts, v_first):
+    """dht and gates that begin at no multiple of 32 bytes."""
+    rows, rest = problem(starts[-1], 40, 40, 128, 128, starts=starts, v_first=v_first)
+
+    def moved(t):
+        return torch.cat([t.new_empty(1), t.flatten()])[1:].view(t.shape)
+    with backends.use("cuda"):
+        apart = run(rows | {name: moved(rows[name]) for name in ("g", "gk")}, rest | {"dht": moved(rest["dht"])})
+        assert_same(apart, run(rows, rest), "moved")
+
+
+@gpu
 def test_captured_in_a_graph_and_nothing_waits(backend):
     rows, rest = problem(200, starts=[0, 1, 130, 200])
     rest["num_chunks"] = 6
