@@ -721,7 +721,7 @@ cudaError_t maps_of(DeltaMaps* maps, const AlignkitDelta& p, int slice, int bloc
                             {cuuint32_t(p.v_first ? 64 : slice), cuuint32_t(p.v_first ? slice : p.key_dim), 1, 1}, 3});
 }
 
-// For each of some streams, how many parts of states are taken. As many are taken as there are, and then it is zero again.
+// For each of some streams, how many parts of states are taken. As many are taken as there are; then it is zero again.
 constexpr int kCounters = 64;
 __device__ unsigned counters[kCounters];
 
