@@ -6,6 +6,7 @@ keeps its. What is sampled, and the ranks of tokens, are vLLM's.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -39,7 +40,19 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     return token_logp(logits, token_ids)
 
 
-_topk_scores = _calling(logprob.compute_topk_scores, compute_token_logprobs=token_logprobs)
+class _Ranks:
+    """vLLM's kernel that counts ranks, a block to a row. Our logits have twice the bytes of stock ones, which the caches do
+    not hold, so more of a row is on its way at once."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return functools.partial(self._launch, logprob._ranks_kernel[grid])
+
+    @staticmethod
+    def _launch(kernel: Callable, *tensors, BLOCK_SIZE: int) -> None:
+        kernel(*tensors, BLOCK_SIZE=max(BLOCK_SIZE, 16384), num_warps=16)
+
+
+_topk_scores = _calling(logprob.compute_topk_scores, compute_token_logprobs=token_logprobs, _ranks_kernel=_Ranks())
 
 
 class _SamplingStates(SamplingStates):

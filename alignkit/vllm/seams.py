@@ -135,6 +135,7 @@ _COMMON = (
     # Logprobs, V2 runner: one function for sampled, prompt and chosen tokens, and the ways to it.
     Seam(_SAMPLE_V2 + "logprob.py", "compute_token_logprobs", ("logits", "token_ids")),
     Seam(_SAMPLE_V2 + "logprob.py", "compute_topk_scores", ("logits", "num_logprobs", "sampled_token_ids")),
+    Seam(_SAMPLE_V2 + "logprob.py", "_ranks_kernel", ("logits_ptr", "vocab_size", "BLOCK_SIZE")),
     Seam(_SAMPLE_V2 + "sampler.py", "Sampler.sample"),
     Seam(_SAMPLE_V2 + "sampler.py", "Sampler.__call__", ("logits", "input_batch")),
     Seam(_SAMPLE_V2 + "sampler.py", "compute_topk_scores"),
