@@ -22,6 +22,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init_done();
   }
   __syncthreads();
+  wait_for_kernel_before();
+  let_next_kernel_begin();
   int steps = (k + kStep - 1) / kStep, stage = 0, phase = 0;
   if (threadIdx.x / 128 == 2) {
     if (threadIdx.x != 2 * 128) return;
@@ -72,8 +74,7 @@ cudaError_t launch_few(const Matrix& a, const Matrix& b, int m, int n, int k, fl
   int processors;
   if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
   int blocks = std::min((n + kIds - 1) / kIds, processors);
-  kernel<<<blocks, kThreads, bytes, stream>>>(maps[0], maps[1], m, n, k, out, pitch);
-  return cudaGetLastError();
+  return launch_early(kernel, blocks, kThreads, bytes, stream, maps[0], maps[1], m, n, k, out, pitch);
 }
 
 }  // namespace

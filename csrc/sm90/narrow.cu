@@ -68,6 +68,8 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
     barrier_init_done();
   }
   __syncthreads();
+  wait_for_kernel_before();
+  let_next_kernel_begin();
   constexpr int of_stage = kBoxes * kStep;
   int steps = (k + of_stage - 1) / of_stage, stage = 0, phase = 0, id = blockIdx.x * kOutputs;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -130,8 +132,8 @@ cudaError_t launch_narrow(const Matrix& a, const Matrix& b, int m, int n, int k,
   constexpr int bytes = sizeof(NarrowShared<kWarps>) + 1024;
   int held;
   if (cudaError_t e = prepare<kernel>(bytes, 1, &held)) return e;
-  kernel<<<(n + kOutputs - 1) / kOutputs, 32 * (kWarps + 1), bytes, stream>>>(maps[0], maps[1], m, n, k, out, pitch);
-  return cudaGetLastError();
+  return launch_early(kernel, (n + kOutputs - 1) / kOutputs, 32 * (kWarps + 1), bytes, stream, maps[0], maps[1], m, n, k, out,
+                      pitch);
 }
 
 template <class Out>

@@ -112,6 +112,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     barrier_init_done();
   }
   cluster_sync();
+  wait_for_kernel_before();
+  let_next_kernel_begin();
   int rank = cluster_rank(), id = blockIdx.x / 2 * kQuarterIds, stage = 0, phase = 0;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   float sums[kQuarterWidth / 2];
@@ -170,8 +172,7 @@ cudaError_t launch_quarters(const Matrix& a, const Matrix& b, int k, const Targe
   int held;
   if (cudaError_t e = prepare<kernel>(bytes, 2, &held)) return e;
   int clusters = (target.n + kQuarterIds - 1) / kQuarterIds;
-  kernel<<<2 * clusters, kThreads, bytes, stream>>>(maps[0], maps[1], k / (4 * kLeaves) / kStep, target);
-  return cudaGetLastError();
+  return launch_early(kernel, 2 * clusters, kThreads, bytes, stream, maps[0], maps[1], k / (4 * kLeaves) / kStep, target);
 }
 
 // More rows.
@@ -196,6 +197,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     barrier_init_done();
   }
   cluster_sync();
+  wait_for_kernel_before();
   let_next_kernel_begin();
   constexpr bool common_a = kCommon == Common::kA;
   constexpr uint16_t all = (1 << kBlocks) - 1;
@@ -256,6 +258,7 @@ struct alignas(4 * sizeof(Out)) Four {
 template <int kParts, class Out>
 __global__ void __launch_bounds__(kJoinThreads) join_parts(const float* parts, int64_t pitch, const Target<Out> target) {
   wait_for_kernel_before();
+  let_next_kernel_begin();
   int column = 4 * (blockIdx.x * kJoinThreads + threadIdx.x), row = blockIdx.y;
   if (column >= target.n) return;
   const float* from = parts + row * pitch + column;
@@ -306,9 +309,8 @@ cudaError_t launch_parts(const Matrix& a, const Matrix& b, int m, int n, int k, 
   if (cudaError_t e = prepare<kernel>(bytes, kBlocks, &held)) return e;
   int tasks = (n + ids - 1) / ids * parts;
   int rounds = (tasks + held - 1) / held, clusters = (tasks + rounds - 1) / rounds;
-  kernel<<<clusters * kBlocks, kThreads, bytes, stream>>>(maps[0], maps[1], m, k / (parts * kLeaves) / kStep, parts,
-                                                          tasks, sums, pitch);
-  return cudaGetLastError();
+  return launch_early(kernel, clusters * kBlocks, kThreads, bytes, stream, maps[0], maps[1], m,
+                      k / (parts * kLeaves) / kStep, parts, tasks, sums, pitch);
 }
 
 template <int kLeaves>

@@ -418,6 +418,34 @@ def test_capture_of_the_other_products(m, leaves, has_bias):
 
 
 @gpu
+@pytest.mark.parametrize("m,n,leaves", [(8, 2048, 1), (32, 2048, 1), (40, 4096, 8), (128, 4096, 8), (256, 4096, 8),
+                                        (256, 4096, 2), (100, 5120, 8)])
+def test_products_wait_for_those_before(m, n, leaves):
+    """Each is launched early, reads what the one before wrote, and writes what that read."""
+    from alignkit.ops.linear.triton import tiles
+    x, weights = randn(m, n, dtype=BF16), [(randn(n, n) * n**-0.5).to(BF16) for _ in range(3)] * 4
+    want = x
+    for weight in weights:
+        before, want = want, torch.empty_like(x)
+        tiles(before, weight, leaves, None, want, False)
+    two = [x.clone(), torch.empty_like(x)]
+
+    def run():
+        two[0].copy_(x)
+        for i, weight in enumerate(weights):
+            matmul(two[i % 2], weight, leaves=leaves, to=two[1 - i % 2])
+    run()
+    assert_bitwise_equal(two[0], want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(8):
+        two[0].zero_(), two[1].zero_()
+        graph.replay()
+        assert_bitwise_equal(two[0], want, "in a graph")
+
+
+@gpu
 @pytest.mark.parametrize("leaves", [1, 8])
 def test_the_current_stream_is_used(leaves):
     from alignkit.ops.linear.triton import tiles
