@@ -75,7 +75,8 @@ def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overla
     """One backward of the mean loss under Megatron's DDP and its reductions: loss, HF name -> fp32 gradient.
 
     wrapped: in a Float16Module too. overlap: reduce gradients during the backward pass. micro_batches: how many parts
-    `rows` are cut into. config: fields of the TransformerConfig."""
+    `rows` are cut into. config: fields of the TransformerConfig. Rows are padded as sequence parallelism needs, with it or
+    without: torch's gradient of the embedding depends on where in the batch a token is."""
     from megatron.core import distributed
     from megatron.core.transformer.module import Float16Module
 
@@ -92,7 +93,7 @@ def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overla
         parts = [rows[i::micro_batches] for i in range(micro_batches)]
         for i, part in enumerate(parts):
             with contextlib.nullcontext() if i == len(parts) - 1 else ddp.no_sync():
-                loss = mean_loss(ddp, part, len(parts), tp.size if sequence_parallel else 1)
+                loss = mean_loss(ddp, part, len(parts), tp.size)
                 loss.backward()
                 total += loss.item()
         distributed.finalize_model_grads([ddp])
@@ -108,7 +109,7 @@ def bare_step(tp, model_dir, dtype, sequence_parallel, rows, *, micro_batches=1,
         grads = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
         for i in range(micro_batches):
             model.zero_grad()
-            mean_loss(model, rows[i::micro_batches], micro_batches, tp.size if sequence_parallel else 1).backward()
+            mean_loss(model, rows[i::micro_batches], micro_batches, tp.size).backward()
             for name, p in model.named_parameters():
                 grads[name] += p.grad
         return gathered(tp, arch, grads)

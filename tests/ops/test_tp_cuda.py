@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from alignkit import ops, symmetric
+from alignkit.errors import BackendError
 from alignkit.testing import assert_bitwise_equal
 from alignkit.tp import TP
 from tests.megatron.gpus import GPUs
@@ -234,14 +235,14 @@ def turned_off_on_one_rank(group):
 
 
 def failed_on_one_rank(group):
-    tp, x, allocate = TP(group), values(30, 40), symmetric.allocate
+    tp, x, memory = TP(group), values(30, 40), symmetric.Memory
 
     def fails(*args):
         if tp.rank:
-            raise RuntimeError("no memory is left")
-        return allocate(*args)
+            raise BackendError("no memory is left")
+        return memory(*args)
 
-    with mock.patch.object(symmetric, "allocate", fails), pytest.warns(UserWarning, match="no memory is left"):
+    with mock.patch.object(symmetric, "Memory", fails), pytest.warns(UserWarning, match="no memory is left"):
         assert_bitwise_equal(tp.tree_sum(x), expected(tp, x, None, torch.float32, False))
     assert symmetric._made[group] is None
 
