@@ -110,7 +110,8 @@ class Workspace:
 
 class Memory:
     """Of one of `size` ranks, on its GPU: the head, which is zeros, sums, rounded values. `handle` opens it in another process;
-    ``torch.as_tensor`` takes it as fp32. It is free when nothing refers to it."""
+    ``torch.as_tensor`` takes it as fp32. It is there until the process ends: a handle of the same address made later would
+    open, in a process that still has this open, what was there before."""
 
     def __init__(self, size: int, device: torch.device):
         address, handle = ctypes.c_void_p(), ctypes.create_string_buffer(_HANDLE)
@@ -119,7 +120,6 @@ class Memory:
                   handle)
         self.address, self.handle = address.value, handle.raw
         self.__cuda_array_interface__ = {"data": (self.address, False), "shape": (count,), "typestr": "<f4", "version": 3}
-        _ended(self, "alignkit_shared_memory_free", device)
 
 
 class Opened:
@@ -129,12 +129,6 @@ class Opened:
         address = ctypes.c_void_p()
         cuda.call("alignkit_shared_memory_open", device, ctypes.byref(address), handle)
         self.address = address.value
-        _ended(self, "alignkit_shared_memory_close", device)
-
-
-def _ended(memory: Memory | Opened, function: str, device: torch.device) -> None:
-    """`function` is called once nothing refers to `memory`; not at the end of the process, which ends it too."""
-    weakref.finalize(memory, cuda.call, function, device, ctypes.c_void_p(memory.address)).atexit = False
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:

@@ -29,8 +29,3 @@ extern "C" int alignkit_shared_memory_make(void** memory, int64_t bytes, int64_t
 extern "C" int alignkit_shared_memory_open(void** memory, const cudaIpcMemHandle_t* handle, cudaStream_t) {
   return told(cudaIpcOpenMemHandle(memory, *handle, cudaIpcMemLazyEnablePeerAccess));
 }
-
-// The two ends: of what was made, and of what was opened. Return a cudaError_t.
-extern "C" int alignkit_shared_memory_free(void* memory, cudaStream_t) { return told(cudaFree(memory)); }
-
-extern "C" int alignkit_shared_memory_close(void* memory, cudaStream_t) { return told(cudaIpcCloseMemHandle(memory)); }
