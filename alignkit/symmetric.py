@@ -1,20 +1,17 @@
-"""Sums over ranks in symmetric memory, which the GPUs of one host read over NVLink (csrc/sm90/tree_sum.cu).
+"""Sums over ranks in memory that the GPUs of one host read over NVLink, torch's symmetric memory (csrc/sm90/tree_sum.cu).
 
 A group has a workspace of one size, made when it is first asked for by all ranks together: larger sums take several pieces.
-So nothing grows or waits later, and a CUDA graph may hold its addresses. Plain loads and stores; no multicast.
-
-The memory is shared by CUDA's IPC, and the group itself tells the ranks where it is. torch's own symmetric memory would do,
-but up to 2.12 a group's ranks wait for each other forever once one of them was in another group's rendezvous that the others
-were not in (pytorch/pytorch#196082).
+So nothing grows or waits later, and a CUDA graph may hold its addresses. Plain loads and stores; NVLink's multicast is off.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -33,16 +30,17 @@ HEAD = 4096
 """Bytes of a rank's memory before its sums, with the signals of the others: kHeadBytes."""
 SHARED = {2: 1 << 19, 4: 1 << 17, 8: 1 << 16}
 """By number of ranks: from how many values on each rank adds a share and reads those of the others. Below, the additional
-trip over NVLink takes longer than reading everything does. Measured with 2, reckoned with 4 and 8."""
+trip over NVLink takes longer than reading everything does. Measured with 2 and 4, reckoned with 8."""
 _ROWS = 8
 """Pieces are of multiples of this many rows, so that each begins at a multiple of 16 bytes."""
 _WHOLE, _SLICE, _SHARED = range(3)
-_HANDLE = 64
-"""Bytes of a cudaIpcMemHandle_t."""
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 T = TypeVar("T")
 Product = Callable[[slice, torch.Tensor], object]
 """``product(rows, out)`` writes this rank's fp32 sums of `rows` to `out` [rows, N]."""
+_made_here = 0
+"""How many workspaces this process has made, or tried to."""
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.WeakKeyDictionary()
 
 
@@ -61,15 +59,16 @@ class Workspace:
     """One rank's memory, and the addresses of all ranks'. Calls follow each other on the device: those of one stream do, and
     a stream that is new to it waits for the one before; graphs must be replayed where eager calls would run."""
 
-    def __init__(self, group: dist.ProcessGroup, memory: Memory, device: torch.device):
-        """All ranks call it together, each with its own memory."""
+    def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor):
+        """memory: of `allocate`. All ranks call it together."""
+        from torch.distributed import _symmetric_memory
+
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._memory, handles = memory, _told(group, memory.handle)
-        everyone = [memory if rank == self.rank else Opened(handle, device) for rank, handle in enumerate(handles)]
-        self._everyone = everyone
-        self._sums = torch.as_tensor(memory, device=device)[HEAD // 4:HEAD // 4 + PIECE]
-        self._addresses = (ctypes.c_void_p * self.size)(*(m.address for m in everyone))
-        self._stream = torch.cuda.current_stream(device)
+        with _without_multicast():
+            self._handle = _symmetric_memory.rendezvous(memory, group)
+        self._sums = memory[HEAD // 4:HEAD // 4 + PIECE]
+        self._addresses = (ctypes.c_void_p * self.size)(*self._handle.buffer_ptrs)
+        self._stream = torch.cuda.current_stream(memory.device)
 
     def takes(self, rows: int, columns: int, scatter: bool) -> bool:
         """Whether fp32 [rows, columns] can be summed here; with `scatter`, slices must be a multiple of 16 bytes."""
@@ -108,35 +107,30 @@ class Workspace:
             self._stream = stream
 
 
-class Memory:
-    """Of one of `size` ranks, on its GPU: the head, which is zeros, sums, rounded values. `handle` opens it in another process;
-    ``torch.as_tensor`` takes it as fp32. It is there until the process ends: a handle of the same address made later would
-    open, in a process that still has this open, what was there before."""
+def allocate(size: int, device: torch.device) -> torch.Tensor:
+    """The memory of one of `size` ranks, its head zeros."""
+    from torch._C._distributed_c10d import _SymmetricMemory
 
-    def __init__(self, size: int, device: torch.device):
-        address, handle = ctypes.c_void_p(), ctypes.create_string_buffer(_HANDLE)
-        count = HEAD // 4 + PIECE + PIECE // size
-        cuda.call("alignkit_shared_memory_make", device, ctypes.byref(address), ctypes.c_int64(4 * count), ctypes.c_int64(HEAD),
-                  handle)
-        self.address, self.handle = address.value, handle.raw
-        self.__cuda_array_interface__ = {"data": (self.address, False), "shape": (count,), "typestr": "<f4", "version": 3}
-
-
-class Opened:
-    """The `Memory` of another process. BackendError where this GPU cannot read it."""
-
-    def __init__(self, handle: bytes, device: torch.device):
-        address = ctypes.c_void_p()
-        cuda.call("alignkit_shared_memory_open", device, ctypes.byref(address), handle)
-        self.address = address.value
+    # Not from torch's pool of such memory, where it would stay when the group is gone.
+    memory = _SymmetricMemory.empty_strided_p2p((HEAD // 4 + PIECE + PIECE // size,), (1,), torch.float32, device)
+    memory[:HEAD // 4].zero_()
+    torch.cuda.synchronize(device)
+    return memory
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
-    hosts = _told(group, socket.gethostname() if _wanted(device) else None)
-    if None in hosts or len(set(hosts)) > 1:
+    global _made_here
+    told = _told(group, (socket.gethostname(), _made_here) if _wanted(device) else None)
+    if None in told or len({host for host, _ in told}) > 1:
         return None
-    memory = _together(group, lambda: Memory(dist.get_world_size(group), device))
-    return None if memory is None else _together(group, lambda: Workspace(group, memory, device))
+    if len({made for _, made in told}) > 1:
+        # torch 2.11 counts by process which exchange is the next, so these would wait for each other forever
+        # (pytorch/pytorch#196082).
+        _gathers("its ranks were in different groups before")
+        return None
+    _made_here += 1
+    memory = _together(group, lambda: allocate(dist.get_world_size(group), device))
+    return None if memory is None else _together(group, lambda: Workspace(group, memory))
 
 
 def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
@@ -145,13 +139,17 @@ def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
     try:
         with torch.inference_mode(False):  # what is made in it may be written to inside only
             made = make()
-    except RuntimeError as e:  # torch's, or a BackendError
-        failure = str(e)
+    except (RuntimeError, ImportError, AttributeError, TypeError) as e:  # of a driver, or a torch that has none or another
+        failure = f"{type(e).__name__}: {e}"
     failures = [said for said in _told(group, failure) if said is not None]
     if failures:
-        warnings.warn(f"no symmetric memory ({failures[0]}); NCCL gathers what tensor-parallel ranks add: same bits, slower")
+        _gathers(failures[0])
         return None
     return made
+
+
+def _gathers(why: str) -> None:
+    warnings.warn(f"no symmetric memory ({why}); NCCL gathers what tensor-parallel ranks add: same bits, slower")
 
 
 def _wanted(device: torch.device) -> bool:
@@ -168,3 +166,16 @@ def _told(group: dist.ProcessGroup, value: T) -> list[T]:
     values: list[T] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before

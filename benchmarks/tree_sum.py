@@ -140,7 +140,8 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
                             device_id=torch.device("cuda", rank))
     name = datetime.datetime.now().isoformat(timespec="seconds")
     rows = []
-    for size in (n for n in symmetric.SIZES if n <= world):
+    # The largest first: ranks that were in different groups before get no symmetric memory.
+    for size in reversed([n for n in symmetric.SIZES if n <= world]):
         group = dist.new_group(list(range(size)))
         if rank < size:
             tp = TP(group)

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from alignkit.check.machine import gpus as visible
 from alignkit.convert import Checkpoint, read_architecture
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import reference, workers
@@ -120,11 +121,12 @@ WRONG = {"tokens": "input_ids", "mask": "attention_mask", "packed": "cu_seqlens"
 
 
 def test_wrong_values(qwen3):
-    """The device's assertion stops the process; in strict mode the error has a name. Each in a process of its own,
-    for after an assertion the device takes no more work."""
+    """The device's assertion stops the process; in strict mode the error has a name. Each in a process of its own, which sees
+    one GPU, for after an assertion the device takes no more work."""
     code = "import sys; from tests.megatron import workers; workers.wrong_value(*sys.argv[1:])"
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": visible()[0]}
     started = {(what, strict): subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, qwen3, what], env=os.environ | {"ALIGNKIT_STRICT": strict},
+        [sys.executable, "-W", "ignore", "-c", code, qwen3, what], env=env | {"ALIGNKIT_STRICT": strict},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for what in WRONG for strict in "01"}
     for (what, strict), process in started.items():
         said = process.communicate(timeout=120)[0]

@@ -608,7 +608,7 @@ def test_states_that_lie_anywhere_in_memory(starts, v_first):
     rows, rest = problem(starts[-1], 40, 40, 128, 128, starts=starts, v_first=v_first)
 
     def moved(t):
-        return torch.cat([t.new_empty(1), t.flatten()])[1:].view(t.shape)
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
     with backends.use("cuda"):
         apart = run(rows | {name: moved(rows[name]) for name in ("g", "gk")}, rest | {"dht": moved(rest["dht"])})
         assert_same(apart, run(rows, rest), "moved")

@@ -1,4 +1,5 @@
 """The same bytes at every TP size, and verdicts that all ranks reach together. Real processes, gloo."""
+import warnings
 from unittest import mock
 
 import pytest
@@ -129,6 +130,20 @@ def run_pieces(tp, rows, columns, scatter):
     want = (tp.tree_sum(x) + bias).bfloat16()
     assert_bitwise_equal(y, tp.shard(want) if scatter else want)
     return counts
+
+
+def run_first_use(tp, made):
+    with (mock.patch.multiple(symmetric, _wanted=lambda _: True, allocate=lambda *_: "memory", _made_here=made[tp.rank],
+                              Workspace=lambda group, memory: (group, memory))):
+        return symmetric._make(tp.group, torch.device("cpu")) == (tp.group, "memory"), symmetric._made_here
+
+
+def test_ranks_that_were_in_other_groups_before(ranks):
+    """torch would let them wait for each other."""
+    assert ranks.run(2, run_first_use, (3, 3)) == [(True, 4)] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ranks.run(2, run_first_use, (1, 0)) == [(False, 1), (False, 0)]
 
 
 @pytest.mark.parametrize("rows, columns, scatter, counts", [

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from alignkit import ops, symmetric
-from alignkit.errors import BackendError
 from alignkit.testing import assert_bitwise_equal
 from alignkit.tp import TP
 from tests.megatron.gpus import GPUs
@@ -31,15 +30,15 @@ def run(gpus, size, function, *args):
 
 
 def _call(size, function, args):
-    group = _group(size)
-    if dist.get_rank() < size:
-        function(TP(group), *args)
-        torch.cuda.synchronize()
+    function(TP(_group(size)), *args)
+    torch.cuda.synchronize()
 
 
 @functools.cache
 def _group(size):
-    return dist.new_group(list(range(size)))
+    """This rank's, of groups that share out the GPUs."""
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, WORLD, size)]
+    return groups[dist.get_rank() // size]
 
 
 def shared(tp):
@@ -235,14 +234,14 @@ def turned_off_on_one_rank(group):
 
 
 def failed_on_one_rank(group):
-    tp, x, memory = TP(group), values(30, 40), symmetric.Memory
+    tp, x, allocate = TP(group), values(30, 40), symmetric.allocate
 
     def fails(*args):
         if tp.rank:
-            raise BackendError("no memory is left")
-        return memory(*args)
+            raise RuntimeError("no memory is left")
+        return allocate(*args)
 
-    with mock.patch.object(symmetric, "Memory", fails), pytest.warns(UserWarning, match="no memory is left"):
+    with mock.patch.object(symmetric, "allocate", fails), pytest.warns(UserWarning, match="no memory is left"):
         assert_bitwise_equal(tp.tree_sum(x), expected(tp, x, None, torch.float32, False))
     assert symmetric._made[group] is None
 
