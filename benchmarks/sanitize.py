@@ -46,6 +46,9 @@ _WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper gated_delta_rule", "in
 _SKIPPED = ("graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
             "or flash_linear_attention")
 _ABOUT_THEM = "takes_the_usual or refused_and_named or many_rows or adds_the_bias or test_error or a_row_is_its_own"
+_START = "120"
+"""Seconds in which a process must begin to use the GPU. The tool's own 10 are few for pytest where many start at once, and
+when they are over the tool waits for the process, and the process for it."""
 _FOUND, _NO_TESTS = 99, 5
 """The exit status that compute-sanitizer is asked for when it found something; pytest's, of a part without tests."""
 _ENV = {
@@ -67,7 +70,7 @@ def summary(log: str) -> tuple[int, str]:
 def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[str, str]) -> tuple[int | None, int, str]:
     """Python with the arguments `command` under a tool: its exit status, None if it was stopped, and the log's summary."""
     log.unlink(missing_ok=True)
-    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only",
+    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--launch-timeout", _START,
                "--error-exitcode", str(_FOUND), "--log-file", str(log), sys.executable, *command]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | _ENV | env, start_new_session=True, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -285,11 +285,11 @@ def _logp_gradient(Z, BIAS, TEMPERATURE, TARGET, LSE, ENT, GL, GE, DZ, cols, fir
     r = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = j < cols
-    x = tl.load(Z + r * sz + j, mask=ok, other=0.0).to(tl.float32)
+    g, target = tl.load(GL + r), tl.load(TARGET + r)
+    x = tl.load(Z + r * sz + j, mask=ok & (target >= 0), other=0.0).to(tl.float32)  # in others nothing may have been written
     b = None if BIAS is None else tl.load(BIAS + j, mask=ok, other=0.0)
     temperature = None if TEMPERATURE is None else tl.load(TEMPERATURE + r)
     z, capped = _logit(x, b, cap, scale, temperature)
-    g, target = tl.load(GL + r), tl.load(TARGET + r)
     lp = z - tl.load(LSE + r)
     p = _exp(lp)
     d = -(g * p)
