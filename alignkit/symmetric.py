@@ -55,6 +55,11 @@ def workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace | Non
     return _made.setdefault(group, _make(group, device))
 
 
+def used(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank has added over the group in symmetric memory; if not, the group never added or NCCL gathers."""
+    return group is not None and _made.get(group) is not None
+
+
 class Workspace:
     """One rank's memory, and the addresses of all ranks'. Calls follow each other on the device: those of one stream do, and
     a stream that is new to it waits for the one before; graphs must be replayed where eager calls would run."""

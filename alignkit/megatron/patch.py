@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from alignkit import backends, contract
+from alignkit import backends, contract, symmetric
 from alignkit.errors import InputError, UnsupportedError
 
 from . import seams
@@ -52,9 +52,9 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
     Keys: patched, and if so megatron (version), vocab_size, contract, backend, seams (names that are replaced),
-    classes (of Megatron's modules, and the op that takes over); with a model, aligned (path -> op) and stock (paths of
-    modules that alignkit would replace but has not yet). contract and backend are those of the model's device, without
-    a model those of the CPU.
+    classes (of Megatron's modules, and the op that takes over); with a model, aligned (path -> op), stock (paths of
+    modules that alignkit would replace but has not yet) and symmetric_memory (whether its sums over ranks have gone through
+    it). contract and backend are those of the model's device, without a model those of the CPU.
     """
     if _active is None:
         return {"patched": False}
@@ -68,6 +68,7 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
                              if type(module) in _active.stock_class}
         report["stock"] = [path for path, module in model.named_modules()
                            if type(module) in _active.aligned_class]
+        report["symmetric_memory"] = symmetric.used(model.pg_collection.tp)
     return report
 
 

@@ -103,7 +103,8 @@ def status() -> dict:
 
 def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
     """What each worker of a running `vllm.LLM` (or `LLMEngine`) computes with, in rank order: `patched`, and
-    if so `contract`, `backend`, `vllm` and the number of `modules` by aligned class. Of an `AsyncLLM`, to be awaited."""
+    if so `contract`, `backend`, `vllm`, the number of `modules` by aligned class, and whether sums over ranks go through
+    `symmetric_memory`. Of an `AsyncLLM`, to be awaited."""
     engine = getattr(llm, "llm_engine", llm)
     parallel = engine.vllm_config.parallel_config
     stock = [{"patched": False}] * parallel.world_size

@@ -9,7 +9,7 @@ import vllm
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 
-from alignkit import backends
+from alignkit import backends, symmetric
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
@@ -58,8 +58,9 @@ class AlignedWorker(resolve(installed().worker)):
             token_logprobs(logits, torch.zeros(len(logits), ids, dtype=torch.int64, device=logits.device))
 
     def alignkit_status(self) -> dict:
-        """What this worker runs: contract id, backend, vLLM version, and modules by aligned class."""
-        return {"patched": True, **self._aligned}
+        """What this worker runs: contract id, backend, vLLM version, modules by aligned class, and whether it adds over ranks in
+        symmetric memory."""
+        return {"patched": True, **self._aligned, "symmetric_memory": symmetric.used(get_tp_group().device_group)}
 
     def _sampling(self):
         if not self.vllm_config.use_v2_model_runner:

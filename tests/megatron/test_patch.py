@@ -79,6 +79,7 @@ def test_status_tells_aligned_from_stock(checkpoint, world):
         assert report["aligned"]["output_layer"] == "linear_logp"
         assert report["aligned"]["decoder.layers.0.self_attention.core_attention"] == "attention"
         assert any(name.endswith("GPTModel._postprocess") for name in report["seams"])
+        assert report["symmetric_memory"] is False
 
 
 def test_state_dict_and_class_names_stay(checkpoint, world):

@@ -232,6 +232,7 @@ def test_every_worker_says_what_it_runs(engines, name):
         assert worker["patched"] and worker["contract"] == contract_id("sm90")
         assert worker["modules"]["AlignedRowParallelLinear"] == 8 and worker["modules"]["AlignedAttentionImpl"] == 4
         assert worker["modules"]["AlignedSampler" if v1 else "AlignedSamplerV2"] == 1
+        assert worker["symmetric_memory"] is (name == "tp2")
 
 
 @pytest.mark.parametrize("name, options", [

@@ -208,6 +208,7 @@ def test_status(engine):
     assert "EngineArgs.create_engine_config" in process["points"]
     (worker,) = workers
     assert worker["patched"] and worker["contract"] == contract_id() and worker["vllm"].startswith("0.32")
+    assert worker["symmetric_memory"] is False
     assert worker["modules"] == {
         "AlignedQKVParallelLinear": 4, "AlignedRowParallelLinear": 8, "AlignedMergedColumnParallelLinear": 4,
         "AlignedRMSNorm": 17, "AlignedSiluAndMul": 4, "AlignedRotaryEmbedding": 1, "AlignedAttentionImpl": 4,
