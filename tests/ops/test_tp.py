@@ -133,17 +133,21 @@ def run_pieces(tp, rows, columns, scatter):
 
 
 def run_first_use(tp, made):
-    with (mock.patch.multiple(symmetric, _wanted=lambda _: True, allocate=lambda *_: "memory", _made_here=made[tp.rank],
+    """Whether there is a workspace, how many were made, what was said."""
+    with (warnings.catch_warnings(record=True) as said,
+          mock.patch.multiple(symmetric, _wanted=lambda _: True, allocate=lambda *_: "memory", _made_here=made[tp.rank],
                               Workspace=lambda group, memory: (group, memory))):
-        return symmetric._make(tp.group, torch.device("cpu")) == (tp.group, "memory"), symmetric._made_here
+        warnings.simplefilter("always")
+        found = symmetric._make(tp.group, torch.device("cpu"))
+        return found == (tp.group, "memory"), symmetric._made_here, [str(w.message) for w in said]
 
 
 def test_ranks_that_were_in_other_groups_before(ranks):
     """torch would let them wait for each other."""
-    assert ranks.run(2, run_first_use, (3, 3)) == [(True, 4)] * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert ranks.run(2, run_first_use, (1, 0)) == [(False, 1), (False, 0)]
+    assert ranks.run(2, run_first_use, (3, 3)) == [(True, 4, [])] * 2
+    for rank, (found, made, said) in enumerate(ranks.run(2, run_first_use, (1, 0))):
+        assert not found and made == 1 - rank
+        assert len(said) == 1 and "different groups before" in said[0] and "same bits" in said[0]
 
 
 @pytest.mark.parametrize("rows, columns, scatter, counts", [
