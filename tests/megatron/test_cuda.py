@@ -22,6 +22,7 @@ BIG = dict(hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1536)
 # 2000 cuts the last shard of both paddings; 100 leaves ranks that have nothing but padding.
 MODELS = {"qwen3": ("qwen3", torch.bfloat16, False, 2000), "llama-tied": ("llama", torch.bfloat16, True, 100),
           "qwen2-fp32": ("qwen2", torch.float32, False, 2000)}
+WRONG = {"tokens": "input_ids", "mask": "attention_mask", "packed": "cu_seqlens", "max_seqlen": "max_seqlen"}
 
 pytestmark = pytest.mark.skipif(not WORLD, reason="needs a GPU")
 several = pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")
@@ -42,6 +43,20 @@ def long_rows():
 @pytest.fixture(scope="module")
 def qwen3(checkpoint):
     return checkpoint(*MODELS["qwen3"], **BIG)
+
+
+@pytest.mark.parametrize("strict", "10")
+def test_wrong_values(qwen3, strict):
+    """The device's assertion stops the process; in strict mode the error has a name. Each in a process of its own, which sees
+    one GPU, for after an assertion the device takes no more work; before the GPUs have ranks that these would be beside."""
+    code = "import sys; from tests.megatron import workers; workers.wrong_value(*sys.argv[1:])"
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": visible()[0], "ALIGNKIT_STRICT": strict, "NCCL_DEBUG": "WARN"}
+    started = {what: subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, qwen3, what], env=env, text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for what in WRONG}
+    for what, process in started.items():
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode != 0 and WRONG[what] in said and "no error" not in said, said
+        assert ("device-side assert" in said) is (strict == "0"), said
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -115,20 +130,3 @@ def test_nothing_waits_for_the_device(qwen3, gpus, long_rows):
     """Forward and backward of micro-batches, with masks and packed, while torch raises at every synchronisation."""
     for tp, sp in CUTS:
         gpus.with_tp(tp, workers.without_waiting, qwen3, torch.bfloat16, sp, long_rows)
-
-
-WRONG = {"tokens": "input_ids", "mask": "attention_mask", "packed": "cu_seqlens", "max_seqlen": "max_seqlen"}
-
-
-def test_wrong_values(qwen3):
-    """The device's assertion stops the process; in strict mode the error has a name. Each in a process of its own, which sees
-    one GPU, for after an assertion the device takes no more work."""
-    code = "import sys; from tests.megatron import workers; workers.wrong_value(*sys.argv[1:])"
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": visible()[0]}
-    started = {(what, strict): subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, qwen3, what], env=env | {"ALIGNKIT_STRICT": strict},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for what in WRONG for strict in "01"}
-    for (what, strict), process in started.items():
-        said = process.communicate(timeout=120)[0]
-        assert process.returncode != 0 and WRONG[what] in said and "no error" not in said, said
-        assert ("device-side assert" in said) is (strict == "0"), said

@@ -68,7 +68,7 @@ def test_bits_are_those_of_triton(h, data, seed):
     torch.manual_seed(seed)
     random.seed(seed)
     kind = data.draw(st.sampled_from(KINDS))
-    rows, heads = data.draw(st.sampled_from([(1100, 1), (65, 3), (64, 3), (17, 3), (16, 3), (15, 1), (3, 1), (2, 1), (1, 1)]))
+    rows, heads = data.draw(st.sampled_from([(65, 3), (64, 3), (17, 3), (16, 3), (15, 1), (3, 1), (2, 1), (1, 1), (1100, 1)]))
     x = strided(rows, heads, h, kind)
     weight = draw((h,), kind if kind == "zeros of both signs" else "usual")
     for residual in (None, strided(rows, heads, h, kind)):
