@@ -31,6 +31,10 @@ def join(rank, world, **where):
     dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank), **where)
 
 
+_groups = {}
+"""What Megatron keeps of its groups, by tensor-parallel size. It never destroys them, so those of one size serve until the end."""
+
+
 def tensor_parallel(size):
     """Megatron's groups with `size` tensor-parallel ranks, in place of those that were; the TP of this rank."""
     from megatron.core import parallel_state, tensor_parallel
@@ -38,7 +42,12 @@ def tensor_parallel(size):
     if not parallel_state.model_parallel_is_initialized() or (
             parallel_state.get_tensor_model_parallel_world_size() != size):
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        if size in _groups:
+            vars(parallel_state).update(_groups[size])
+        else:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+            _groups[size] = {name: value for name, value in vars(parallel_state).items()
+                             if name.startswith("_") and not name.startswith("__") and not callable(value)}
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     return TP(parallel_state.get_tensor_model_parallel_group())
 
