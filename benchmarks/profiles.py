@@ -11,7 +11,7 @@ FAMILIES = {
     "attention": r"attention|attn|flash(?!_kernel)|softmax_(warp|block)|SoftMax(Forward|Backward)|"
                  r"^_(tiles|short|delta|grad_q|grad_kv)$",
     "head, logprobs and sampling": r"logp|log_softmax|logits|gumbel|topk|sampl|argmax|ranks?_kernel|nll_|cross_entropy|"
-                                   r"^_(spread|check_rows)$",
+                                   r"^_(spread|check_rows)$|gemm<.*(Statistics|Gradient)>",
     "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|narrow_chains|join_parts|^_join$",
     "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|index|gather|scatter|reshape_and_cache|transpose",
@@ -64,5 +64,6 @@ def summary(kernels: list[dict], wall_ms: float, top: int = 12) -> dict:
 def shorten(name: str, length: int = 72) -> str:
     """A kernel's name without its return type, arguments and the inside of its template brackets."""
     name = re.sub(r"^(void|static) ", "", name.replace("(anonymous namespace)::", ""))
+    name = re.sub(r"\([\w:]+\)(?=-?\d)", "", name)  # casts among the template's arguments
     name = re.sub(r"\(.*\)$", "", name)
     return name if len(name) <= length else name[:length - 3] + "..."

@@ -148,6 +148,17 @@ def test_profile_summary(module):
     assert summary["kernels"] == [{"name": "cutlass::gemm<int>", "calls": 2, "ms": 3.0, "share": 0.75}]
 
 
+@pytest.mark.parametrize("name, short, family", [
+    ("void alignkit::(anonymous namespace)::gemm<(alignkit::(anonymous namespace)::Layout)0, (int)-1, alignkit::"
+     "(anonymous namespace)::Statistics>(CUtensorMap_st)", "alignkit::gemm<0, -1, alignkit::Statistics>",
+     "head, logprobs and sampling"),
+    ("void alignkit::gemm<(alignkit::Layout)1, alignkit::Chains<(bool)0> >(T4)", "alignkit::gemm<1, alignkit::Chains<0> >",
+     "matrix products")])
+def test_names_with_template_arguments(module, name, short, family):
+    profiles = module("profiles")
+    assert (profiles.shorten(name), profiles.family(name)) == (short, family)
+
+
 def test_profile_counts_what_ran(module):
     import torch
 
