@@ -62,7 +62,7 @@ def summary(kernels: list[dict], wall_ms: float, top: int = 12) -> dict:
 
 
 def shorten(name: str, length: int = 72) -> str:
-    """A kernel's name without its return type, arguments and the inside of its template brackets."""
+    """A kernel's name without its return type, its arguments and the types of its template's numbers, cut to `length`."""
     name = re.sub(r"^(void|static) ", "", name.replace("(anonymous namespace)::", ""))
     name = re.sub(r"\([\w:]+\)(?=-?\d)", "", name)  # casts among the template's arguments
     name = re.sub(r"\(.*\)$", "", name)

@@ -46,7 +46,7 @@ _WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper gated_delta_rule", "in
 _SKIPPED = ("graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
             "or flash_linear_attention")
 _ABOUT_THEM = ("takes_the_usual or refused_and_named or many_rows or adds_the_bias or test_error or a_row_is_its_own "
-               "or take_states_in_turn or share_a_state or more_work or many_packed")
+               "or take_states_in_turn or share_a_state or many_packed or (more_work and cuda)")
 _START = "120"
 """Seconds in which a process must begin to use the GPU. The tool's own 10 are few for pytest where many start at once, and
 when they are over the tool waits for the process, and the process for it."""
