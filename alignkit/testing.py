@@ -72,15 +72,27 @@ class Ranks:
     def outcomes(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """``function(tp, *args)`` on ranks 0 to size - 1: each rank's result, or the pair (exception type, message)
         wrapped in `Failed`. A rank that does not answer within `timeout` seconds is an error."""
+        self._send(size, function, args)
+        results: list[Any] = [None] * size
+        for _ in range(size):
+            rank, result = self._receive(timeout)
+            results[rank] = result
+        return results
+
+    def answer(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> Any:
+        """As `outcomes`, of the first rank that answers; others may never."""
+        self._send(size, function, args)
+        return self._receive(timeout)[1]
+
+    def _send(self, size: int, function: Callable, args: tuple) -> None:
         job = pickle.dumps((size, function, args))
         for box in self.inboxes[:size]:
             box.put(job)
-        results: list[Any] = [None] * size
-        for _ in range(size):
-            rank, trace, value = self.outbox.get(timeout=timeout)
-            value = pickle.loads(value)
-            results[rank] = value if trace is None else Failed(value[0], value[1], trace)
-        return results
+
+    def _receive(self, timeout: float) -> tuple[int, Any]:
+        rank, trace, value = self.outbox.get(timeout=timeout)
+        value = pickle.loads(value)
+        return rank, value if trace is None else Failed(value[0], value[1], trace)
 
     def run(self, size: int, function: Callable, *args: Any) -> list[Any]:
         """`outcomes`, raising the first rank's failure with its traceback."""

@@ -1,34 +1,38 @@
 """A thin view of a tensor-parallel process group: fixed-order sums and verdicts that all ranks reach together."""
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
-import weakref
+import pickle
 from typing import Any, Callable, Hashable
 
 import torch
 import torch.distributed as dist
 
 from . import symmetric
+from .agreement import told
 from .errors import AlignkitError, InputError
 
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict] = weakref.WeakKeyDictionary()
-"""By NCCL group: what this rank's metadata was answered with when it was first exchanged."""
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 
 
 def strict() -> bool:
-    """Whether ``ALIGNKIT_STRICT=1``: values on a GPU are looked at before they are used, and ranks compare their
-    metadata in every call, although both wait for the device."""
+    """Whether ``ALIGNKIT_STRICT=1``: values on a GPU are looked at before they are used, although that waits for it."""
     return os.environ.get("ALIGNKIT_STRICT", "0") == "1"
 
 
 class TP:
     """The ranks that share one layer. `TP(None)` is a single rank; otherwise `group` is a torch process group
     whose rank order is the shard order. Its tensors' collectives may be captured in a CUDA graph.
+
+    agreed: the caller has made sure that all ranks make the same calls, with what fits together: they do not tell each
+    other again. So it is inside a model whose ranks agreed on it and on its input when its forward began.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, *, agreed: bool = False):
         self.group = group
+        self.agreed = agreed
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
@@ -39,10 +43,29 @@ class TP:
         """The tensor of every rank, in rank order; shapes must agree."""
         if self.size == 1:
             return [t]
+        return list(self.gather(t[None]).unbind(0))
+
+    def gather(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks along dim 0, in rank order; shapes must agree."""
+        if self.size == 1:
+            return t
         t = t.contiguous()
-        out = t.new_empty((self.size, *t.shape))
-        _gather(out.view(-1), t.view(-1), group=self.group)
-        return list(out.unbind(0))
+        out = t.new_empty((self.size * t.shape[0], *t.shape[1:]))
+        _all_gather(out.view(-1), t.view(-1), group=self.group)
+        return out
+
+    def begin_gather(self, t: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`gather`, of which the result is asked for later: what is computed until then takes place beside the transfer."""
+        if self.size == 1:
+            return lambda: t
+        t = t.contiguous()
+        out = t.new_empty((self.size * t.shape[0], *t.shape[1:]))
+        work = _all_gather(out.view(-1), t.view(-1), group=self.group, async_op=True)
+
+        def gathered() -> torch.Tensor:
+            work.wait()
+            return out
+        return gathered
 
     def tree_sum(self, t: torch.Tensor) -> torch.Tensor:
         """Sum over ranks by the balanced tree of rank order (neighbours first), in t's type. An odd rank out
@@ -98,41 +121,89 @@ class TP:
     def check(self, op: str, checks: Callable[[], Hashable]) -> list[Any]:
         """Run `checks` on this rank and raise on every rank if it failed on any.
 
-        `checks` raises an AlignkitError or returns this rank's metadata, made of tuples; the metadata of all ranks is
-        returned. A rank that fails alone would leave the others waiting in the op's collectives, so the verdict is one
-        itself. Over NCCL that waits for the device, so there each metadata is exchanged once and then remembered,
-        unless `strict`: ranks that disagree are told so when either is new, and wait for each other otherwise.
+        `checks` raises or returns this rank's metadata, made of what pickle takes; the metadata of all ranks is returned. A
+        rank that fails alone would leave the others waiting in the op's collectives, so whatever it raises becomes the
+        verdict of all. That is so in every call: ranks exchange messages from host to host and remember nothing, since none
+        could know what another remembers.
         """
-        if self.size == 1:
-            return [checks()]
+        if self.size == 1 or self.agreed:
+            return [checks()] * self.size
+        error, said = None, None
         try:
-            error, verdict = None, (None, checks())
-        except AlignkitError as e:
-            error, verdict = e, (type(e), str(e))
-        remembered: dict | None = None
-        if "nccl" in dist.get_backend(self.group) and not strict():
-            remembered = _agreed.setdefault(self.group, {})
-            if error is None and (op, verdict[1]) in remembered:
-                return remembered[op, verdict[1]]
-        verdicts: list[Any] = [None] * self.size
-        dist.all_gather_object(verdicts, verdict, group=self.group)
+            said = (None, checks())
+            pickle.dumps(said)
+        except Exception as e:
+            error, said = e, _as_alignkit(e)
+        answers = told(self.group, (strict(), *said))
         if error is not None:
             raise error
-        for rank, (kind, value) in enumerate(verdicts):
+        for rank, (_, kind, value) in enumerate(answers):
             if kind is not None:
                 raise kind(f"{value} (in {op}, on rank {rank} of the tensor-parallel group)")
-        values = [value for _, value in verdicts]
-        if remembered is not None:
-            remembered[op, verdict[1]] = values
-        return values
+        if any(answer[0] != answers[0][0] for answer in answers):
+            raise InputError(f"ALIGNKIT_STRICT: differs between the ranks of the tensor-parallel group in {op}: "
+                             f"{[answer[0] for answer in answers]}")
+        return [value for _, _, value in answers]
 
     def check_same(self, op: str, checks: Callable[[], dict[str, Hashable]]) -> None:
         """`check`, and require the returned dict to be the same on every rank; the error names what differs."""
-        seen = self.check(op, lambda: tuple(checks().items()))
-        for key, _ in seen[0]:
-            values = [dict(s).get(key) for s in seen]
+        seen = [dict(items) for items in self.check(op, lambda: tuple(checks().items()))]
+        for key in dict.fromkeys(key for one in seen for key in one):
+            values = [one.get(key) for one in seen]
             if any(v != values[0] for v in values):
                 raise InputError(f"{key}: differs between the ranks of the tensor-parallel group in {op}: {values}")
+
+    def check_same_values(self, op: str, **tensors: torch.Tensor | None) -> None:
+        """Require tensors, whose shapes and types the ranks have agreed on, to hold the same values everywhere.
+
+        On the CPU, and if `strict`, another value raises an InputError that names the tensor, on every rank. On a GPU nothing
+        waits: sums of the values travel there, and if they differ the device of every rank stops with that message. A
+        difference goes unseen with a probability of 2^-64, about.
+        """
+        given = {name: t.detach() for name, t in tensors.items() if t is not None and t.numel()}
+        if self.size == 1 or self.agreed or not given:
+            return
+        if strict() or all(t.device.type == "cpu" for t in given.values()):
+            self.check_same(op, lambda: {f"{name}, its values": _digest(t) for name, t in given.items()})
+            return
+        sums = torch.stack([_value_sum(t) for t in given.values()])
+        seen = self.gather(sums[None])
+        for name, same in zip(given, (seen == seen[0]).all(dim=0).unbind(), strict=True):
+            torch._assert_async(same, f"{name}: its values differ between the ranks of the tensor-parallel group in {op}")
+
+
+def _as_alignkit(error: Exception) -> tuple[type[AlignkitError], str]:
+    """What other ranks raise for it."""
+    if isinstance(error, AlignkitError):
+        return type(error), str(error)
+    return AlignkitError, f"{type(error).__name__}: {error}"
+
+
+def _digest(t: torch.Tensor) -> str:
+    """Of a tensor's bytes; short, so that an error that shows it can be read."""
+    raw = t.cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _value_sum(t: torch.Tensor) -> torch.Tensor:
+    """int64 []: the sum of the elements' bits, each times a random odd number of its place."""
+    bits = t.reshape(-1)
+    if bits.dtype.is_floating_point:
+        bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
+    n = len(bits)
+    capturing = torch.cuda.is_current_stream_capturing()  # then memory may be used again by the graph
+    make = _place_numbers.__wrapped__ if capturing else _place_numbers
+    return (bits.to(torch.int64) * make(1 << (n - 1).bit_length(), t.device)[:n]).sum()
+
+
+@functools.lru_cache(maxsize=64)
+def _place_numbers(n: int, device: torch.device) -> torch.Tensor:
+    """int64 [n]: the same on every machine (Steele, Lea, Flood: SplitMix64)."""
+    with torch.inference_mode(False), torch.no_grad():
+        x = torch.arange(1, n + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+        x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+        x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+        return (x ^ (x >> 31 & (1 << 33) - 1)) | 1
 
 
 def _tree(parts: list[torch.Tensor]) -> torch.Tensor:

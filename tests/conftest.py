@@ -22,4 +22,5 @@ def ranks():
     """Four processes joined by gloo."""
     from alignkit.testing import Ranks
     with Ranks(4) as r:
+        r.run(4, str)  # they have started: from here on a test may say how long a call may take
         yield r

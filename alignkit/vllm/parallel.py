@@ -1,9 +1,6 @@
 """vLLM's tensor-parallel ranks, as alignkit's ops take them."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from vllm.distributed import get_tp_group
 
@@ -19,12 +16,8 @@ class EngineTP(TP):
 
     def __init__(self) -> None:
         self._engine = get_tp_group()
-        super().__init__(self._engine.device_group)
+        super().__init__(self._engine.device_group, agreed=True)  # vLLM gives all ranks the same batch
 
     def all_gather(self, t: torch.Tensor) -> list[torch.Tensor]:
         gathered = self._engine.device_communicator.all_gather(t.contiguous(), 0)
         return list(gathered.view(self.size, *t.shape).unbind(0))
-
-    def check(self, op: str, checks: Callable[[], Any]) -> list[Any]:
-        """On this rank alone: vLLM gives all ranks the same batch, and an exchange would wait for the device."""
-        return [checks()] * self.size

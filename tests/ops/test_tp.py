@@ -180,7 +180,7 @@ BAD_HEADS = {
     "vocab_size: differs": {1: {"vocab_size": 970}},
     "vocab_size: 1001 exceeds": {0: {"vocab_size": 1001}, 1: {"vocab_size": 1001}},
     "temperature": {0: {"temperature": 0.0}},
-    "arguments: differs": {1: {"soft_cap": 3.0}},
+    "soft_cap: differs": {1: {"soft_cap": 3.0}},
     "soft_cap": {0: {"soft_cap": -1.0}},
 }
 

@@ -31,15 +31,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, tp, sequence_parallel, row_leaves, out_dtype):
         gather = sequence_parallel and not row_leaves
-        full = torch.cat(tp.all_gather(x)) if gather else x
+        full = tp.gather(x) if gather else x
         x2 = full.reshape(-1, full.shape[-1])
         if row_leaves and tp.size > 1:
             y = tp.sum_products(lambda rows, to: matmul(x2[rows], weight, leaves=row_leaves, to=to), len(x2), len(weight),
                                 x.device, bias=bias, dtype=out_dtype, scatter=sequence_parallel)
         else:
             y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
-        ctx.save_for_backward(x2, weight)
-        ctx.args = (x.shape, bias is not None, tp, sequence_parallel, bool(row_leaves))
+        ctx.save_for_backward(x, weight)  # gathered again in backward: only this rank's rows are kept
+        ctx.args = (bias is not None, tp, sequence_parallel, bool(row_leaves))
         shape = [*full.shape[:-1], weight.shape[0]]
         if sequence_parallel and row_leaves:
             shape[0] //= tp.size
@@ -47,20 +47,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x2, weight = ctx.saved_tensors
-        shape, has_bias, tp, sequence_parallel, row = ctx.args
+        x, weight = ctx.saved_tensors
+        has_bias, tp, sequence_parallel, row = ctx.args
         if sequence_parallel and row:
-            dy = torch.cat(tp.all_gather(dy))
+            dy = tp.gather(dy)
         dy = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
+        full = None
+        if ctx.needs_input_grad[1]:
+            full = tp.begin_gather(x) if sequence_parallel and not row else lambda: x
         if ctx.needs_input_grad[0]:
             if row or tp.size == 1:
-                dx = matmul(dy, weight.t(), out_dtype=x2.dtype)
+                dx = matmul(dy, weight.t(), out_dtype=x.dtype)
             else:
                 dx = tp.sum_products(lambda rows, to: matmul(dy[rows], weight.t(), to=to), len(dy), weight.shape[1],
-                                     dy.device, dtype=x2.dtype, scatter=sequence_parallel)
-            dx = dx.reshape(shape)
-        if ctx.needs_input_grad[1]:
+                                     dy.device, dtype=x.dtype, scatter=sequence_parallel)
+            dx = dx.reshape(x.shape)
+        if full is not None:
+            x2 = full().reshape(-1, x.shape[-1])
             dw = matmul(dy.t(), x2.t(), out_dtype=weight.dtype)
         if has_bias and ctx.needs_input_grad[2]:
             db = row_sum(dy).to(weight.dtype)
@@ -71,6 +75,11 @@ def row_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 [N]: sum of x [M, N] over rows, a chain in row order; continues from `out` if given."""
     ones = torch.ones(1, x.shape[0], dtype=x.dtype, device=x.device)
     return matmul(ones, x.t(), out=None if out is None else out[None])[0]
+
+
+def _gradients(x: torch.Tensor, weight: torch.Tensor) -> tuple[bool, bool]:
+    """Of which of them the backward pass will ask for the gradient: the ranks' sums and gathers there follow from it."""
+    return torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad
 
 
 def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
@@ -85,7 +94,8 @@ def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
                 f"tp: {tp.size} ranks cannot share the {leaves} leaves that the contract cuts k = {k} into")
         require(not sequence_parallel or x.shape[0] % tp.size == 0,
                 f"x: dim 0 ({x.shape[0]}) does not divide among {tp.size} sequence-parallel ranks")
-    meta = {"x": (tuple(x.shape), str(x.dtype)), "sequence_parallel": sequence_parallel, "bias": bias is not None}
+    meta = {"x": (tuple(x.shape), str(x.dtype)), "sequence_parallel": sequence_parallel, "bias": bias is not None,
+            "out_dtype": str(out_dtype), "requires_grad": _gradients(x, weight)}
     return meta | ({"weight": tuple(weight.shape)} if row else {"weight": weight.shape[1]})
 
 

@@ -400,6 +400,16 @@ def _check_temperature(temperature, shape: torch.Size, device) -> None:
     require(not bad, f"temperature: {bad[:1]} is not positive and finite")
 
 
+def _per_row(temperature) -> torch.Tensor | None:
+    """The temperature, if it is a tensor whose values may lie on a GPU."""
+    return None if _is_number(temperature) else temperature
+
+
+def _described(temperature):
+    """What ranks compare of it before its values."""
+    return float(temperature) if _is_number(temperature) else ("per row", tuple(temperature.shape))
+
+
 def _check_rows(target, temperature, shape, device, ignore_index: int) -> tuple[int, tuple[int, ...]]:
     """Check what is given per row; the largest target, and where, or (-1, ()) if values are not looked at."""
     _check_temperature(temperature, shape, device)
@@ -486,10 +496,14 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
                     f"weight: {tuple(weight.shape)} on {weight.device}")
         require(workspace is None or workspace > 0, f"workspace: {workspace} bytes is no positive number")
         require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
-        return Shards.describe(vocab_start, weight.shape[0], vocab_size), (
-            tuple(hidden.shape), str(hidden.dtype), bias is not None, soft_cap, logit_scale, ignore_index,
-            return_entropy), _check_rows(target, temperature, rows, hidden.device, ignore_index)
+        largest = _check_rows(target, temperature, rows, hidden.device, ignore_index)
+        return Shards.describe(vocab_start, weight.shape[0], vocab_size), {
+            "hidden": (tuple(hidden.shape), str(hidden.dtype)), "bias": bias is not None,
+            "temperature": _described(temperature), "soft_cap": soft_cap, "logit_scale": logit_scale,
+            "ignore_index": ignore_index, "return_entropy": return_entropy, "workspace": workspace,
+            "requires_grad": torch.is_grad_enabled() and hidden.requires_grad}, largest
     shards = Shards.agree(tp, "linear_logp", checks)
+    tp.check_same_values("linear_logp", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, hidden.device, ignore_index, shards.vocab_size)
     logp, entropy = _LinearLogp.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
@@ -518,10 +532,12 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
 
     def checks():
         check_tensor("logits", logits)
-        return Shards.describe(vocab_start, logits.shape[-1], vocab_size), (
-            tuple(rows), str(logits.dtype), ignore_index, return_entropy), _check_rows(
-                target, temperature, rows, logits.device, ignore_index)
+        largest = _check_rows(target, temperature, rows, logits.device, ignore_index)
+        return Shards.describe(vocab_start, logits.shape[-1], vocab_size), {
+            "logits": (tuple(rows), str(logits.dtype)), "temperature": _described(temperature),
+            "ignore_index": ignore_index, "return_entropy": return_entropy}, largest
     shards = Shards.agree(tp, "logp_from_logits", checks)
+    tp.check_same_values("logp_from_logits", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, logits.device, ignore_index, shards.vocab_size)
     logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, ignore_index, shards, tp,
                                       return_entropy)
@@ -625,6 +641,6 @@ def _whole(logits, temperature, vocab_size: int | None):
     rows = logits.shape[:-1]
     _check_temperature(temperature, rows, logits.device)
     shards = Shards.agree(SINGLE, "log_softmax", lambda: (
-        Shards.describe(0, logits.shape[-1], vocab_size), (), (-1, ())))
+        Shards.describe(0, logits.shape[-1], vocab_size), {}, (-1, ())))
     _, t = _rows(None, temperature, rows, logits.device, -1, shards.vocab_size)
     return logits.detach().reshape(-1, logits.shape[-1]), t, shards

@@ -30,10 +30,11 @@ class Shards:
 
     @classmethod
     def agree(cls, tp: TP, op: str, checks: Callable) -> Shards:
-        """Collect what `checks` returns on each rank: `describe`'s part, the arguments that must be the same, and the
+        """Collect what `checks` returns on each rank: `describe`'s part, the arguments that must be the same, by name, and the
         rank's largest target, (id, where). Every rank raises the same InputError if they do not fit."""
         parts, metas, largest = zip(*tp.check(op, checks))
-        for name, values in (("vocab_size", [p[2] for p in parts]), ("arguments", list(metas))):
+        for name in ("vocab_size", *metas[0]):
+            values = [p[2] for p in parts] if name == "vocab_size" else [meta[name] for meta in metas]
             require(all(v == values[0] for v in values),
                     f"{name}: differs between the ranks of the tensor-parallel group in {op}: {values}")
         end = 0

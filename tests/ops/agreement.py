@@ -1,0 +1,79 @@
+"""Calls of two ranks that do not fit together, for ranks on CPUs and on GPUs."""
+import os
+from unittest import mock
+
+import torch
+
+from alignkit import ops
+from alignkit.tp import TP
+
+DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
+
+
+def linear(tp, rows, row_parallel=False, device="cpu", **change):
+    x, w = torch.ones(rows, 64, device=device), torch.ones(32, 64, device=device, requires_grad=True)
+    (ops.row_parallel_linear if row_parallel else ops.linear)(x, w, tp=tp, **change)
+
+
+def forgetful(tp, odd, row_parallel, device):
+    """Both ranks compute 4 rows and then 8; then rank `odd` computes 6, which are new to it, and the other 4."""
+    for rows in (4, 8, 4):
+        linear(tp, rows, row_parallel, device)
+    linear(tp, 6 if tp.rank == odd else 4, row_parallel, device)
+
+
+def fails_alone(tp, odd, device):
+    def checks():
+        if tp.rank == odd:
+            raise KeyError("a mistake of the caller")
+        return {"rows": 4}
+    tp.check_same("an op", checks)
+
+
+def strict_alone(tp, odd, device):
+    with mock.patch.dict(os.environ, {"ALIGNKIT_STRICT": "1" if tp.rank == odd else "0"}):
+        linear(tp, 4, device=device)
+
+
+def trains_alone(tp, odd, device):
+    with torch.set_grad_enabled(tp.rank != odd):
+        linear(tp, 4, device=device)
+
+
+def head(tp, device="cpu", **change):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 64, generator=generator), torch.randn(256, 64, generator=generator)
+    arguments = {"target": torch.arange(6) * 40, "temperature": torch.full((6,), 0.7)} | change
+    arguments = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
+    return ops.linear_logp(hidden.to(device), weight.chunk(tp.size)[tp.rank].to(device), **arguments,
+                           vocab_start=len(weight) // tp.size * tp.rank, tp=tp)
+
+
+OTHER_TARGET = torch.tensor([0, 40, 80, 121, 160, 200])
+IGNORED = torch.tensor([0, -100, 80, 120, 160, 200])
+MOVED = torch.tensor([0, 40, 120, 80, 160, 200])
+"""The same targets in other rows."""
+HEADS = {
+    "target, its values: differ": {"target": OTHER_TARGET},
+    "target, its values: differ ": {"target": IGNORED},
+    "target, its values: differ  ": {"target": MOVED},
+    "temperature, its values: differ": {"temperature": torch.tensor([0.7, 0.7, 0.7, 0.7, 0.7, 0.71])},
+}
+"""What an error begins with, and what one rank has of its own."""
+HEAD_SETTINGS = {
+    "temperature: differs": {"temperature": 0.5},
+    "ignore_index: differs": {"ignore_index": -1},
+    "return_entropy: differs": {"return_entropy": True},
+    "soft_cap: differs": {"soft_cap": 3.0},
+    "workspace: differs": {"workspace": 1 << 16},
+}
+
+
+def head_alone(tp, odd, change, device):
+    return head(tp, device, **(change if tp.rank == odd else {}))
+
+
+def dies_alone(tp, odd):
+    if tp.rank == odd:
+        os._exit(3)
+    linear(TP(tp.group), 4)

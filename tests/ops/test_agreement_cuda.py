@@ -1,0 +1,79 @@
+"""`test_agreement.py` over NCCL: what one rank has of its own is refused on both, before a collective could wait or mix it."""
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from alignkit.errors import AlignkitError, InputError
+from alignkit.testing import Failed
+from alignkit.tp import TP
+from tests.megatron.gpus import GPUs
+
+from . import agreement as calls
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+SECONDS = 10
+"""How long a wrong call may take."""
+
+
+@pytest.fixture(scope="module")
+def two():
+    with GPUs(2) as ranks:
+        ranks.run(2, functools.partial(_call, calls.linear, 4, device="cuda"))
+        yield ranks
+
+
+def _call(function, *args, **keywords):
+    result = function(TP(dist.group.WORLD), *args, **keywords)
+    torch.cuda.synchronize()
+    return result.cpu() if isinstance(result, torch.Tensor) else None
+
+
+def both_raise(ranks, message, function, *args, kind=InputError):
+    for outcome in ranks.outcomes(2, functools.partial(_call, function, *args), timeout=SECONDS):
+        assert isinstance(outcome, Failed), outcome
+        assert outcome.kind is kind and message in outcome.message, outcome.traceback
+    ranks.run(2, functools.partial(_call, calls.linear, 4, device="cuda"))  # the group still works
+
+
+@pytest.mark.parametrize("row_parallel", [False, True])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_only_one_rank_has_met(two, odd, row_parallel):
+    both_raise(two, "x: differs", calls.forgetful, odd, row_parallel, "cuda")
+
+
+def test_any_exception_is_the_verdict_of_all(two):
+    outcomes = two.outcomes(2, functools.partial(_call, calls.fails_alone, 1, "cuda"), timeout=SECONDS)
+    assert [outcome.kind for outcome in outcomes] == [AlignkitError, KeyError]
+    two.run(2, functools.partial(_call, calls.linear, 4, device="cuda"))
+
+
+def test_strict_on_one_rank(two):
+    both_raise(two, "ALIGNKIT_STRICT: differs", calls.strict_alone, 1, "cuda")
+
+
+def test_gradients_on_one_rank(two):
+    both_raise(two, "requires_grad: differs", calls.trains_alone, 0, "cuda")
+
+
+@pytest.mark.parametrize("message", calls.HEAD_SETTINGS)
+def test_settings_of_one_rank(two, message):
+    both_raise(two, message, calls.head_alone, 1, calls.HEAD_SETTINGS[message], "cuda")
+
+
+def test_equal_calls_give_equal_bytes(two):
+    a, b = two.run(2, functools.partial(_call, calls.head_alone, None, {}, "cuda"))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("message", calls.HEADS)
+def test_values_of_one_rank(message):
+    """Nobody waits for the devices: each stops, and its process learns it at the next wait."""
+    with GPUs(2) as ranks:
+        ranks.run(2, functools.partial(_call, calls.head, device="cuda"))
+        for outcome in ranks.outcomes(2, functools.partial(_call, calls.head_alone, 1, calls.HEADS[message], "cuda"),
+                                      timeout=SECONDS):
+            assert isinstance(outcome, Failed), outcome
+            assert "device-side assert" in outcome.message, outcome.traceback
