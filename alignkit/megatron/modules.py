@@ -25,10 +25,12 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
 
     op = "linear"
     out_dtype: torch.dtype | None = None
+    agreed = True
+    """The ranks agreed on the model and its input where its forward began, and all that a layer is called with follows."""
 
     def _forward_impl(self, input, weight, bias=None, *, sequence_parallel=False, **_):
-        return ops.linear(input, weight, bias, tp=TP(self.tp_group), sequence_parallel=sequence_parallel,
-                          out_dtype=self.out_dtype)
+        return ops.linear(input, weight, bias, tp=TP(self.tp_group, agreed=self.agreed),
+                          sequence_parallel=sequence_parallel, out_dtype=self.out_dtype)
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -39,6 +41,7 @@ class OutputLayer(ColumnParallelLinear):
 
     op = "linear_logp"
     out_dtype = torch.float32
+    agreed = False  # frameworks call it by itself
     true_vocab_size: int
 
     def forward(self, input_, weight=None, *args, into: Callable | None = None, **kwargs):
@@ -55,7 +58,7 @@ class RowParallelLinear(layers.RowParallelLinear):
     op = "row_parallel_linear"
 
     def forward(self, input_):
-        out = ops.row_parallel_linear(input_, self.weight, tp=TP(self.tp_group),
+        out = ops.row_parallel_linear(input_, self.weight, tp=TP(self.tp_group, agreed=True),
                                       sequence_parallel=self.sequence_parallel)
         return out, None
 
@@ -152,6 +155,8 @@ class TransformerBlock(transformer_block.TransformerBlock):
         s, b = hidden_states.shape[:2]
         s *= tp.size if self.config.sequence_parallel else 1
         tp.check_same("TransformerBlock", lambda: supported.check_call(s, b, attention_mask, **kwargs))
+        if (packed := kwargs.get("packed_seq_params")) is not None:
+            tp.check_same_values("TransformerBlock", cu_seqlens=supported.packed_cu_seqlens(packed))
         return super().forward(hidden_states, attention_mask, **kwargs)
 
 
