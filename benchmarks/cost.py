@@ -8,7 +8,7 @@ fit on the GPU together and whose steps wait for the host, are measured by turns
 benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, and
 ``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
 Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
-fusions that it can run without TransformerEngine; "aligned".
+fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned".
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from alignkit.contract import contract_id
 
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
-TRAINING_ENGINES = ("stock", "stock_fused", "aligned")
+TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned")
 UNWRITTEN = ("qwen3-8b",)
 """Sizes whose weights the engines make up for themselves, small and random: nothing is learnt from writing 16 GB."""
 SHORT = 32

@@ -1,18 +1,20 @@
-"""Forward and backward of a Megatron-core model, timed: ``cost.py`` runs ``python -m cost_training JOB.json``.
+"""Forward and backward of a model, timed: ``cost.py`` runs ``python -m cost_training JOB.json``.
 
-JOB: ``engine`` ("stock" | "stock_fused" | "aligned"), ``model`` (HF directory), ``cases`` (``[b, s]`` each),
+JOB: ``engine`` ("stock" | "stock_fused" | "hf_compiled" | "aligned"), ``model`` (HF directory), ``cases`` (``[b, s]`` each),
 ``repeats``, ``profile`` (bool) and ``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns
 for its labels. A micro-batch that does not fit the memory is halved. OUT holds seconds and bytes for each case.
 
 "stock" is the local layer spec with Megatron-core's defaults; "stock_fused" switches on the fusions that it can run
-without TransformerEngine and Apex.
+without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned". "hf_compiled" is the neighbour that people
+train with: Hugging Face's model with torch's scaled_dot_product_attention, the loss in fp32, all of it by torch.compile.
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,23 +27,12 @@ _WARM_UP = 3
 def run(job: dict) -> None:
     """Builds the model, times every case, and writes the result."""
     import profiles
-    from megatron.core import parallel_state, tensor_parallel
 
     from alignkit.convert import read_architecture
-    from alignkit.megatron import cpu, patch_megatron
-    from alignkit.megatron.build import gpt_model
 
-    gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with cpu.cpu_host():
-        parallel_state.initialize_model_parallel()
-        if gpu:
-            tensor_parallel.model_parallel_cuda_manual_seed(0)
-        vocab = read_architecture(job["model"]).vocab
-        if job["engine"] == "aligned":
-            patch_megatron(vocab)
-        model = gpt_model(job["model"], torch.bfloat16, **(FUSIONS if job["engine"] == "stock_fused" else {})).train()
-        result = {"engine": job["engine"], "cases": [], "profiles": []}
+    result = {"engine": job["engine"], "cases": [], "profiles": []}
+    vocab = read_architecture(job["model"]).vocab
+    with _hugging_face(job) if job["engine"] == "hf_compiled" else _megatron(job, vocab) as model:
         for b, s in job["cases"]:
             while (measured := _measure(model, b, s, vocab, job["repeats"])) is None:
                 if b == 1:
@@ -56,7 +47,49 @@ def run(job: dict) -> None:
                 result["profiles"].append({"case": f"{b} x {s}", "wall_ms": seconds * 1e3,
                                            "kernels": profiles.stop(running)})
     Path(job["runs"][0]["out"]).write_text(json.dumps(result))
+
+
+@contextlib.contextmanager
+def _megatron(job: dict, vocab: int) -> Iterator[torch.nn.Module]:
+    from megatron.core import parallel_state, tensor_parallel
+
+    from alignkit.megatron import cpu, patch_megatron
+    from alignkit.megatron.build import gpt_model
+
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with cpu.cpu_host():
+        parallel_state.initialize_model_parallel()
+        if gpu:
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
+        if job["engine"] == "aligned":
+            patch_megatron(vocab)
+        yield gpt_model(job["model"], torch.bfloat16, **(FUSIONS if job["engine"] == "stock_fused" else {})).train()
     dist.destroy_process_group()
+
+
+class _HuggingFace(torch.nn.Module):
+    """Called as the Megatron model is: [b, s] losses."""
+
+    def __init__(self, model_dir: str):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        super().__init__()
+        config = AutoConfig.from_pretrained(model_dir)
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+
+    def forward(self, tokens, positions, mask, labels):
+        logits = self.model(tokens, position_ids=positions, use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view(labels.shape)
+
+
+@contextlib.contextmanager
+def _hugging_face(job: dict) -> Iterator[torch.nn.Module]:
+    """Weights of its own: a step's time does not know them."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = _HuggingFace(job["model"])
+    yield torch.compile(model.train(), dynamic=False)
 
 
 def _step(model, b: int, s: int, vocab: int) -> Callable[[], None]:

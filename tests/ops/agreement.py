@@ -7,8 +7,6 @@ import torch
 from alignkit import ops
 from alignkit.tp import TP
 
-DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
-
 
 def linear(tp, rows, row_parallel=False, device="cpu", **change):
     x, w = torch.ones(rows, 64, device=device), torch.ones(32, 64, device=device, requires_grad=True)
