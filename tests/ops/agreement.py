@@ -39,7 +39,7 @@ def trains_alone(tp, odd, device):
 
 
 def head(tp, device="cpu", **change):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     hidden, weight = torch.randn(6, 64, generator=generator), torch.randn(256, 64, generator=generator)
     arguments = {"target": torch.arange(6) * 40, "temperature": torch.full((6,), 0.7)} | change
     arguments = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
@@ -47,15 +47,15 @@ def head(tp, device="cpu", **change):
                            vocab_start=len(weight) // tp.size * tp.rank, tp=tp)
 
 
-OTHER_TARGET = torch.tensor([0, 40, 80, 121, 160, 200])
-IGNORED = torch.tensor([0, -100, 80, 120, 160, 200])
-MOVED = torch.tensor([0, 40, 120, 80, 160, 200])
+OTHER_TARGET = torch.tensor([0, 40, 80, 121, 160, 200], device="cpu")
+IGNORED = torch.tensor([0, -100, 80, 120, 160, 200], device="cpu")
+MOVED = torch.tensor([0, 40, 120, 80, 160, 200], device="cpu")
 """The same targets in other rows."""
 HEADS = {
     "target, its values: differ": {"target": OTHER_TARGET},
     "target, its values: differ ": {"target": IGNORED},
     "target, its values: differ  ": {"target": MOVED},
-    "temperature, its values: differ": {"temperature": torch.tensor([0.7, 0.7, 0.7, 0.7, 0.7, 0.71])},
+    "temperature, its values: differ": {"temperature": torch.tensor([0.7] * 5 + [0.71], device="cpu")},
 }
 """What an error begins with, and what one rank has of its own."""
 HEAD_SETTINGS = {
