@@ -9,10 +9,10 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from alignkit import ops
-from alignkit.errors import UnsupportedError
+from alignkit.errors import AlignkitError, InputError, UnsupportedError
 from alignkit.tp import TP
 
-from . import modules
+from . import modules, supported
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,31 @@ def output_processor(*, hidden_states: torch.Tensor, output_layer, output_weight
     context: a `LogProbsRequest`, None for its defaults, or any object with a `temperature`.
     Returns `LogProbs` of the labels. Raises UnsupportedError for a model that is not patched.
     """
-    if labels is None:
-        raise UnsupportedError("labels: alignkit's output_processor needs them")
-    asked = LogProbsRequest() if context is None else context
-    return label_logprobs(hidden_states, output_layer, output_weight, labels, LogProbsRequest(
-        asked.temperature, getattr(asked, "return_entropy", True), getattr(asked, "ignore_index", -100)))
+    return label_logprobs(hidden_states, output_layer, output_weight, labels, asked_for(context))
+
+
+def asked_for(context: Any) -> LogProbsRequest:
+    """What `output_processor`'s `context` asks for. Raises InputError if it has no temperature."""
+    if context is None:
+        return LogProbsRequest()
+    try:
+        temperature = context.temperature
+    except AttributeError:
+        raise InputError(f"output_processor_context: a {type(context).__name__} has no temperature") from None
+    return LogProbsRequest(temperature, getattr(context, "return_entropy", True), getattr(context, "ignore_index", -100))
 
 
 def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None,
                    labels: torch.Tensor, asked: LogProbsRequest) -> LogProbs:
     """hidden ``[s, b, h]``, with sequence parallelism this rank's ``[s / tp, b, h]``; labels ``[b, s]``."""
-    if not isinstance(output_layer, modules.OutputLayer):
+    vocab_size = modules.vocabulary.get(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
+    if vocab_size is None:
         raise UnsupportedError("output_layer: not the output layer of an aligned GPTModel")
     tp = TP(output_layer.tp_group)
+    s, b = hidden.shape[0] * (tp.size if output_layer.sequence_parallel else 1), hidden.shape[1]
+    supported.check_labels(vocab_size, (b, s), hidden.device, labels, asked)
     temperature = asked.temperature
-    if isinstance(temperature, torch.Tensor) and temperature.dim() == 2:
+    if isinstance(temperature, torch.Tensor) and temperature.dim():
         temperature = temperature.t()
 
     def logprobs_of(hidden, weight):
@@ -95,7 +105,7 @@ def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tens
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp.group)
         return ops.linear_logp(
             hidden, weight, labels.t(), temperature=temperature, ignore_index=asked.ignore_index,
-            vocab_size=output_layer.true_vocab_size, vocab_start=tp.rank * weight.shape[0], tp=tp,
+            vocab_size=vocab_size, vocab_start=tp.rank * weight.shape[0], tp=tp,
             return_entropy=asked.return_entropy)
     result = output_layer(hidden, output_weight, into=logprobs_of)
     logp, entropy = result if asked.return_entropy else (result, None)
@@ -113,10 +123,18 @@ class VocabParallelCrossEntropy:
         """logits fp32 ``[..., V / tp]`` of the aligned output layer, target ``[...]`` -> fp32 ``[...]``."""
         from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-        if label_smoothing:
-            raise UnsupportedError(f"label_smoothing: {label_smoothing} is not supported")
-        if logits.dtype != torch.float32:
-            raise UnsupportedError(f"logits: {logits.dtype} has lost bits of the aligned output layer's fp32")
         tp = TP(tp_group if tp_group is not None else get_tensor_model_parallel_group())
+
+        def checks() -> None:
+            if label_smoothing:
+                raise UnsupportedError(f"label_smoothing: {label_smoothing} is not supported")
+            if not isinstance(logits, torch.Tensor) or not logits.dim():
+                raise InputError(f"logits: expected fp32 [..., V / tp], got {type(logits).__name__}")
+            if logits.dtype != torch.float32:
+                raise UnsupportedError(f"logits: {logits.dtype} has lost bits of the aligned output layer's fp32")
+        try:
+            checks()
+        except AlignkitError:
+            tp.check("logp_from_logits", checks)  # the other ranks are about to meet in that op
         return -ops.logp_from_logits(logits, target, vocab_size=self.vocab_size,
                                      vocab_start=tp.rank * logits.shape[-1], tp=tp)

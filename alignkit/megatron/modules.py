@@ -1,23 +1,45 @@
 """Megatron-core's modules with their arithmetic replaced by alignkit's ops.
 
 Each class replaces the class of a module that already exists (`module.__class__`), so that parameters, hooks,
-checkpoints and `isinstance` stay as they are. The names are Megatron's on purpose: weight converters tell
+checkpoints and `isinstance` stay as they are. Nothing else of the module is changed: what a class needs beside the
+module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
 column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import dot_product_attention, mlp, transformer_block
+from megatron.core.transformer import dot_product_attention, mlp, transformer_block, transformer_layer
 
 from alignkit import ops
 from alignkit.errors import UnsupportedError
 from alignkit.tp import TP
 
-from . import supported
+from . import running, supported
+
+vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
+"""The size without padding, which Megatron does not keep, by output layer."""
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """Which `ops.rope_table` a model's rotary embedding hands down."""
+
+    base: float
+    head_dim: int
+    device: torch.device
+
+
+rotations: weakref.WeakKeyDictionary[RotaryEmbedding, Rotations] = weakref.WeakKeyDictionary()
+
+begun: weakref.WeakKeyDictionary[TransformerBlock, Any] = weakref.WeakKeyDictionary()
+"""Blocks whose GPTModel has been checked in this forward, and the packed_seq_params that were checked with it."""
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
@@ -34,15 +56,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The output layer: its logits are fp32 and never rounded to the model type.
-
-    true_vocab_size: the vocabulary without padding; `head` needs it and Megatron does not keep it.
-    """
+    """The output layer: its logits are fp32 and never rounded to the model type."""
 
     op = "linear_logp"
     out_dtype = torch.float32
     agreed = False  # frameworks call it by itself
-    true_vocab_size: int
 
     def forward(self, input_, weight=None, *args, into: Callable | None = None, **kwargs):
         """Logits, as stock; or ``into(input_, weight)``, which comes through here so that the module's hooks run
@@ -100,16 +118,15 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
     """Hands the fp32 table of ``ops.rope_table`` down to `apply_rotary_pos_emb` in place of angles."""
 
     op = "rope_table"
-    base: float
-    head_dim: int
-    device: torch.device
 
     def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
         if offset:
             raise UnsupportedError("offset: rotary positions that do not start at 0 are not supported")
         # A power of two, so that few tables are made; a row does not depend on how many there are.
-        return ops.rope_table(self.head_dim, 1 << max(int(max_seq_len) - 1, 0).bit_length(), self.base,
-                              self.device)
+        asked = rotations.get(self)
+        if asked is None:
+            raise UnsupportedError("RotaryEmbedding: called outside of a GPTModel's forward")
+        return ops.rope_table(asked.head_dim, 1 << max(int(max_seq_len) - 1, 0).bit_length(), asked.base, asked.device)
 
 
 def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, **_):
@@ -145,6 +162,28 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         return ops.attention(q, k, v, cu_seqlens).view(b, s, -1).transpose(0, 1).contiguous()
 
 
+class TransformerLayer(transformer_layer.TransformerLayer):
+    """The stock layer, with `residual_add` where the module has Megatron's ``get_bias_dropout_add``."""
+
+    op = "residual_add"
+
+    @property
+    def self_attn_bda(self) -> Callable:
+        return residual_add
+
+    @self_attn_bda.setter
+    def self_attn_bda(self, value) -> None:  # as in a module without the property; the next forward refuses it
+        self.__dict__["self_attn_bda"] = value
+
+    @property
+    def mlp_bda(self) -> Callable:
+        return residual_add
+
+    @mlp_bda.setter
+    def mlp_bda(self, value) -> None:
+        self.__dict__["mlp_bda"] = value
+
+
 class TransformerBlock(transformer_block.TransformerBlock):
     """The stock block; only what it is called with is checked."""
 
@@ -154,7 +193,16 @@ class TransformerBlock(transformer_block.TransformerBlock):
         tp = TP(self.pg_collection.tp)
         s, b = hidden_states.shape[:2]
         s *= tp.size if self.config.sequence_parallel else 1
-        tp.check_same("TransformerBlock", lambda: supported.check_call(s, b, attention_mask, **kwargs))
+
+        def checks() -> dict:
+            running.check_hooks()
+            if self not in begun:
+                raise UnsupportedError("TransformerBlock: called outside of a GPTModel's forward, where alignkit checks "
+                                       "the model")
+            if begun.pop(self) is not kwargs.get("packed_seq_params"):
+                raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
+            return supported.check_call(s, b, attention_mask, **kwargs)
+        tp.check_same("TransformerBlock", checks)
         if (packed := kwargs.get("packed_seq_params")) is not None:
             tp.check_same_values("TransformerBlock", cu_seqlens=supported.packed_cu_seqlens(packed))
         return super().forward(hidden_states, attention_mask, **kwargs)
@@ -168,3 +216,27 @@ def residual_add(training: bool, fused: bool):
             raise UnsupportedError("add_bias_linear / hidden_dropout: neither is supported")
         return x + residual
     return add
+
+
+ALIGNED = (ColumnParallelLinear, OutputLayer, RowParallelLinear, RMSNorm, MLP, RotaryEmbedding, DotProductAttention,
+           TransformerLayer, TransformerBlock)
+
+
+def stock_class(cls: type) -> type:
+    """The class that one of `ALIGNED` takes the place of."""
+    return next(base for base in cls.__mro__ if base not in ALIGNED)
+
+
+def _copied(self, state: dict) -> None:
+    """``__setstate__`` of all `ALIGNED`: a copy, or what was pickled, is known to the patch; without one it is stock."""
+    from . import patch
+
+    stock_class(type(self)).__setstate__(self, state)
+    if patch.is_active():
+        running.adopted.add(self)
+    else:
+        self.__class__ = stock_class(type(self))
+
+
+for _cls in ALIGNED:
+    _cls.__setstate__ = _copied

@@ -10,8 +10,9 @@ import torch
 
 from alignkit import backends, contract, symmetric
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.tp import TP
 
-from . import seams
+from . import fingerprint, running, seams
 
 _active: Patch | None = None
 
@@ -23,11 +24,11 @@ def patch_megatron(vocab_size: int) -> Patch:
         `vocab_size` never count in a loss or logprob.
 
     Models may be built before or after. A model is taken over when it is built, or at its next forward.
-    Call it in every process, before other code replaces methods of GPTModel.
+    Call it in every process.
 
     Returns the handle that undoes it; a second call with the same `vocab_size` returns the same handle.
-    Raises UnsupportedError for an unknown Megatron-core version, InputError for another `vocab_size` than the
-    patch in force. What cannot be kept aligned in a model raises UnsupportedError when the model is built or
+    Raises UnsupportedError for an unknown Megatron-core version, or none, and for a method of its classes that has been
+    replaced; InputError for another `vocab_size` than the patch in force. What cannot be kept aligned in a model raises UnsupportedError when the model is built or
     called, on all tensor-parallel ranks.
     """
     global _active
@@ -39,6 +40,11 @@ def patch_megatron(vocab_size: int) -> Patch:
         return _active
     _active = Patch(vocab_size)
     return _active
+
+
+def is_active() -> bool:
+    """Whether a patch is in force."""
+    return _active is not None
 
 
 def active() -> Patch:
@@ -58,6 +64,8 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
     """
     if _active is None:
         return {"patched": False}
+    from . import modules
+
     device = "cpu" if model is None else next(model.parameters()).device
     report = {"patched": True, "megatron": _active.version, "vocab_size": _active.vocab_size,
               "contract": contract.contract_id(backends.family(device)), "backend": backends.name(device),
@@ -65,7 +73,7 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
               "classes": {stock.__name__: aligned.op for stock, aligned in _active.aligned_class.items()}}
     if model is not None:
         report["aligned"] = {path: module.op for path, module in model.named_modules()
-                             if type(module) in _active.stock_class}
+                             if type(module) in modules.ALIGNED}
         report["stock"] = [path for path, module in model.named_modules()
                            if type(module) in _active.aligned_class]
         report["symmetric_memory"] = symmetric.used(model.pg_collection.tp)
@@ -76,16 +84,23 @@ class Patch:
     """The patch in force; `undo`, or leaving it as a context manager, restores Megatron and every model."""
 
     def __init__(self, vocab_size: int):
-        import megatron.core
+        try:
+            import megatron.core
+        except ModuleNotFoundError as e:
+            raise UnsupportedError(f"patch_megatron: Megatron-core is not installed ({e})") from None
 
         self.version = seams.release(megatron.core.__version__)
         self.vocab_size = vocab_size
         self.has_hook = self.version in seams.HOOK_VERSIONS
         self.names: list[str] = []
-        self._undo: list[tuple[Any, str, Any]] = []
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        """Owner, name, what was there (None if it was inherited), what is there now."""
+        self._looks: weakref.WeakKeyDictionary[torch.nn.Module, tuple[running.Look, dict[str, str]]] = (
+            weakref.WeakKeyDictionary())
+        """By model: what was seen of its modules when they were last checked, and the fingerprint of that."""
         self._load()
         try:
+            self._methods.check()
             self._install()
         except BaseException:
             self._restore()
@@ -98,22 +113,35 @@ class Patch:
         self.undo()
 
     def undo(self) -> None:
-        """Megatron and all models as they were. Does nothing the second time."""
+        """Megatron and all models as they were. Does nothing the second time.
+
+        Raises UnsupportedError, and changes nothing, if other code has replaced what `patch_megatron` had: it is
+        named, and must be restored first."""
         global _active
         if _active is self:
+            running.check_in_force(self._in_force())
             self._restore()
             _active = None
 
     def _restore(self) -> None:
-        for owner, name, value in reversed(self._undo):
+        from . import modules
+
+        for owner, name, value, _ in reversed(self._replaced):
             if value is None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
-        for model in self._models:
-            for module in model.modules():
-                self._release(module)
-        self._undo, self.names = [], []
+        self._replaced, self.names = [], []
+        running.unwatch_hooks()
+        for module in list(running.adopted):
+            if type(module) in modules.ALIGNED:
+                module.__class__ = modules.stock_class(type(module))
+        for kept in (running.adopted, modules.vocabulary, modules.rotations, modules.begun):
+            kept.clear()
+
+    def _in_force(self) -> list[tuple[Any, str, Any]]:
+        """All that was replaced: owner, name, by what."""
+        return [(owner, name, value) for owner, name, _, value in self._replaced]
 
     def _load(self) -> None:
         """The classes of Megatron that are replaced and those that are let through; by exact type, so that a
@@ -125,20 +153,17 @@ class Patch:
         from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
         from megatron.core.transformer.attention import SelfAttention
         from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-        from megatron.core.transformer.transformer_layer import TransformerLayer
 
         from . import modules
 
-        self.aligned_class = {
-            cls.__base__: cls for cls in (
-                modules.ColumnParallelLinear, modules.RowParallelLinear, modules.RMSNorm, modules.MLP,
-                modules.RotaryEmbedding, modules.DotProductAttention, modules.TransformerBlock)}
-        self.stock_class = {cls: base for base, cls in self.aligned_class.items()}
-        self.stock_class[modules.OutputLayer] = modules.ColumnParallelLinear.__base__
-        self._layer, self._stock_add = TransformerLayer, get_bias_dropout_add
+        self.aligned_class = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
+        self._layer, self._bda = modules.TransformerLayer.__base__, (get_bias_dropout_add, modules.residual_add)
         self._exact = {  # gathers, splits and structure: no arithmetic that rounds
-            GPTModel, LanguageModelEmbedding, VocabParallelEmbedding, TransformerLayer, SelfAttention,
-            FusedScaleMaskSoftmax, IdentityOp, IdentityFuncOp, torch.nn.ModuleList, torch.nn.Dropout}
+            GPTModel, LanguageModelEmbedding, VocabParallelEmbedding, SelfAttention, FusedScaleMaskSoftmax, IdentityOp,
+            IdentityFuncOp, torch.nn.ModuleList, torch.nn.Dropout}
+        self._known = {*self._exact, *self.aligned_class, *modules.ALIGNED}
+        self._ours: dict[tuple[type, str], Any] = {}
+        self._methods = running.Methods(self._known, self._ours)
 
     def _install(self) -> None:
         from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -159,11 +184,14 @@ class Patch:
         self._replace(attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb)
         self._replace(cross_entropy, "_VocabParallelCrossEntropy",
                       head.VocabParallelCrossEntropy(self.vocab_size))
+        # What builds models may be wrapped by others: what it has built is looked at anyway.
+        self._running = [r for r in self._in_force() if r[1] not in ("__init__", "__new__")]
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         """Sets `owner.name`; `undo` restores it, or removes it where `owner` had only inherited it."""
-        self._undo.append((owner, name, vars(owner).get(name)))
+        self._replaced.append((owner, name, vars(owner).get(name), value))
         setattr(owner, name, value)
+        self._ours[owner, name] = value
         self.names.append(f"{getattr(owner, '__module__', owner.__name__)}.{owner.__name__}.{name}"
                           if inspect.isclass(owner) else f"{owner.__name__}.{name}")
 
@@ -178,9 +206,7 @@ class Patch:
 
     def _preprocess(self, stock):
         """The first thing that GPTModel.forward calls, in every version and in frameworks' own forwards."""
-        from alignkit.tp import TP
-
-        from . import supported
+        from . import modules, supported
 
         signature = inspect.signature(stock)
 
@@ -189,24 +215,21 @@ class Patch:
             call = signature.bind(model, *args, **kwargs).arguments
 
             def checks() -> dict:
-                supported.check_running(self._adopt(model))
-                if call.get("inference_context") is not None:
-                    raise UnsupportedError("inference_context: Megatron's inference is not supported")
-                tokens = call.get("input_ids")
-                if call.get("decoder_input") is None:
-                    supported.check_tokens(tokens, self.vocab_size)
-                return {"vocab_size": self.vocab_size, "padded vocab_size": model.vocab_size,
-                        "params_dtype": str(model.config.params_dtype),
-                        "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
-                        "sequence_parallel": model.config.sequence_parallel,
-                        "input_ids": None if tokens is None else tuple(tokens.shape)}
+                running.check_hooks()
+                return self._adopt(model, runs=True) | supported.check_input(model, self.vocab_size, **call) | {
+                    "vocab_size": self.vocab_size,
+                    "contract": contract.contract_id(backends.family(next(model.parameters()).device))}
 
-            TP(model.pg_collection.tp).check_same("GPTModel", checks)
+            tp = TP(model.pg_collection.tp)
+            tp.check_same("GPTModel", checks)
+            if call.get("decoder_input") is None:
+                tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
+            modules.begun[model.decoder] = call.get("packed_seq_params")
             return stock(model, *args, **kwargs)
         return preprocess
 
     def _postprocess(self, stock):
-        from . import head
+        from . import head, supported
 
         signature = inspect.signature(stock)
 
@@ -214,23 +237,49 @@ class Patch:
         def postprocess(model, *args, **kwargs):
             call = signature.bind(model, *args, **kwargs).arguments
             labels, hook, asked = call.get("labels"), call.get("output_processor"), head.request.get()
-            if hook is not None and hook is not head.output_processor:
-                raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
+            context = call.get("output_processor_context") if hook is not None else asked
+
+            def checks() -> dict:
+                running.check_hooks()
+                if hook is not None and hook is not head.output_processor:
+                    raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
+                if hook is None and asked is None and labels is None:
+                    gather = call.get("runtime_gather_output")
+                    return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
+                return supported.check_request(model, self.vocab_size, call["hidden_states"], labels,
+                                               head.asked_for(context))
+
+            TP(model.pg_collection.tp).check_same("the end of GPTModel", checks)
             if hook is not None or (labels is None and asked is None):
-                return stock(model, *args, **kwargs)
-            tied = model.share_embeddings_and_output_weights
-            result = head.output_processor(
-                hidden_states=call["hidden_states"], output_layer=model.output_layer, labels=labels,
-                output_weight=model.shared_embedding_or_output_weight() if tied else None,
-                context=asked or head.LogProbsRequest())
-            return result if asked is not None else -result.log_probs
+                result = stock(model, *args, **kwargs)
+            else:
+                tied = model.share_embeddings_and_output_weights
+                result = head.output_processor(
+                    hidden_states=call["hidden_states"], output_layer=model.output_layer, labels=labels,
+                    output_weight=model.shared_embedding_or_output_weight() if tied else None, context=context)
+                result = result if asked is not None else -result.log_probs
+            running.check_hooks()  # those of the output layer; no rank waits for this one any more
+            return result
         return postprocess
 
     def _only_gpt(self, base, gpt):
         def call(model, *args, **kwargs):
             if not isinstance(model, gpt):
                 raise UnsupportedError(f"{type(model).__name__}: only GPTModel is supported")
-            return super(base, model).__call__(*args, **kwargs)
+
+            def checks() -> None:
+                running.check_in_force(self._running)
+                running.watch_hooks("", model)
+                if kwargs.get("extra_block_kwargs"):
+                    raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
+            try:
+                checks()
+            except UnsupportedError:
+                # The other ranks are about to meet in `_preprocess`, and must hear of it there.
+                TP(model.pg_collection.tp).check("GPTModel", checks)
+            result = super(base, model).__call__(*args, **kwargs)
+            running.check_hooks()  # those of the model itself
+            return result
         return call
 
     def _only_aligned(self, stock):
@@ -245,44 +294,49 @@ class Patch:
 
     # Models.
 
-    def _adopt(self, model) -> list[tuple[str, torch.nn.Module]]:
-        """Checks every module of `model` and gives those that compute their aligned class. Returns all, with paths.
+    def _adopt(self, model, runs: bool = False) -> dict[str, str]:
+        """Checks `model` with every module and gives those that compute their aligned class. Returns what must be the
+        same on every rank.
 
-        Runs before each forward: modules may have been replaced since (by LoRA, for one)."""
+        runs: check what only matters once the model runs too: dropout in training, and the device.
+
+        Runs before each forward: modules may have been replaced since (by LoRA, for one), or changed."""
         from . import modules, supported
 
         supported.check_config(model.config)
         supported.check_model(model, self.vocab_size)
-        found = list(model.named_modules())
+        self._methods.check()
+        rotary, device = model.rotary_pos_emb, next(model.parameters()).device
+        supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
+        look, facts = self._looks.get(model, (None, {}))
+        if look is None or not look.holds():
+            found = list(model.named_modules())
+            self._check_modules(model, found, runs)
+            for _, module in found:  # nothing is changed before all is checked
+                if type(module) in self.aligned_class:
+                    module.__class__ = self.aligned_class[type(module)]
+            model.output_layer.__class__ = modules.OutputLayer
+            running.adopted.update(module for _, module in found)
+            look, facts = running.Look(model), fingerprint.modules(found)
+            if runs:
+                self._looks[model] = look, facts
+        look.watch_hooks()
+        running.watch_global_hooks()
+        modules.rotations[rotary] = modules.Rotations(float(model.rotary_base), model.config.kv_channels, device)
+        modules.vocabulary[model.output_layer] = self.vocab_size
+        return fingerprint.settings(model) | facts
+
+    def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], runs: bool) -> None:
+        from . import modules, supported
+
+        devices = set() if runs else None
         for path, module in found:
             cls = type(module)
-            if cls not in self._exact and cls not in self.aligned_class and cls not in self.stock_class:
+            if cls not in self._known:
                 raise UnsupportedError(
                     f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
-            supported.check_module(path, module)
-            if cls is self._layer and not {module.self_attn_bda, module.mlp_bda} <= {
-                    self._stock_add, modules.residual_add}:
-                raise UnsupportedError(f"{path}.self_attn_bda / mlp_bda: not Megatron's get_bias_dropout_add")
-        rotary = model.rotary_pos_emb
-        supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
-
-        for _, module in found:  # nothing is changed before all is checked
-            if type(module) in self.aligned_class:
-                module.__class__ = self.aligned_class[type(module)]
-            if type(module) is self._layer:
-                module.self_attn_bda = module.mlp_bda = modules.residual_add
-        rotary.base, rotary.head_dim = float(model.rotary_base), model.config.kv_channels
-        rotary.device = next(model.parameters()).device
-        model.output_layer.__class__ = modules.OutputLayer
-        model.output_layer.true_vocab_size = self.vocab_size
-        self._models.add(model)
-        return found
-
-    def _release(self, module: torch.nn.Module) -> None:
-        """One module back to what it was before `_adopt`."""
-        if type(module) in self.stock_class:
-            module.__class__ = self.stock_class[type(module)]
-        if type(module) is self._layer:
-            module.self_attn_bda = module.mlp_bda = self._stock_add
-        for name in ("true_vocab_size", "base", "head_dim", "device", "frequencies_seen"):
-            module.__dict__.pop(name, None)
+            if (name := self._methods.shadowed(module)) is not None:
+                raise UnsupportedError(f"{path or 'model'}.{name}: the module's own method has been replaced")
+            supported.check_module(path, module, model.config, devices)
+            if modules.stock_class(cls) is self._layer:
+                supported.check_layer(path, module, self._bda)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+import math
+import numbers
+import sys
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -109,12 +112,16 @@ def check_model(model, vocab_size: int) -> None:
         raise InputError(f"vocab_size: {vocab_size} is not in [1, {model.vocab_size}], the padded size")
 
 
+_frequencies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()
+"""By rotary embedding: its frequencies, and their version, that were found to be right."""
+
+
 def check_rotary(rotary, base: float, head_dim: int) -> None:
     """UnsupportedError unless the module's frequencies are the default ones. They are not used, but a model whose
     frequencies were scaled asks for other rotations; where the powers were taken may change their last bits."""
     if rotary.rotary_interleaved or rotary.seq_len_interpolation_factor is not None:
         raise UnsupportedError("rotary_interleaved / seq_len_interpolation_factor: neither is supported")
-    frequencies, seen = rotary.inv_freq, rotary.__dict__.get("frequencies_seen")
+    frequencies, seen = rotary.inv_freq, _frequencies.get(rotary)
     # Reading them from a device waits for it: done once, and again when they have changed.
     remember = frequencies.device.type != "cpu" and not frequencies.is_inference() and not strict()
     if remember and seen is not None and seen[0] is frequencies and seen[1] == frequencies._version:
@@ -124,54 +131,63 @@ def check_rotary(rotary, base: float, head_dim: int) -> None:
     if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=2.0**-18, atol=0.0):
         raise UnsupportedError("rotary_pos_emb: scaled rotary embeddings are not supported")
     if remember:
-        rotary.frequencies_seen = (frequencies, frequencies._version)
+        _frequencies[rotary] = (frequencies, frequencies._version)
 
 
-def check_module(path: str, module: torch.nn.Module) -> None:
+def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.device] | None) -> None:
     """UnsupportedError for what is not supported of one known module, told apart by its attributes.
+
+    devices: those of parameters that are known to be supported, this module's are added; None while the model is built,
+    when neither they nor dropout matter yet.
 
     Runs on every module before every forward, so it looks into the dictionaries: asking a torch module for an
     attribute that it lacks takes microseconds."""
     own, parameters = module.__dict__, module._parameters
-    for name in ("forward", "_forward_impl"):
-        if name in own:
-            raise UnsupportedError(f"{path}.{name}: the module's own method has been replaced")
     if (own.get("bias") is not None or parameters.get("bias") is not None) and not path.endswith("linear_qkv"):
         raise UnsupportedError(f"{path}.bias: only QKV bias is supported")
+    if own.get("weight") is not None:  # torch.nn.utils.weight_norm and its like compute it in a hook
+        raise UnsupportedError(f"{path}.weight: not a parameter")
     if own.get("disable_grad_reduce") or own.get("is_expert"):
         raise UnsupportedError(f"{path}: disable_grad_reduce (LoRA) and is_expert (MoE) are not supported")
     if not own.get("input_is_parallel", True):
         raise UnsupportedError(f"{path}.input_is_parallel: False is not supported")
     if own.get("gtp_remat_size", 1) > 1:
         raise UnsupportedError(f"{path}.gtp_remat_size: {module.gtp_remat_size} is not supported, only 1")
+    if own.get("config", config) is not config:
+        raise UnsupportedError(f"{path}.config: not the model's")
     if isinstance(module, torch.nn.RMSNorm) and (parameters.get("weight") is None or own["eps"] is None):
         raise UnsupportedError(f"{path}: RMSNorm without weight or eps is not supported")
     mask = own.get("attn_mask_type")
     if mask is not None and mask.name not in ("causal", "padding_causal"):
         raise UnsupportedError(f"{path}.attn_mask_type: {mask.name} is not supported, only causal")
+    if devices is None:
+        return
+    if isinstance(module, torch.nn.Dropout) and module.p > 0 and module.training:
+        raise UnsupportedError(f"{path}: dropout of {module.p} in training is not supported")
+    for name, parameter in parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter) is not torch.nn.Parameter:  # sharded (FSDP), quantised
+            raise UnsupportedError(f"{path}.{name}: a parameter of class {type(parameter).__qualname__} is not "
+                                   "supported")
+        if parameter.device in devices:
+            continue
+        try:
+            backends.name(parameter.device)
+        except BackendError as e:
+            raise UnsupportedError(f"{path}.{name}: {e}") from None
+        devices.add(parameter.device)
 
 
-def check_running(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-    """UnsupportedError for what only matters once the model runs: dropout in training, and the device.
-
-    modules: paths and modules, as ``named_modules`` gives them."""
-    known: set[torch.device] = set()
-    for path, module in modules:
-        if isinstance(module, torch.nn.Dropout) and module.p > 0 and module.training:
-            raise UnsupportedError(f"{path}: dropout of {module.p} in training is not supported")
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if type(parameter) is not torch.nn.Parameter:  # sharded (FSDP), quantised
-                raise UnsupportedError(f"{path}.{name}: a parameter of class {type(parameter).__qualname__} is not "
-                                       "supported")
-            if parameter.device in known:
-                continue
-            try:
-                backends.name(parameter.device)
-            except BackendError as e:
-                raise UnsupportedError(f"{path}.{name}: {e}") from None
-            known.add(parameter.device)
+def check_layer(path: str, layer: torch.nn.Module, bda: tuple) -> None:
+    """UnsupportedError unless the functions that a TransformerLayer keeps are Megatron's: `bda` are those that its
+    residual additions may be."""
+    own = layer.__dict__
+    if own["self_attn_bda"] not in bda or own["mlp_bda"] not in bda:
+        raise UnsupportedError(f"{path}.self_attn_bda / mlp_bda: not Megatron's get_bias_dropout_add")
+    for name in ("bias_dropout_add_exec_handler", "off_interface"):
+        if not getattr(own.get(name), "__module__", "torch.").startswith(("torch.", "megatron.core.")):
+            raise UnsupportedError(f"{path}.{name}: has been replaced")
 
 
 def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *values: torch.Tensor) -> None:
@@ -186,33 +202,129 @@ def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *value
         raise kind(message + (f", not {', '.join(found)}" if found else ""))
 
 
-def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
-    """InputError for a token outside the vocabulary; with tensor parallelism Megatron embeds it as zeros."""
-    if tokens.numel():
-        low, high = tokens.aminmax()
+def _tensor(name: str, t, dtypes: tuple[torch.dtype, ...], shape: tuple, device: torch.device | None = None) -> None:
+    """InputError unless `t` is a plain tensor of this type, shape (None: any size) and device."""
+    kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    wanted = f"expected {kinds} [{', '.join('any' if n is None else str(n) for n in shape)}]"
+    if not isinstance(t, torch.Tensor):
+        raise InputError(f"{name}: {wanted}, got {type(t).__name__}")
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided or t.is_nested:
+        raise InputError(f"{name}: {wanted}, got a {type(t).__name__} of layout {t.layout}")
+    if (t.dtype not in dtypes or t.dim() != len(shape)
+            or any(wanted not in (None, n) for wanted, n in zip(shape, t.shape))):
+        raise InputError(f"{name}: {wanted}, got {str(t.dtype).removeprefix('torch.')} {list(t.shape)}")
+    if device is not None and t.device != device:
+        raise InputError(f"{name}: on {t.device}, but the model is on {device}")
+
+
+def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, decoder_input=None, inference_context=None,
+                packed_seq_params=None, padding_mask=None, **_) -> dict:
+    """Checks what GPTModel._preprocess is called with, and returns what must agree between ranks."""
+    if inference_context is not None or _inferring():
+        raise UnsupportedError("inference_context: Megatron's inference is not supported")
+    device, config = next(model.parameters()).device, model.config
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if decoder_input is None:
+        _tensor("input_ids", input_ids, (torch.int64, torch.int32), (None, None), device)
+        b, s = input_ids.shape
+    else:
+        _tensor("decoder_input", decoder_input, (config.params_dtype,), (None, None, config.hidden_size), device)
+        s, b = decoder_input.shape[0] * ranks, decoder_input.shape[1]
+    given = "input_ids" if decoder_input is None else "decoder_input"
+    if not s or not b:
+        raise InputError(f"{given}: an empty micro-batch, {b} rows of {s} tokens")
+    if s % ranks:
+        raise InputError(f"{given}: {s} tokens in a row do not divide over {ranks} ranks, as sequence parallelism needs")
+    if decoder_input is None:
+        low, high = input_ids.aminmax()
+        # With tensor parallelism Megatron embeds a token outside the vocabulary as zeros.
         _demand((low >= 0) & (high < vocab_size), InputError,
                 f"input_ids: the lowest and highest id must be in [0, {vocab_size})", low, high)
+    if position_ids is not None and decoder_input is None:
+        rows = position_ids.shape[0] if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 else b
+        _tensor("position_ids", position_ids, (torch.int64, torch.int32), (rows if rows == 1 else b, s))
+    if padding_mask is not None:
+        _tensor("padding_mask", padding_mask, (torch.bool,), (b, s), device)
+    packed = None if packed_seq_params is None else _check_packed(packed_seq_params, s, b, device)
+    return {given: (b, s), "packed_seq_params": packed, "padding_mask": padding_mask is None}
 
 
-def check_call(s: int, b: int, attention_mask, *, packed_seq_params=None, inference_context=None,
-               inference_params=None, attention_bias=None, context=None, extract_layer_indices=None,
-               **_) -> dict:
+def _inferring() -> bool:
+    """Whether Megatron's own mode of inference is on, which versions since 0.18 have."""
+    utils = sys.modules.get("megatron.core.inference.utils")
+    return hasattr(utils, "InferenceMode") and utils.InferenceMode.is_active()
+
+
+def check_request(model, vocab_size: int, hidden: torch.Tensor, labels, asked) -> dict:
+    """Checks what the logprobs of `labels` are `asked` with (a LogProbsRequest), in the caller's terms, and returns
+    what must agree between ranks. hidden: what the trunk gave, ``[s, b, h]``, with sequence parallelism a part."""
+    ranks = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    shape, device = (hidden.shape[1], hidden.shape[0] * ranks), hidden.device
+    check_labels(vocab_size, shape, device, labels, asked)
+    given = asked.temperature
+    return {"labels": shape, "ignore_index": int(asked.ignore_index), "return_entropy": bool(asked.return_entropy),
+            "temperature": "on a device" if isinstance(given, torch.Tensor) and not _looks(given.device) else
+            "one for each label" if isinstance(given, torch.Tensor) and given.dim() else float(given)}
+
+
+def check_labels(vocab_size: int, shape: tuple[int, int], device: torch.device, labels, asked) -> None:
+    """InputError unless `labels` and the LogProbsRequest fit a micro-batch of `shape` [b, s]."""
+    if isinstance(asked.ignore_index, bool) or not isinstance(asked.ignore_index, numbers.Integral):
+        raise InputError(f"ignore_index: {asked.ignore_index!r} is not an integer")
+    if not isinstance(asked.return_entropy, (bool, int)):
+        raise InputError(f"return_entropy: {asked.return_entropy!r} is not True or False")
+    _check_temperature(asked.temperature, shape, device)
+    _tensor("labels", labels, (torch.int64,), shape, device)
+    if _looks(device):
+        wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != asked.ignore_index)
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise InputError(f"labels: id {labels[row, column].item()} at [{row}, {column}] is neither in "
+                             f"[0, {vocab_size}) nor the ignored one, {asked.ignore_index}")
+
+
+def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> None:
+    """InputError unless it is a positive number, also as a tensor without dimensions, or an fp32 tensor of `shape`."""
+    if isinstance(given, torch.Tensor):
+        if given.dim():
+            _tensor("temperature", given, (torch.float32,), shape, device)
+        else:
+            _tensor("temperature", given, (torch.float32, torch.float64, torch.bfloat16), (),
+                    None if given.device.type == "cpu" else device)
+    elif isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise InputError(f"temperature: {given!r} is not a number or a tensor")
+    if not isinstance(given, torch.Tensor) or _looks(given.device):
+        try:
+            values = torch.as_tensor(given, dtype=torch.float32, device="cpu").reshape(-1)
+        except (OverflowError, RuntimeError):
+            raise InputError(f"temperature: {given} is not positive and finite") from None
+        wrong = values[~((values > 0) & (values < math.inf))]
+        if wrong.numel():
+            raise InputError(f"temperature: {wrong[0].item()} is not positive and finite")
+
+
+def _looks(device: torch.device) -> bool:
+    """Whether values on `device` are looked at before they are used; on a GPU the op checks them there."""
+    return device.type == "cpu" or strict()
+
+
+_BLOCK = frozenset({"rotary_pos_emb", "packed_seq_params", "padding_mask"})
+"""Arguments of a TransformerBlock beside its input and mask that it may have."""
+
+
+def check_call(s: int, b: int, attention_mask, **arguments) -> dict:
     """Checks what a TransformerBlock is called with, and returns what must agree between ranks.
 
-    s, b: length and size of the whole micro-batch.
+    s, b: length and size of the whole micro-batch. arguments: all but the input and the mask.
     """
-    if inference_context is not None or inference_params is not None:
-        raise UnsupportedError("inference_context: Megatron's inference is not supported")
-    if attention_bias is not None or context is not None or extract_layer_indices:
-        raise UnsupportedError("attention_bias / context / extract_layer_indices: none is supported")
-    packed = None
-    if packed_seq_params is not None:
-        if b != 1 or attention_mask is not None:
+    for name, value in arguments.items():
+        if name not in _BLOCK and value is not None:
+            raise UnsupportedError(f"{name}: a TransformerBlock with it is not supported")
+    if attention_mask is not None:
+        if arguments.get("packed_seq_params") is not None:
             raise UnsupportedError("packed_seq_params: needs a micro-batch of one row and no attention_mask")
-        packed = _check_packed(packed_seq_params, s)
-    elif attention_mask is not None:
         _check_causal(attention_mask, s, b)
-    return {"micro-batch": (s, b), "cu_seqlens": packed}
+    return {"micro-batch": (s, b), "attention_mask": attention_mask is None}
 
 
 def packed_cu_seqlens(params) -> torch.Tensor:
@@ -220,34 +332,53 @@ def packed_cu_seqlens(params) -> torch.Tensor:
     return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
 
 
-def _check_packed(params, total: int) -> tuple[int, ...]:
-    """Checks the `params` of a packed micro-batch of `total` tokens. Returns what ranks must agree on: the values of
-    ``cu_seqlens`` where they may be looked at, else how many there are."""
+def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ...]:
+    """Checks the `params` of a packed micro-batch. Returns what ranks must agree on: the values of ``cu_seqlens`` where
+    they may be looked at, else how many there are."""
+    fields = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
+              "max_seqlen_q", "max_seqlen_kv")
+    for name in fields:
+        if not hasattr(params, name):
+            raise InputError(f"packed_seq_params: expected Megatron's PackedSeqParams, got {type(params).__name__}")
     if params.qkv_format != "thd":
         raise UnsupportedError(f"packed_seq_params.qkv_format: {params.qkv_format!r} is not supported")
+    if b != 1:
+        raise UnsupportedError("packed_seq_params: needs a micro-batch of one row and no attention_mask")
     if (getattr(params, "cp_group", None) is not None and params.cp_group.size() > 1):
         raise UnsupportedError("packed_seq_params.cp_group: context parallelism is not supported")
+    for name in fields[1:5]:
+        if (value := getattr(params, name)) is not None:
+            _tensor(f"packed_seq_params.{name}", value, (torch.int32, torch.int64), (None,), device)
+    longest = 0
+    for name in fields[5:]:
+        value = getattr(params, name)
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InputError(f"packed_seq_params.{name}: {value!r} is not a number of tokens")
+        longest = max(longest, value)
     q = packed_cu_seqlens(params)
     kv = params.cu_seqlens_kv if params.cu_seqlens_q_padded is None else params.cu_seqlens_kv_padded
     differ = "packed_seq_params: cu_seqlens of queries and of keys differ"
-    if kv is None or q.shape != kv.shape or q.dim() != 1 or not q.numel():
+    if q is None or kv is None or q.shape != kv.shape or not q.numel():
         raise InputError(differ)
     if kv is not q:
         _demand((q == kv).all(), InputError, differ)
-    lengths, longest = q.diff(), max(params.max_seqlen_q, params.max_seqlen_kv)
-    _demand((q[0] == 0) & (q[-1] == total) & (lengths >= 0).all(), InputError,
-            f"packed_seq_params: cu_seqlens must begin with 0, not decrease, and end at {total}, the tokens", q)
+    lengths = q.diff()
+    _demand((q[0] == 0) & (q[-1] == s) & (lengths >= 0).all(), InputError,
+            f"packed_seq_params: cu_seqlens must begin with 0, not decrease, and end at {s}, the tokens", q)
     _demand((lengths <= longest).all(), InputError,
             f"packed_seq_params: no sequence may be longer than max_seqlen, which is {longest}", lengths)
-    return tuple(q.tolist()) if q.device.type == "cpu" or strict() else tuple(q.shape)
+    return tuple(q.tolist()) if _looks(q.device) else tuple(q.shape)
 
 
 def _check_causal(mask, s: int, b: int) -> None:
     """UnsupportedError unless a mask (True hides) is causal for the tokens of each sequence, with padding on the
     right."""
     refusal = "attention_mask: only a causal one, with padding on the right, is supported"
-    if (not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() != 4
-            or mask.shape[0] not in (1, b) or mask.shape[1:] != (1, s, s)):
+    if (type(mask) is not torch.Tensor or mask.is_nested or mask.layout != torch.strided or mask.device.type == "meta"
+            or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, b)
+            or mask.shape[1:] != (1, s, s)):
         raise UnsupportedError(refusal)
     mask = mask[:, 0]
     token = ~mask.diagonal(dim1=1, dim2=2)

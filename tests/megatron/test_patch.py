@@ -172,7 +172,7 @@ def test_cross_entropy_taken_before_the_patch(checkpoint, rows, world):
             early(logits, labels, 0.1)
 
 
-@pytest.mark.parametrize("what,kind", [("vocab_size", InputError), ("input_ids", InputError), ("target", InputError),
+@pytest.mark.parametrize("what,kind", [("vocab_size", InputError), ("input_ids", InputError), ("labels", InputError),
                                        ("MoE", UnsupportedError), ("attention_mask", UnsupportedError)])
 def test_ranks_that_disagree_fail_together(what, kind, checkpoint, rows, pair):
     for outcome in pair.outcomes(2, workers.disagree, checkpoint(), rows, what):

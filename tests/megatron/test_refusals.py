@@ -250,7 +250,7 @@ def test_packed_sequences_that_do_not_fit(model):
 
 @pytest.mark.parametrize("label", [300, 383, -1])
 def test_labels_outside_the_true_vocabulary(label, model):
-    with pytest.raises(InputError, match=f"target: id {label}"):
+    with pytest.raises(InputError, match=f"labels: id {label} at \\[0, 0\\]"):
         model(TOKENS, None, None, labels=torch.full_like(TOKENS, label))
 
 

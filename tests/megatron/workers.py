@@ -188,7 +188,7 @@ def disagree(tp, model_dir, rows, what):
     with megatron(tp), patch_megatron(299 if odd and what == "vocab_size" else 300):
         model = build(model_dir, torch.bfloat16)
         tokens, positions, labels, _ = batch(rows[:1] if odd and what == "input_ids" else rows)
-        if odd and what == "target":
+        if odd and what == "labels":
             labels = labels.clamp(min=300)
         if odd and what == "MoE":
             model.config.num_moe_experts = 2

@@ -1,0 +1,53 @@
+"""What tensor-parallel ranks must agree on about their models, in a few short strings. No numerics."""
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+           "params_dtype", "tensor_model_parallel_size", "sequence_parallel", "recompute_granularity", "recompute_method",
+           "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
+"""Fields of the TransformerConfig that change numbers or which collectives run. Those that are not free are at their
+defaults on each rank."""
+
+
+def settings(model) -> dict[str, str]:
+    """A model's settings that must be the same on every rank, under the names to report them by."""
+    config = model.config
+    return {
+        "rotary_base": repr(float(model.rotary_base)), "padded vocab_size": repr(model.vocab_size),
+        "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),
+        # Recomputation runs the forward's collectives again in the backward pass, but only in training.
+        "training": repr(model.training and config.recompute_granularity is not None),
+    } | {name: str(getattr(config, name)) for name in _FIELDS}
+
+
+def modules(found: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
+    """The same of its modules, which are `found` with their paths. Each string counts the values that there are, and
+    ends in a digest of where they are.
+
+    Takes milliseconds. It depends on nothing but what a `running.Look` sees, and may be kept as long as that holds."""
+    facts: dict[str, list[tuple[str, str]]] = {name: [] for name in (
+        "classes of modules", "eps of norms", "sequence_parallel of modules", "gather_output of modules",
+        "types of parameters", "shapes of parameters", "sequence_parallel marks of parameters")}
+    classes, eps, sequence_parallel, gather, dtypes, shapes, marks = facts.values()
+    for path, module in found:
+        own = module.__dict__
+        classes.append((path, type(module).__qualname__))
+        for where, name in ((eps, "eps"), (sequence_parallel, "sequence_parallel"), (gather, "gather_output")):
+            if own.get(name) is not None:
+                where.append((path, repr(own[name])))
+        for name, t in (*own["_parameters"].items(), *own["_buffers"].items()):
+            if t is not None:
+                dtypes.append((f"{path}.{name}", str(t.dtype)))
+                shapes.append((f"{path}.{name}", str(tuple(t.shape))))
+                marks.append((f"{path}.{name}", repr(bool(getattr(t, "sequence_parallel", False)))))
+    return {name: _counted(values) for name, values in facts.items()}
+
+
+def _counted(values: list[tuple[str, str]]) -> str:
+    counts = ", ".join(f"{n} x {value}" for value, n in sorted(Counter(v for _, v in values).items()))
+    return f"{counts} ({hashlib.blake2b(repr(values).encode(), digest_size=6).hexdigest()})"
