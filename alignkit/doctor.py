@@ -68,6 +68,8 @@ def self_test() -> Iterator[tuple[str, str | None]]:
     did not)."""
     for device in devices():
         yield f"golden bits on {device}: those of the contract", _attempt(_golden, device)
+        if _backend("linear", device) == "none":
+            continue
         for dtype in (torch.float32, torch.bfloat16):
             short = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f" on {device}")
             for name, op, rows in _row_ops(dtype, device):

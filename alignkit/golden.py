@@ -133,7 +133,10 @@ def difference(device: torch.device, backend: str) -> str | None:
             continue
         if case not in kept:
             return f"{case}: no bits are kept"
-        seen = hashes(case, device)
+        try:
+            seen = hashes(case, device)
+        except Exception as e:  # a compiler that fails on a kernel is a finding too
+            return f"{case}: {type(e).__name__}: {e}"
         wrong = [i for i, (a, b) in enumerate(zip(seen, kept[case], strict=True)) if a != b]
         if wrong:
             return f"{case}: tensor {wrong[0]} of {len(seen)} has other bits"
