@@ -9,6 +9,7 @@ import contextlib
 import decimal
 import fractions
 import random
+import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,10 +70,12 @@ def describe(v: Any) -> str:
     try:
         if isinstance(v, torch.Tensor):
             kind = type(v).__name__ if type(v) is not torch.Tensor else ""
-            how = "" if v.layout != torch.strided or v.is_nested else f" strides {tuple(v.stride())}"
+            if v.is_nested:
+                return f"[{str(v.dtype).removeprefix('torch.')} nested]"
+            how = "" if v.layout != torch.strided else f" strides {tuple(v.stride())}"
             where = "" if v.device.type == "cpu" else f" on {v.device}"
             return f"{kind}[{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}{how}{where}]"
-        return repr(v)[:60]
+        return re.sub(r" object at 0x\w+", "", repr(v))[:60]
     except Exception as e:
         return f"<{type(v).__name__}: {type(e).__name__}>"
 

@@ -52,6 +52,7 @@ class Fault:
     index: int
     call: Call
     rank: int = 0
+    kind: str = "control"
     what: str = ""
     must: str = REFUSE
     change: Callable[[Call], None] | None = None
@@ -74,7 +75,8 @@ def draw(seed: int, index: int) -> Fault:
         fault.must = ANSWER
         return fault
     while fault.change is None:  # not every fault fits every call
-        rng.choices(list(FAULTS), list(FAULTS.values()))[0](fault, rng)
+        fault.kind = rng.choices(list(FAULTS), [weight for _, weight in FAULTS.values()])[0]
+        FAULTS[fault.kind][0](fault, rng)
     return fault
 
 
@@ -403,6 +405,8 @@ def _another(fault: Fault, rng: random.Random) -> None:
               else REFUSE, kind=other)
 
 
-FAULTS: dict[Callable, int] = {_value: 30, _kind: 22, _shape: 8, _same: 12, _model: 12, _dtype: 4, _after: 5, _raises: 6,
-                               _another: 3}
-"""How often each is drawn."""
+FAULTS: dict[str, tuple[Callable, int]] = {
+    "other values": (_value, 30), "another kind of thing": (_kind, 22), "another shape": (_shape, 8),
+    "the same in another form": (_same, 12), "a setting of the model": (_model, 12), "the model's type": (_dtype, 4),
+    "the cross-entropy by itself": (_after, 5), "an exception of its own": (_raises, 6), "another call": (_another, 3)}
+"""By name: what draws it, and how often."""

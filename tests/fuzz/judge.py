@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 import traceback
 import warnings
 from typing import Any
@@ -227,9 +226,3 @@ def _of_foreign(d: Draw, e: Exception) -> tuple[str, str]:
     verdict = "wrong" if isinstance(e, AssertionError) and "caller's state" in said else "obscure"
     refused = "refused a valid call: " if d.must == ANSWER else ""
     return verdict, f"{refused}{said} ({'/'.join(where.filename.split('/')[-3:])}:{where.lineno})"
-
-
-def timed(seed: int, index: int) -> dict:
-    """`judge`, and the seconds that it took."""
-    started = time.perf_counter()
-    return judge(seed, index) | {"seconds": time.perf_counter() - started}

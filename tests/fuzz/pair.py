@@ -6,13 +6,14 @@ import hashlib
 import multiprocessing as mp
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from multiprocessing import connection
 
 import torch
 
 from . import faults
-from .draw import ANSWER, EITHER, REFUSE
+from .draw import ANSWER, REFUSE
 
 LIMIT = 10.0
 """Seconds that two ranks may take to end a forward, each with an answer or an exception."""
@@ -29,6 +30,7 @@ def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs,
     from alignkit.megatron import patch_megatron
     from alignkit.megatron.cpu import cpu_host
 
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device == "cuda":
         from tests.megatron.gpus import join, tensor_parallel
@@ -129,7 +131,7 @@ def _backward(model, shared: list[torch.Tensor]) -> list[torch.Tensor]:
 # In the process that leads them.
 
 class Pair:
-    """The two processes. A context manager."""
+    """The two processes, until `stop`."""
 
     def __init__(self, device: str, checkpoints: dict[str, str], log: str):
         # A forked process cannot use CUDA if the one that it was forked from has looked for a device.
@@ -241,6 +243,3 @@ def _verdict(fault: faults.Fault, before: list[tuple], answers: list[tuple], dev
     if device == "cpu" and answers[1 - fault.rank][1] != "alignkit":
         return "obscure", said
     return "clear error", said
-
-
-assert EITHER
