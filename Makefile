@@ -7,14 +7,19 @@ REQUIREMENTS = requirements/cpu-py$(VERSION).txt
 STAMP = $(VENV)/.installed
 CHECK_ARGS ?=
 TEST_ARGS ?=
+FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
 
-.PHONY: check test gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
+.PHONY: check test fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
 test: setup $(ENGINES)/.fetched
 	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest $(TEST_ARGS)
+
+# Drawn calls of the ops, and drawn faults on one of two tensor-parallel ranks. The tests hold a short form.
+fuzz: setup
+	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 # The gpu-* targets are for a machine with Hopper GPUs that already holds torch, triton, pytest and the engines (vLLM 0.26,
 # Megatron-core 0.19.2): no network, no virtual environment. Each leaves JSON under $(RESULTS). Where the checkout has no

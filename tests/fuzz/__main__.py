@@ -1,0 +1,88 @@
+"""``python -m tests.fuzz``: drawn calls of the ops, each right to the bit or one clear error, and two tensor-parallel ranks
+of which one is given something else. Exit status 1 if there was anything but these."""
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import rich
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from alignkit.check.machine import machine
+from alignkit.check.run import write_json
+
+from . import draw, faults, run
+from .judge import GOOD, VERDICTS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("``: ")[2])
+    parser.add_argument("--calls", type=int, default=3000, help="drawn calls of the ops")
+    parser.add_argument("--rank-faults", type=int, default=60, help="drawn faults on one of two ranks")
+    parser.add_argument("--seed", type=int, default=0, help="which population they are drawn from")
+    parser.add_argument("--workers", type=int, help="processes that make calls (default: one for each core)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the two ranks")
+    parser.add_argument("--only", type=_numbers, metavar="SEED:INDEX", help="repeat this call alone")
+    parser.add_argument("--only-fault", type=_numbers, metavar="SEED:INDEX", help="repeat this fault alone")
+    parser.add_argument("--out", type=Path, help="JSON file for the counts and what failed")
+    options = parser.parse_args(arguments)
+    if options.rank_faults and not run.MEGATRON:
+        parser.error("--rank-faults: Megatron-core is not installed")
+    if options.device == "cuda" and not run.two_gpus():
+        parser.error("--device cuda: there are no two GPUs")
+
+    tallies = {}
+    if options.only:
+        tallies["calls"] = run.calls(options.only[0], [options.only[1]], 1)
+        rich.print(draw.draw(*options.only).text())
+    elif options.only_fault:
+        tallies["rank faults"] = run.rank_faults(options.only_fault[0], [options.only_fault[1]], options.device)
+        rich.print(faults.draw(*options.only_fault).text())
+    else:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            def step(name, total):
+                task = bar.add_task(name, total=total)
+                return lambda: bar.advance(task)
+            if options.calls:
+                tallies["calls"] = run.calls(options.seed, range(options.calls), options.workers,
+                                             step("calls", options.calls))
+            if options.rank_faults:
+                tallies["rank faults"] = run.rank_faults(options.seed, range(options.rank_faults), options.device,
+                                                         step("rank faults", options.rank_faults))
+    for name, tally in tallies.items():
+        rich.print(_table(name, tally))
+        for failure in tally.failures:
+            print(f"{failure['verdict']}: {failure['draw']}\n    {failure['detail']}\n    {failure['repeat']}")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.out, machine() | {"seed": options.seed, "device": options.device} | {
+            name.replace(" ", "_"): tally.to_json() for name, tally in tallies.items()})
+    return int(any(tally.failures for tally in tallies.values()))
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    seed, _, index = text.partition(":")
+    return int(seed), int(index)
+
+
+def _table(name: str, tally: run.Tally) -> Table:
+    table = Table(name, *VERDICTS, title=f"{sum(tally.totals().values())} {name} in {tally.seconds:.0f} s")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for group in sorted(tally.by):
+        table.add_row(group, *(_count(v, tally.by[group][v]) for v in VERDICTS))
+    table.add_section()
+    table.add_row("all", *(_count(v, tally.totals()[v]) for v in VERDICTS))
+    return table
+
+
+def _count(verdict: str, n: int) -> str:
+    return f"[bold red]{n}[/]" if n and verdict not in GOOD else str(n)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

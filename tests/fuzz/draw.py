@@ -1,0 +1,509 @@
+"""A drawn call: a well-formed problem, then what is strange about how it is called, or wrong.
+
+What is done to a problem says what may come of it. `ANSWER`: the bits of the well-formed twin. `REFUSE`: one clear
+error. `EITHER`: a caller could mean the twin, and the documentation does not promise it: these bits or one clear error.
+"""
+from __future__ import annotations
+
+import contextlib
+import decimal
+import fractions
+import random
+import re
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from . import modes
+from .problems import Problem, Scalar, Source, Tensor, problem
+
+ANSWER, EITHER, REFUSE = "answer", "either", "refuse"
+
+
+@dataclass
+class Draw:
+    """args: what the op is called with. twin: the well-formed call with the same meaning."""
+
+    problem: Problem
+    args: dict[str, Any]
+    twin: dict[str, Any]
+    leaves: list[str]
+    must: str = ANSWER
+    names: set[str] = field(default_factory=set)
+    """What the message of an error may begin with."""
+    what: list[str] = field(default_factory=list)
+    """What is strange or wrong, in words."""
+    forward: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+    before: list[str] | None = None
+    """Modes under which the same is called once before."""
+    gradient: str = "plain"
+    twice: str = ""
+    """For a second derivative: of what."""
+    wrap: str = ""
+    wrapped: str = ""
+    """A function transform, and of which argument."""
+
+    def worst(self, must: str) -> None:
+        self.must = max(self.must, must, key=(ANSWER, EITHER, REFUSE).index)
+
+    def text(self) -> str:
+        """The call in a line."""
+        args = ", ".join(f"{n}={describe(v)}" for n, v in self.args.items())
+        how = [*self.what]
+        for where, names in (("forward in", self.forward), ("backward in", self.backward),
+                             ("before in", self.before)):
+            if names or where == "before in" and names is not None:
+                how.append(f"{where} {', '.join(names) or 'no mode'}")
+        if self.leaves:
+            how.append(f"gradients of {', '.join(self.leaves)}, given {self.gradient}"
+                       + (f", then the second derivative, of {self.twice}" if self.twice else ""))
+        return f"{self.problem.op}({args})" + "".join(f"; {h}" for h in how) + f"; must {self.must}"
+
+
+def describe(v: Any) -> str:
+    """A value in a few words, without looking at tensors' data."""
+    try:
+        if isinstance(v, torch.Tensor):
+            kind = type(v).__name__ if type(v) is not torch.Tensor else ""
+            if v.is_nested:
+                return f"[{str(v.dtype).removeprefix('torch.')} nested]"
+            how = "" if v.layout != torch.strided else f" strides {tuple(v.stride())}"
+            where = "" if v.device.type == "cpu" else f" on {v.device}"
+            return f"{kind}[{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}{how}{where}]"
+        return re.sub(r" object at 0x\w+", "", repr(v))[:60]
+    except Exception as e:
+        return f"<{type(v).__name__}: {type(e).__name__}>"
+
+
+def draw(seed: int, index: int) -> Draw:
+    """Call `index` of the population `seed`."""
+    rng = random.Random(f"{seed}:{index}")
+    s = Source(rng)
+    p = problem(s)
+    d = Draw(p, _fresh(p), _fresh(p), [])
+    if not p.forward_only and s.chance(0.6):
+        d.leaves = [n for n, t in p.tensors().items() if t.leaf and s.chance(0.8)]
+        d.gradient = rng.choice(("plain", "plain", "expanded", "transposed", "negative bit", "float64", "one of them"))
+    for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3))):
+        rng.choice((_stride, _stride, _stride, _alias, _mode, _mode, _mode, _history))(d, s)
+    fault = rng.random()
+    if fault < 0.5:
+        for _ in range(1 if fault < 0.42 else 2):
+            rng.choices((_wrong_scalar, _wrong_tensor, _wrong_shape, _wrong_dtype, _own_fault, _transform),
+                        (10, 10, 7, 5, 8, 1))[0](d, s)
+    if d.leaves and s.chance(0.08):
+        _wrong_backward(d, s)
+    d.names |= {"device"}
+    for n in d.leaves:
+        for args in (d.args, d.twin):
+            args[n] = _leaf(args[n])
+    d.leaves = [n for n in d.leaves if isinstance(d.args[n], torch.Tensor) and d.args[n].requires_grad]
+    return d
+
+
+def _second(p: Problem, leaves: list[str]) -> bool:
+    """Whether the gradients of `leaves` depend on the arguments, not only on the gradients of the results."""
+    return {"rope": False, "linear": {"x", "weight"} <= set(leaves),
+            "row_parallel_linear": {"x", "weight"} <= set(leaves)}.get(p.op, True)
+
+
+def _fresh(p: Problem) -> dict[str, Any]:
+    return {n: a.value.clone() if isinstance(a.value, torch.Tensor) else a.value for n, a in p.given.items()}
+
+
+def _leaf(t: Any) -> Any:
+    if isinstance(t, torch.Tensor) and not isinstance(t, (torch.nn.UninitializedParameter, _Opaque)):
+        with contextlib.suppress(RuntimeError):  # what is no float, and tensors of inference mode, cannot be one
+            return t if isinstance(t, torch.nn.Parameter) else t.detach().requires_grad_()
+    return t
+
+
+# The same values in another form.
+
+def _stride(d: Draw, s: Source) -> None:
+    """Another layout of a tensor's memory."""
+    # What is written has to lie as documented.
+    names = [n for n, t in d.problem.tensors().items() if not t.written and type(d.args[n]) is torch.Tensor]
+    if not names:
+        return
+    name = s.rng.choice(names)
+    t = d.args[name]
+    if t.dtype == torch.bool or t.layout != torch.strided or t.device.type != "cpu" or t.is_inference():
+        return
+    how = s.rng.choice(("transposed", "stepped", "offset", "negative bit", "imaginary part", "expanded", "windows", "view",
+                        "inference tensor", "parameter"))
+    floating = t.dtype.is_floating_point
+    if how == "transposed" and t.ndim > 1:
+        a, b = s.rng.sample(range(t.ndim), 2)
+        t = t.transpose(a, b).contiguous().transpose(a, b)
+    elif how == "stepped" and t.ndim:
+        dim, step = s.rng.randrange(t.ndim), s.rng.choice((2, 3))
+        big = torch.full([n * step if i == dim else n for i, n in enumerate(t.shape)], 7, dtype=t.dtype, device="cpu")
+        part = big[tuple(slice(None, None, step) if i == dim else slice(None) for i in range(t.ndim))]
+        t = part.copy_(t)
+    elif how == "offset":
+        big = torch.zeros(t.numel() + 3, dtype=t.dtype, device="cpu")
+        t = big[1:1 + t.numel()].view(t.shape).copy_(t)
+    elif how == "negative bit" and floating:
+        t = torch._neg_view(t.neg())
+    elif how == "imaginary part" and t.dtype == torch.float32:
+        t = torch.complex(t, t.neg()).conj().imag
+    elif how == "expanded" and t.ndim and floating and t.numel():
+        dim = s.rng.randrange(t.ndim)
+        t = t.narrow(dim, 0, 1).expand(t.shape)
+        d.twin[name] = t.clone(memory_format=torch.contiguous_format)
+    elif how == "windows" and t.ndim > 1 and floating and t.numel():
+        flat = t.flatten()
+        t = flat.as_strided(t.shape, [1] * t.ndim) if sum(t.shape) <= len(flat) else t
+        d.twin[name] = t.clone(memory_format=torch.contiguous_format)
+    elif how == "view":
+        t = t.reshape(-1).view(t.shape)
+    elif how == "inference tensor":
+        if d.leaves:  # torch saves none for a backward pass
+            return
+        with torch.inference_mode():
+            t = t.clone()
+    elif how == "parameter" and floating:
+        t = torch.nn.Parameter(t)
+        if name not in d.leaves:
+            t.requires_grad_(False)
+    else:
+        return
+    d.args[name] = t
+    d.what.append(f"{name}: {how}")
+    if name in ("k_cache", "v_cache") and how in ("transposed", "stepped", "imaginary part", "expanded", "windows"):
+        d.worst(EITHER)  # some cannot be viewed as rows
+        d.names |= {name, "k_cache, v_cache"}
+
+
+def _alias(d: Draw, s: Source) -> None:
+    """The same tensor for two arguments."""
+    tensors = [n for n, t in d.problem.tensors().items() if not t.written]
+    pairs = [(a, b) for a in tensors for b in tensors if a < b and type(d.args[a]) is type(d.args[b]) is torch.Tensor
+             and d.args[a].shape == d.args[b].shape and d.args[a].dtype == d.args[b].dtype
+             and not (d.problem.given[a].finite ^ d.problem.given[b].finite) and a not in d.leaves and b not in d.leaves]
+    if pairs:
+        a, b = s.rng.choice(pairs)
+        if d.args[a].dtype.is_floating_point:
+            d.args[b], d.twin[b] = d.args[a], d.twin[a]
+            d.what.append(f"{b} is {a}")
+
+
+def _mode(d: Draw, s: Source) -> None:
+    """A state of the process."""
+    if s.chance(0.1):
+        name = s.rng.choice(list(modes.ODD))
+        d.worst(EITHER)
+        d.names |= {name, "mode", "TorchDispatchMode", "TorchFunctionMode", *d.problem.given}
+    elif s.chance(0.15):
+        name = s.rng.choice(list(modes.FORWARD))
+    else:
+        name = s.rng.choice(list(modes.SAFE))
+    where = s.rng.choice((["forward"], ["backward"], ["forward", "backward"]))
+    if name in modes.FORWARD:
+        where, d.leaves, d.twice = ["forward"], [], False
+    for place in where:
+        modes_there = getattr(d, place)
+        if name.split()[0] not in {m.split()[0] for m in modes_there}:
+            modes_there.append(name)
+
+
+def _history(d: Draw, s: Source) -> None:
+    """The same call once before, in a state of its own."""
+    d.before = [s.rng.choice((*modes.FORWARD, *modes.SAFE))] if s.chance(0.9) else []
+
+
+# Arguments that are wrong.
+
+class _Raises:
+    """An object whose methods raise."""
+
+    def __float__(self, *args):
+        raise KeyError("an argument's own error")
+
+    __int__ = __index__ = __bool__ = __eq__ = __lt__ = __gt__ = __len__ = __iter__ = __float__
+    __hash__ = None
+
+    def __repr__(self):
+        return "Raises()"
+
+
+class _Plain:
+    def __repr__(self):
+        return "Plain()"
+
+
+NEVER = [lambda v: "x", lambda v: "1", lambda v: float("nan"), lambda v: [1.0], lambda v: {}, lambda v: b"1",
+         lambda v: complex(1, 2), lambda v: _Raises(), lambda v: _Plain(), lambda v: torch.ones(2),
+         lambda v: torch.tensor(1.0, device="meta"), lambda v: np.ones(3), lambda v: int,
+         lambda v: torch.tensor(float("nan")), lambda v: np.float32("nan"), lambda v: float("-inf")]
+"""No kind of number or flag."""
+NUMBERS = [np.float64, np.float32, lambda v: torch.tensor(v, dtype=torch.float64), fractions.Fraction, decimal.Decimal,
+           lambda v: torch.tensor([v], dtype=torch.float64), lambda v: np.array(v), lambda v: True,
+           lambda v: torch.tensor(True)]
+"""Other forms of a float."""
+WHOLE = [np.int64, np.int32, lambda v: torch.tensor(v), float, lambda v: torch.tensor([v]), fractions.Fraction, np.array,
+         lambda v: True]
+"""Other forms of an int."""
+KINDS = {
+    "positive": [-1.0, 0.0, -0.0, 0, -10**400, False],
+    "positive finite": [-1.0, 0.0, 0, float("inf"), 10**400, 1e-60, False],
+    "finite": [float("inf"), 10**400],
+    "int": [6.5, float("inf")],
+    "positive int": [0, -1, 6.5, float("inf"), -2**70, False],
+    "flag": [],
+    "dtype": ["float32", float, torch.int8, torch.float64, torch.complex64],
+    "tp": [3, "tp", object(), True, torch.ones(1), TypeError],
+    "device": ["nowhere", 3.5, [], "cuda:99", "meta"],
+    "group": ["nobody"],
+}
+"""By kind: values that are refused."""
+
+
+RELATED = {"ignore_index": ("target",), "vocab_size": ("target",), "num_chunks": ("cu_seqlens",), "state_v_first": ("dht",),
+           "sequence_parallel": ("x",), "head_dim": ("table",), "max_position": ("positions",)}
+"""What a value of an argument may make wrong."""
+
+
+def _wrong_scalar(d: Draw, s: Source) -> None:
+    """Another kind of thing where a number or flag is taken, or one out of range."""
+    scalars = {n: a for n, a in d.problem.given.items() if isinstance(a, Scalar)}
+    if not scalars:
+        return
+    name = s.rng.choice(list(scalars))
+    a = scalars[name]
+    value = a.value
+    draws = [lambda v, bad=bad: bad for bad in (*KINDS[a.kind], *a.bad)]
+    if a.kind in ("tp", "device", "dtype", "group"):
+        put, must = s.rng.choice([*draws, lambda v: _Plain(), lambda v: 2])(value), REFUSE
+        if a.kind == "device" and put == "meta":
+            must = EITHER
+            d.twin[name] = put
+    elif a.kind == "flag":
+        put = s.rng.choice(("x", "", None, 0, 1, 2, np.bool_(value), torch.tensor(value), [], _Raises(), torch.ones(2),
+                            torch.tensor(True, device="meta")))
+        must = REFUSE if isinstance(put, _Raises) or isinstance(put, torch.Tensor) and (
+            put.ndim or put.device.type == "meta") else EITHER
+        if must == EITHER:
+            d.twin[name] = bool(put)
+    elif s.chance(0.7):
+        choices = [*draws, *NEVER] + ([] if a.optional else [lambda v: None])
+        put, must = s.rng.choice(choices)(value), REFUSE
+    else:
+        must = EITHER
+        form = s.rng.choice(WHOLE if a.kind.endswith("int") else NUMBERS)
+        if a.kind == "positive" and s.chance(0.1):
+            put = d.twin[name] = float("inf")
+            if name == "soft_cap":
+                d.twin[name] = None
+        elif a.kind == "int" and s.chance(0.2):
+            put = s.rng.choice((2**70, -2**70))
+            d.twin[name] = -10**9 if name == "ignore_index" else put
+        elif value is None:
+            return
+        else:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    put = form(value)
+                    d.twin[name] = (int if a.kind.endswith("int") else float)(put)
+            except (OverflowError, ValueError):
+                return
+    d.args[name] = put
+    d.worst(must)
+    d.names |= {name, *RELATED.get(name, ())}
+    d.what.append(f"{name}: {describe(put)}")
+
+
+class Subclass(torch.Tensor):
+    """A tensor that is none of torch's own."""
+
+
+class _Opaque(torch.Tensor):
+    """A wrapper without data."""
+
+    @staticmethod
+    def __new__(cls, t):
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device="cpu")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise KeyError("a subclass's own error")
+
+
+class _Duck:
+    """Something that looks like a tensor."""
+
+    def __init__(self, t):
+        self.dtype, self.shape, self.ndim, self.device, self.layout = t.dtype, t.shape, t.ndim, t.device, t.layout
+
+
+def _fake(t):
+    return FakeTensorMode().from_tensor(t)
+
+
+def _freed(t):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def _functional(t):
+    return torch._to_functional_tensor(t)
+
+
+def _quantized(t):
+    return torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8)
+
+
+def _jagged(t):
+    return torch.nested.nested_tensor([t, t], layout=torch.jagged)
+
+
+def _mkldnn(t):
+    return t.float().to_mkldnn()
+
+
+FORMS = {
+    "None": lambda t: None, "a string": lambda t: "x", "a number": lambda t: 1.0, "a list": lambda t: t.tolist(),
+    "numpy": lambda t: t.float().numpy(), "meta": lambda t: t.to("meta"), "nested": lambda t: torch.nested.nested_tensor([t]),
+    "jagged": _jagged, "sparse": lambda t: t.to_sparse(), "csr": lambda t: t.to_sparse_csr(), "quantized": _quantized,
+    "mkldnn": _mkldnn, "fake": _fake, "complex": lambda t: t.to(torch.complex64),
+    "conjugated": lambda t: t.to(torch.complex64).conj(), "freed": _freed,
+    "uninitialized": lambda t: torch.nn.UninitializedParameter(), "opaque": lambda t: _Opaque(t),
+    "a module": lambda t: torch.nn.Linear(1, 1), "looks like a tensor": _Duck, "an object that raises": lambda t: _Raises(),
+}
+"""By name: what is no tensor that an op can take."""
+ODD_FORMS = {"subclass": lambda t: t.as_subclass(Subclass), "functional": _functional}
+"""What it may take or refuse."""
+
+
+def _wrong_tensor(d: Draw, s: Source) -> None:
+    """Something else in the place of a tensor."""
+    names = [n for n, a in d.problem.given.items() if isinstance(a, Tensor)]
+    if not names:
+        return
+    name = s.rng.choice(names)
+    a, t = d.problem.given[name], d.args[name]
+    if t is not None and type(t) is not torch.Tensor:
+        return
+    if t is None:
+        t = torch.ones(2, 2)
+        how = s.rng.choice(("a string", "a number", "a list", "numpy", "sparse", "a module", "an object that raises"))
+    else:
+        odd = s.chance(0.15)
+        how = s.rng.choice(list(ODD_FORMS if odd else FORMS))
+        if how == "freed" and not t.numel():
+            return
+    if how == "None" and a.optional or how == "uninitialized" and name == "out" or name == "temperature" and how in (
+            "a number", "a list", "numpy") or d.problem.schema and how in (
+            "uninitialized", "opaque", "meta", "fake"):
+        return
+    if t.is_inference() or t.is_neg():
+        t = t.clone()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            d.args[name] = (FORMS | ODD_FORMS)[how](t)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return  # torch has no such form of it
+    if how in ODD_FORMS:
+        d.worst(EITHER)
+    else:
+        d.worst(REFUSE)
+    d.names.add(name)
+    if how in ("meta", "fake"):
+        d.names |= set(d.problem.given)
+    d.what.append(f"{name}: {how}")
+
+
+def _wrong_shape(d: Draw, s: Source) -> None:
+    """A tensor of another shape."""
+    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and (t.bound or t.ndim)
+           and d.args[n].layout == torch.strided}
+    if not fit:
+        return
+    name = s.rng.choice(list(fit))
+    a, t = fit[name], d.args[name]
+    if a.bound and s.chance(0.7) and max(a.bound) < t.ndim:
+        dim = s.rng.choice(a.bound)
+        n = s.rng.choice([m for m in (0, 1, t.shape[dim] - 1, t.shape[dim] + 1, 2 * t.shape[dim])
+                          if m not in (t.shape[dim], -1)])
+        shape = [n if i == dim else m for i, m in enumerate(t.shape)]
+    elif a.ndim:
+        shape = s.rng.choice(([*t.shape, 1], [1, *t.shape], [*t.shape[:-2], t.shape[-2:].numel()] if t.ndim > 1 else []))
+    else:
+        return
+    if t.dtype.is_floating_point:
+        d.args[name] = s.floats(*shape, dtype=torch.float32, finite=True).to(t.dtype)
+    else:
+        d.args[name] = torch.zeros(shape, dtype=t.dtype, device="cpu")
+    d.worst(REFUSE)
+    d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)} | {"k_cache, v_cache", "num_chunks"}
+    d.what.append(f"{name}: shape {tuple(shape)} instead of {tuple(t.shape)}")
+
+
+STRANGE = [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+           torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16, torch.uint32]
+
+
+def _wrong_dtype(d: Draw, s: Source) -> None:
+    """A tensor, or all of its group, of another type."""
+    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor}
+    if not fit:
+        return
+    name = s.rng.choice(list(fit))
+    a = fit[name]
+    group = [n for n, t in fit.items() if t.group == a.group]
+    together = s.chance(0.5)
+    dtypes = [t for t in STRANGE if t not in a.dtypes or not together and len(group) > 1 and t != a.value.dtype]
+    dtype = s.rng.choice(dtypes)
+    for n in group if together else (name,):
+        t = d.args[n]
+        d.args[n] = (t.clone() if t.is_inference() else t).detach().to(dtype)
+    d.worst(REFUSE)
+    d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
+    d.what.append(f"{'all of ' if together else ''}{name}: {dtype}")
+
+
+def _own_fault(d: Draw, s: Source) -> None:
+    """A wrong value of this op's own."""
+    if d.problem.faults:
+        what, put, names = s.rng.choice(d.problem.faults)
+        try:
+            put(d.args)
+        except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):
+            return  # something else is wrong with this argument already
+        d.worst(REFUSE)
+        d.names |= set(names)
+        d.what.append(what)
+
+
+def _wrong_backward(d: Draw, s: Source) -> None:
+    """A gradient of another kind, or a second derivative."""
+    d.worst(REFUSE)
+    d.names |= {d.problem.op, "backward", "double backward", "gradient"}
+    if s.chance(0.4):
+        d.gradient = s.rng.choice(("sparse", "fake"))
+    else:
+        plain = _second(d.problem, d.leaves) and s.chance(0.5)
+        d.twice = "plain gradients" if plain else "gradients that require one"
+
+
+def _transform(d: Draw, s: Source) -> None:
+    """A call inside one of torch's function transforms."""
+    floating = [n for n, t in d.problem.tensors().items() if isinstance(d.args[n], torch.Tensor) and not t.written
+                and d.args[n].dtype.is_floating_point]
+    if not floating or d.problem.schema:  # the dispatcher knows what its ops are in these
+        return
+    d.wrapped = s.rng.choice(floating)
+    d.wrap = s.rng.choice(("vmap", "func.grad", "fake mode", "forward AD"))
+    lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf
+    d.worst(REFUSE if d.wrap == "fake mode" or lost else EITHER)
+    d.names |= {d.wrap, d.problem.op, "torch.func", "vmap", "forward", *d.problem.given}
+    d.leaves, d.twice = [], ""
+    d.what.append(f"{d.wrap} of {d.wrapped}")

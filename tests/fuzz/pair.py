@@ -1,0 +1,245 @@
+"""Two processes that are Megatron's tensor-parallel ranks, given the same forward of which one rank's is different."""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing as mp
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from multiprocessing import connection
+
+import torch
+
+from . import faults
+from .draw import ANSWER, REFUSE
+
+LIMIT = 10.0
+"""Seconds that two ranks may take to end a forward, each with an answer or an exception."""
+SETUP = 240.0
+
+
+# On a rank.
+
+def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs, log: str) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from alignkit.megatron import patch_megatron
+    from alignkit.megatron.cpu import cpu_host
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if device == "cuda":
+        from tests.megatron.gpus import join, tensor_parallel
+
+        join(rank, 2, init_method=f"tcp://127.0.0.1:{port}")
+        tensor_parallel(2)
+    else:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    models: dict = {}
+    with cpu_host(), patch_megatron(faults.VOCAB):
+        _build(models, checkpoints)
+        jobs.send(("ready",))
+        while (job := jobs.recv()) is not None:
+            what, seed, index = job
+            if what == "build":
+                models.clear()
+                _build(models, checkpoints)
+                jobs.send(("ready",))
+            else:
+                jobs.send(_outcome(models, faults.draw(seed, index), what == "fault", rank, device))
+
+
+def _build(models: dict, checkpoints: dict[str, str]) -> None:
+    from alignkit.megatron.build import gpt_model
+
+    for name, (_, dtype, _) in faults.MODELS.items():
+        for parallel in (False, True):
+            models[name, parallel] = gpt_model(checkpoints[name], dtype, sequence_parallel=parallel)
+
+
+def _outcome(models, fault: faults.Fault, odd: bool, rank: int, device: str) -> tuple:
+    """("answer", digest of what all ranks have, digest of what this rank has) or ("raised", whose, type, message)."""
+    from alignkit.errors import AlignkitError
+
+    call = fault.call
+    try:
+        if odd and rank == fault.rank and fault.change is not None:
+            fault.change(call)
+        model = models[call.model, call.sequence_parallel]
+        with contextlib.ExitStack() as stack:
+            for manager in call.around:
+                stack.enter_context(manager(model))
+            shared = _forward(model, call, device)
+            own = _backward(model, shared) if call.backward else []
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return "answer", _digest(shared), _digest(own)
+    except Exception as e:
+        return "raised", "alignkit" if isinstance(e, AlignkitError) else "foreign", type(e).__name__, str(e)[:600]
+    finally:
+        for model in models.values():
+            model.zero_grad()
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    h = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        h.update(str((tuple(t.shape), t.dtype)).encode())
+        h.update(t.detach().float().cpu().contiguous().numpy().tobytes())
+    return h.hexdigest()
+
+
+def _forward(model, call: faults.Call, device: str) -> list[torch.Tensor]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from alignkit.megatron import logprobs
+
+    def there(t):
+        return t.to(device) if isinstance(t, torch.Tensor) and t.device.type == "cpu" and device != "cpu" else t
+    tokens, positions, mask, labels, temperature, packed = map(there, (
+        call.tokens, call.positions, call.mask, call.labels, call.temperature, call.packed))
+    if call.kind in ("logprobs", "packed"):
+        if call.kind == "packed" and packed is None:
+            starts = there(call.starts)
+            longest = int(call.starts.diff().max())
+            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
+                                     max_seqlen_kv=longest)
+        given = logprobs(model, tokens, positions, mask, labels, temperature=temperature, packed_seq_params=packed,
+                         return_entropy=call.return_entropy, ignore_index=call.ignore_index)
+        return [t for t in (given.log_probs, given.entropy) if t is not None]
+    if call.kind == "loss":
+        return [-model(tokens, positions, mask, labels=labels)]
+    logits = call.logits(model(tokens, positions, mask))
+    if call.label_smoothing:
+        return [-vocab_parallel_cross_entropy(logits, labels, call.label_smoothing)]
+    return [-vocab_parallel_cross_entropy(logits, labels)]
+
+
+def _backward(model, shared: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not shared[0].requires_grad:
+        return []
+    torch.autograd.backward(shared, [torch.ones_like(t) for t in shared])
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+# In the process that leads them.
+
+class Pair:
+    """The two processes, until `stop`."""
+
+    def __init__(self, device: str, checkpoints: dict[str, str], log: str):
+        # A forked process cannot use CUDA if the one that it was forked from has looked for a device.
+        context = mp.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            context.set_forkserver_preload(["tests.fuzz.preload", "tests.fuzz.preload_megatron"])
+        from alignkit.testing import free_port
+
+        port, self.pipes, self.processes = free_port(), [], []
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, device, checkpoints, theirs, log), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.log, self.ready = log, False
+
+    def wait(self) -> None:
+        """Until the models are built."""
+        if not self.ready:
+            answers = self._collect(SETUP)
+            if any(a != ("ready",) for a in answers):
+                with open(self.log) as log:
+                    raise RuntimeError(f"the ranks did not start: {answers}\n{log.read()[-3000:]}")
+            self.ready = True
+
+    def ask(self, what: str, fault: faults.Fault, limit: float) -> list[tuple]:
+        """Of each rank, what it answered, or ("hung",), or ("ended", exit status)."""
+        self.wait()
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((what, fault.seed, fault.index))
+        return self._collect(limit)
+
+    def _collect(self, limit: float) -> list[tuple]:
+        found: list[tuple | None] = [None, None]
+        until = time.monotonic() + limit
+        while None in found and (left := until - time.monotonic()) > 0:
+            waiting = {self.pipes[r]: r for r in range(2) if found[r] is None}
+            for pipe in connection.wait(list(waiting), left):
+                rank = waiting[pipe]
+                try:
+                    found[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(2)
+                    found[rank] = "ended", self.processes[rank].exitcode
+        return [f or ("hung",) for f in found]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def outcomes(numbers: Iterable[tuple[int, int]], device: str, checkpoints: dict[str, str], log: str,
+             limit: float = LIMIT) -> Iterator[tuple[faults.Fault, str, str]]:
+    """Each fault (seed, index) with its verdict and, in words, how it came to it."""
+    pair = Pair(device, checkpoints, log)
+    spare = Pair(device, checkpoints, log) if device == "cuda" else None  # starting one takes long there
+    try:
+        for seed, index in numbers:
+            fault = faults.draw(seed, index)
+            before = pair.ask("control", fault, SETUP)
+            answers = pair.ask("fault", fault, limit)
+            broken = any(a[0] in ("hung", "ended") or device == "cuda" and a[:2] == ("raised", "foreign") for a in answers)
+            verdict, how = _verdict(fault, before, answers, device)
+            if not broken:
+                if fault.rebuild:
+                    pair.ask("build", fault, SETUP)
+                after = pair.ask("control", fault, limit)
+                if after != before:
+                    broken = True
+                    if verdict in ("right", "clear error"):
+                        verdict, how = "wrong", f"left the ranks out of step: the next forward {after}, before {before}; {how}"
+            yield fault, verdict, how
+            if broken:
+                pair.stop()
+                pair = spare or Pair(device, checkpoints, log)
+                spare = Pair(device, checkpoints, log) if device == "cuda" else None
+    finally:
+        for p in (pair, spare):
+            if p is not None:
+                p.stop()
+
+
+def _verdict(fault: faults.Fault, before: list[tuple], answers: list[tuple], device: str) -> tuple[str, str]:
+    said = "; ".join(f"rank {r}: {' '.join(map(str, a))}" for r, a in enumerate(answers))
+    if any(a[0] != "answer" for a in before) or before[0][1] != before[1][1]:
+        return "wrong", f"without a fault: {before}"
+    kinds = [a[0] for a in answers]
+    if "hung" in kinds:
+        return "hung", said
+    if "ended" in kinds and device == "cpu":
+        return "crashed", said
+    answered = [a for a in answers if a[0] == "answer"]
+    if len(answered) == 2:
+        if fault.must == REFUSE:
+            return "wrong", f"answered; {said}"
+        same = [a[1] for a in answers] == [a[1] for a in before]
+        return ("right", "") if same else ("wrong", f"other bits than without; {said}")
+    if answered:
+        return "wrong", f"one rank answered; {said}"
+    if fault.must == ANSWER:
+        return "wrong", f"refused a valid call; {said}"
+    if device == "cpu" and answers[1 - fault.rank][1] != "alignkit":
+        return "obscure", said
+    return "clear error", said

@@ -1,0 +1,10 @@
+"""What the ranks import, imported once, before they are forked."""
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.parallel_state
+    import megatron.core.tensor_parallel
+
+assert megatron

@@ -1,0 +1,532 @@
+"""Well-formed calls of each public op: their arguments drawn, and what is known of each argument."""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from alignkit import backends, ops
+from alignkit.ops import gated_delta_rule as gdr
+from alignkit.ops import library
+from alignkit.ops.linear_logp import token_logp
+from alignkit.tp import TP
+
+FLOATS = (torch.float32, torch.bfloat16)
+HALVES = (*FLOATS, torch.float16)
+INTS = (torch.int32, torch.int64)
+
+
+@dataclass
+class Tensor:
+    """A tensor argument."""
+
+    value: torch.Tensor | None
+    bound: tuple[int, ...] = ()
+    """Dimensions that do not fit if they alone are another size."""
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    group: str = "x"
+    """Arguments of one group are of one type."""
+    ndim: bool = False
+    """Whether the number of dimensions is given."""
+    optional: bool = False
+    leaf: bool = False
+    """Whether the op has a gradient for it."""
+    written: bool = False
+    """Whether the op writes into it."""
+    finite: bool = False
+    """Whether the values may not be NaN or infinite."""
+
+
+@dataclass
+class Scalar:
+    """Another argument. kind: one of `draw.KINDS`."""
+
+    value: Any
+    kind: str
+    optional: bool = False
+    bad: tuple = ()
+    """Values out of range, beside those of its kind."""
+
+
+@dataclass
+class Problem:
+    """A call within the documented range: `call(**values)`."""
+
+    op: str
+    call: Callable
+    given: dict[str, Tensor | Scalar]
+    faults: list[tuple[str, Callable[[dict], None], tuple[str, ...]]] = field(default_factory=list)
+    """Wrong values of this op's own: what, a function that puts them into the arguments, and which of them it may blame."""
+    reference: Callable | None = None
+    """What gives the expected result; `call` if None."""
+    forward_only: bool = False
+    schema: str = ""
+    """Of a torch custom op: how the dispatcher's own errors about arguments begin."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor arguments that are given."""
+        return {n: a for n, a in self.given.items() if isinstance(a, Tensor) and a.value is not None}
+
+
+class Source:
+    """Draws of one call: numbers from `rng`, values of tensors from a generator of torch's."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.generator = torch.Generator(device="cpu").manual_seed(rng.getrandbits(62))
+        self.style = rng.choices(("normal", "large", "tiny", "extreme", "special", "zeros"), (60, 8, 10, 6, 10, 6))[0]
+
+    def chance(self, p: float) -> bool:
+        return self.rng.random() < p
+
+    def size(self, most: int, least: int = 1) -> int:
+        """A size, small ones more often; 0 only where `least` is."""
+        if least == 0 and self.chance(0.05):
+            return 0
+        return min(most, int(self.rng.expovariate(3 / most)) + 1)
+
+    def lead(self, least: int = 0) -> list[int]:
+        """Dimensions in front of the last."""
+        n = max(least, self.rng.choice((0, 1, 1, 1, 2, 2, 3)))
+        return [self.size(5, 0) for _ in range(n)]
+
+    def floats(self, *shape: int, dtype: torch.dtype = torch.float32, finite: bool = False) -> torch.Tensor:
+        """Values of this call's style."""
+        t = torch.randn(shape, generator=self.generator, device="cpu", dtype=torch.float32)
+        if self.style == "large":
+            t *= 1e4
+        elif self.style == "tiny":
+            t *= 2.0 ** torch.randint(-149, -118, shape, generator=self.generator, device="cpu")
+        elif self.style == "extreme":
+            top = torch.finfo(dtype).max if not finite else 1e15
+            t = torch.where(self._some(shape, 0.2), t.sign() * top, t)
+        elif self.style == "special" and not finite:
+            for value in (float("nan"), float("inf"), float("-inf"), -0.0):
+                t = torch.where(self._some(shape, 0.03), value, t)
+        elif self.style == "zeros":
+            t = torch.where(self._some(shape, 0.7), t * 0.0, t)
+        return t.to(dtype)
+
+    def _some(self, shape, p: float) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator, device="cpu") < p
+
+    def ints(self, shape, low: int, high: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """In [low, high)."""
+        return torch.randint(low, high, tuple(shape), generator=self.generator, device="cpu", dtype=dtype)
+
+    def dtype(self, dtypes=FLOATS) -> torch.dtype:
+        return self.rng.choice(dtypes)
+
+    def starts(self, rows: int, sequences: int) -> list[int]:
+        """The first of `rows` rows of each of `sequences` sequences, some empty, then `rows`."""
+        return [0, *sorted(self.rng.randint(0, rows) for _ in range(sequences - 1)), rows]
+
+
+def _set(name: str, value: Callable[[torch.Tensor], Any]):
+    """A fault that gives argument `name` another value, made from what it was."""
+    def put(args):
+        args[name] = value(args[name])
+    return put
+
+
+def _poke(name: str, value, s: Source):
+    """A fault that writes `value` somewhere into the integers `name`."""
+    def put(args):
+        t = args[name] = args[name].clone()
+        at = tuple(s.rng.randrange(n) for n in t.shape)
+        t[at] = value
+    return put
+
+
+def _parallel(s: Source, x_ndim: int) -> dict[str, Scalar]:
+    return {"tp": Scalar(s.rng.choice((None, TP(None))), "tp"),
+            "sequence_parallel": Scalar(x_ndim >= 2 and s.chance(0.3), "flag")}
+
+
+def _layer(s: Source, row: bool) -> dict[str, Tensor]:
+    dtype, lead = s.dtype(HALVES), s.lead()
+    k = s.rng.choice((s.size(40), 16 * s.size(6))) if row else s.size(40)
+    n = s.size(24)
+    return {"x": Tensor(s.floats(*lead, k, dtype=dtype), (len(lead),), HALVES, leaf=True),
+            "weight": Tensor(s.floats(n, k, dtype=dtype), (1,), HALVES, ndim=True, leaf=True),
+            "bias": Tensor(s.floats(n, dtype=dtype) if s.chance(0.5) else None, (0,), HALVES, ndim=True, optional=True,
+                           leaf=True)}
+
+
+def _empty_weight(args):
+    args["weight"] = args["weight"][:, :0]
+    args["x"] = args["x"][..., :0]
+
+
+def linear(s: Source) -> Problem:
+    row = s.chance(0.4)
+    given: dict = _layer(s, row)
+    x = given["x"].value
+    given |= _parallel(s, x.ndim)
+    given["out_dtype"] = Scalar(s.rng.choice((None, x.dtype, torch.float32)), "dtype", bad=tuple(
+        {torch.float16, torch.bfloat16, torch.float64} - {x.dtype}))
+    faults = [("empty weight", _empty_weight, ("weight", "x")),
+              ("no rows of weight", _set("weight", lambda w: w[:0]), ("weight", "bias"))]
+    name = "row_parallel_linear" if row else "linear"
+    return Problem(name, getattr(ops, name), given, faults)
+
+
+def rms_norm(s: Source) -> Problem:
+    dtype, lead, h = s.dtype(), s.lead(), s.size(48)
+    last = len(lead)
+    given = {"x": Tensor(s.floats(*lead, h, dtype=dtype), (last,), leaf=True),
+             "weight": Tensor(s.floats(h, dtype=dtype), (0,), ndim=True, leaf=True),
+             "eps": Scalar(10 ** s.rng.uniform(-12, 0), "positive"),
+             "residual": Tensor(s.floats(*lead, h, dtype=dtype) if s.chance(0.4) else None, tuple(range(last + 1)),
+                                optional=True, leaf=True),
+             "zero_centered": Scalar(s.chance(0.3), "flag")}
+
+    def empty(args):
+        for name in ("x", "weight", "residual"):
+            if args[name] is not None:
+                args[name] = args[name][..., :0]
+    return Problem("rms_norm", ops.rms_norm, given, [("no columns", empty, ("x", "weight"))])
+
+
+def rope_table(s: Source) -> Problem:
+    """The base is drawn from so many that no draw meets another's in the op's cache."""
+    given = {"head_dim": Scalar(2 * s.size(16), "positive int", bad=(7, 3)),
+             "max_position": Scalar(s.size(40), "positive int"),
+             "base": Scalar(s.rng.uniform(1.1, 1e6), "positive"),
+             "device": Scalar(s.rng.choice(("cpu", torch.device("cpu"))), "device")}
+    return Problem("rope_table", ops.rope_table, given)
+
+
+def _rotation(s: Source, names: tuple[str, ...]) -> dict[str, Tensor]:
+    dtype, t, d, positions = s.dtype(), s.size(6, 0), 2 * s.size(12), s.size(20)
+    table = ops.rope_table(d, positions, 10000.0).clone() if s.chance(0.7) else s.floats(positions, d)
+    given = {name: Tensor(s.floats(t, s.size(4), d, dtype=dtype), (0, 2), ndim=True, leaf=True, group=name)
+             for name in names}
+    return given | {"positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),
+                    "table": Tensor(table, (1,), (torch.float32,), "table", ndim=True)}
+
+
+def _rotation_faults(s: Source, given, names: tuple[str, ...]) -> list:
+    table, faults = given["table"].value, []
+    if given["positions"].value.numel():
+        for value in (-1, len(table), 2**40, -2**62):
+            faults.append((f"position {value}", _poke("positions", value, s), ("positions",)))
+
+    def odd(args):
+        for name in (*names, "table"):
+            args[name] = args[name][..., :-1]
+    return [*faults, ("odd head_dim", odd, (*names, "table", "head_dim"))]
+
+
+def rope(s: Source) -> Problem:
+    given = _rotation(s, ("x",))
+    return Problem("rope", ops.rope, given, _rotation_faults(s, given, ("x",)))
+
+
+def rope_of_table(s: Source) -> Problem:
+    """With a table that the op has made, and keeps, in whatever state the process is."""
+    t, d, positions = s.size(6, 0), 2 * s.size(12), s.size(20)
+
+    def call(x, positions, head_dim, max_position, base):
+        return ops.rope(x, positions, ops.rope_table(head_dim, max_position, base))
+    given = {"x": Tensor(s.floats(t, s.size(4), d, dtype=s.dtype()), (0, 2), ndim=True, leaf=True),
+             "positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),
+             "head_dim": Scalar(d, "positive int", bad=(d + 2, 7)), "max_position": Scalar(positions, "positive int"),
+             "base": Scalar(s.rng.uniform(1.1, 1e6), "positive")}
+    return Problem("rope", call, given)
+
+
+def silu_mul(s: Source) -> Problem:
+    dtype, shape = s.dtype(), [*s.lead(), s.size(40, 0)]
+    given = {name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True) for name in ("gate", "up")}
+    return Problem("silu_mul", ops.silu_mul, given)
+
+
+def _starts_faults(s: Source, name: str, rows: int) -> list:
+    def of(values):
+        return lambda t: torch.tensor(values(t.tolist()), dtype=t.dtype)
+    return [(f"{name} ends late", _set(name, of(lambda v: [*v[:-1], rows + 1 + s.size(5)])), (name,)),
+            (f"{name} begins late", _set(name, of(lambda v: [1 + s.size(3), *v[1:]])), (name,)),
+            (f"{name} begins before 0", _set(name, of(lambda v: [-s.size(9), *v[1:]])), (name,)),
+            (f"{name} decreases", _set(name, of(lambda v: [0, rows + s.size(3), *v[1:]])),
+             (name, "seq_lens", "block_table", "dht")),
+            (f"{name} is empty", _set(name, lambda t: t[:0]), (name, "seq_lens", "block_table"))]
+
+
+def attention(s: Source) -> Problem:
+    dtype, t, d, kv = s.dtype(), s.rng.choice((s.size(12, 0), s.size(70))), s.size(16), s.size(3)
+    hq = kv * s.size(3)
+    if t > 16:
+        d, kv, hq = min(d, 4), 1, 1
+    starts = torch.tensor(s.starts(t, s.size(4)), dtype=s.dtype(INTS), device="cpu")
+    if t == 0 and s.chance(0.3):
+        starts = starts[:1]
+    given = {"q": Tensor(s.floats(t, hq, d, dtype=dtype), (0, 2), ndim=True, leaf=True),
+             "k": Tensor(s.floats(t, kv, d, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
+             "v": Tensor(s.floats(t, kv, d, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
+             "cu_seqlens": Tensor(starts, (), INTS, "starts", ndim=True),
+             "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 3))), "positive", optional=True)}
+    faults = [*_starts_faults(s, "cu_seqlens", t),
+              ("cu_seqlens ends early", _set("cu_seqlens", lambda c: torch.tensor([0, t - 1])), ("cu_seqlens",)),
+              ("no head_dim", lambda a: a.update({n: a[n][..., :0] for n in "qkv"}), ("q", "k", "v")),
+              ("no kv heads", lambda a: a.update({n: a[n][:, :0] for n in "kv"}), ("k", "v"))]
+    return Problem("attention", ops.attention, given, faults)
+
+
+def paged_attention(s: Source) -> Problem:
+    dtype, d, kv, batch, block = s.dtype(), s.size(12), s.size(3), s.size(4), s.size(5)
+    hq = kv * s.size(3)
+    lens = [s.size(9) for _ in range(batch)]
+    queries = [s.rng.choice((0, 1, s.rng.randint(0, n))) for n in lens]
+    needed = [-(-n // block) for n in lens]
+    width, blocks = max(needed) + s.rng.choice((0, 2)), sum(needed) + s.rng.choice((0, 2))
+    order = s.rng.sample(range(blocks), blocks)
+    table = torch.full((batch, width), s.rng.choice((0, -1, 10**6)), dtype=s.dtype(INTS), device="cpu")
+    for row, n in enumerate(needed):
+        table[row, :n] = torch.tensor([order.pop() for _ in range(n)])
+    rows, used = sum(queries) + s.rng.choice((0, 0, 3)), sum(queries)
+    starts = [0]
+    for n in queries:
+        starts.append(starts[-1] + n)
+    out = torch.zeros(rows, hq, d, dtype=dtype, device="cpu") if s.chance(0.4) else None
+    given = {"q": Tensor(s.floats(rows, hq, d, dtype=dtype), (2,), ndim=True),
+             "k_cache": Tensor(s.floats(blocks, block, kv, d, dtype=dtype), (0, 1, 2, 3), ndim=True),
+             "v_cache": Tensor(s.floats(blocks, block, kv, d, dtype=dtype), (0, 1, 2, 3), ndim=True),
+             "block_table": Tensor(table, (0,), INTS, "table", ndim=True),
+             "query_start_loc": Tensor(torch.tensor(starts, dtype=s.dtype(INTS), device="cpu"), (0,), INTS, "starts",
+                                       ndim=True),
+             "seq_lens": Tensor(torch.tensor(lens, dtype=s.dtype(INTS), device="cpu"), (0,), INTS, "lens", ndim=True),
+             "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 3))), "positive", optional=True),
+             "out": Tensor(out, (0, 1, 2), ndim=True, optional=True, written=True)}
+    at = s.rng.randrange(batch)
+
+    def block_of(value):
+        def put(args):
+            args["block_table"] = args["block_table"].clone()
+            args["block_table"][at, 0] = value
+        return put
+    faults = [*_starts_faults(s, "query_start_loc", rows),
+              ("a block too high", block_of(blocks + s.size(9)), ("block_table",)),
+              ("a negative block", block_of(-s.size(9)), ("block_table",)),
+              ("a long sequence", _poke("seq_lens", width * block + s.size(9), s), ("seq_lens",)),
+              ("a huge sequence", _poke("seq_lens", 2**31 - 1, s), ("seq_lens",)),
+              ("a negative length", _poke("seq_lens", -s.size(9), s), ("seq_lens",))]
+    if queries[at]:
+        def short(args):
+            args["seq_lens"] = args["seq_lens"].clone()
+            args["seq_lens"][at] = queries[at] - 1
+        faults.append(("a length below its queries", short, ("seq_lens",)))
+    if used and out is not None:
+        for what, alias in (("q", lambda a: a["q"].detach()), ("k_cache", lambda a: a["k_cache"].flatten()[:out.numel()])):
+            if what == "q" or given["k_cache"].value.numel() >= out.numel():
+                faults.append((f"out shares memory with {what}", lambda a, f=alias: a.update(out=f(a).view(out.shape)),
+                               ("out",)))
+        if out.numel() > 1:
+            faults.append(("out overlaps itself",
+                           lambda a: a.update(out=torch.zeros((), dtype=dtype).expand(out.shape)), ("out",)))
+    return Problem("paged_attention", ops.paged_attention, given, faults)
+
+
+def _temperature(s: Source, rows) -> Tensor | Scalar:
+    """1, a number, a tensor without dimensions, or one per row."""
+    kind = s.rng.choice(("one", "one", "number", "number", "0-dim", "rows"))
+    if kind == "one":
+        return Scalar(1.0, "positive finite")
+    if kind == "number":
+        return Scalar(10 ** s.rng.uniform(-1, 1), "positive finite")
+    t = torch.rand(() if kind == "0-dim" else tuple(rows), generator=s.generator, device="cpu") + 0.3
+    return Tensor(t, tuple(range(len(rows))), (torch.float32,), "temperature", finite=True)
+
+
+def _target(s: Source, rows, vocab: int, ignore: int) -> torch.Tensor:
+    t = s.ints(rows, 0, vocab)
+    return torch.where(s._some(tuple(rows), 0.2), ignore, t)
+
+
+def _value_faults(s: Source, given, vocab: int) -> list:
+    faults = []
+    if "target" in given and given["target"].value.numel():
+        for value in (vocab, vocab + s.size(1000), -1 if given["ignore_index"].value != -1 else -2, 2**62, -2**63):
+            faults.append((f"target {value}", _poke("target", value, s), ("target",)))
+    t = given["temperature"]
+    if isinstance(t, Tensor) and t.value.numel():
+        for value in (0.0, -1.0, float("nan"), float("inf")):
+            faults.append((f"temperature {value} in a tensor", _poke("temperature", value, s), ("temperature",)))
+    return faults
+
+
+def _given_rows(s: Source, rows, vocab: int) -> dict:
+    """What linear_logp and logp_from_logits take per row and of the vocabulary."""
+    ignore = s.rng.choice((-100, -100, -1, vocab + 5, s.rng.randrange(vocab)))
+    size = s.rng.choice((None, vocab, s.rng.randint(1, vocab)))
+    target = _target(s, rows, size or vocab, ignore)
+    return {"target": Tensor(target, tuple(range(len(rows))), (torch.int64,), "target"),
+            "temperature": _temperature(s, rows),
+            "ignore_index": Scalar(ignore, "int"),
+            "vocab_size": Scalar(size, "positive int", optional=True, bad=(vocab + 1, 6.5)),
+            "vocab_start": Scalar(0, "int", bad=(1, -1, 128)),
+            "tp": Scalar(s.rng.choice((None, TP(None))), "tp"),
+            "return_entropy": Scalar(s.chance(0.5), "flag")}
+
+
+def _vocab(s: Source) -> int:
+    return s.rng.choice((s.size(40), s.size(130), 128, 129, s.size(300)))
+
+
+def linear_logp(s: Source) -> Problem:
+    dtype, lead, d, vocab = s.dtype(), s.lead(), s.size(16), _vocab(s)
+    per_row = _given_rows(s, lead, vocab)
+    main_grad = s.floats(vocab, d, finite=True) if s.chance(0.25) else None
+    given = {"hidden": Tensor(s.floats(*lead, d, dtype=dtype, finite=True), (len(lead),), leaf=True, finite=True),
+             "weight": Tensor(s.floats(vocab, d, dtype=dtype), (1,), ndim=True, leaf=True),
+             "bias": Tensor(s.floats(vocab, dtype=dtype) if s.chance(0.4) else None, (0,), ndim=True, optional=True,
+                            leaf=True),
+             "soft_cap": Scalar(s.rng.choice((None, None, s.rng.uniform(1, 50))), "positive", optional=True),
+             "logit_scale": Scalar(s.rng.choice((1.0, 1.0, s.rng.uniform(-2, 2))), "finite"),
+             "keep_logits": Scalar(s.chance(0.3), "flag"),
+             "main_grad": Tensor(main_grad, (0, 1), (torch.float32,), "main_grad", ndim=True, optional=True, written=True),
+             "workspace": Scalar(s.rng.choice((None, None, s.rng.randint(1, 10**5))), "positive int", optional=True),
+             **per_row}
+    limit = per_row["vocab_size"].value or vocab
+    faults = _value_faults(s, given, limit)
+    if given["hidden"].value.numel():
+        for value in (float("nan"), float("inf")):
+            faults.append((f"hidden {value}", _poke("hidden", value, s), ("hidden",)))
+    if main_grad is not None:
+        faults.append(("main_grad is weight", lambda a: a.update(main_grad=a["weight"].detach()), ("main_grad",)))
+        if main_grad.numel() > 1:
+            faults.append(("main_grad overlaps itself",
+                           lambda a: a.update(main_grad=torch.zeros(1, 1).expand(vocab, d)), ("main_grad",)))
+            faults.append(("main_grad is transposed",
+                           lambda a: a.update(main_grad=torch.zeros(d, vocab).t()), ("main_grad",)))
+    return Problem("linear_logp", ops.linear_logp, given, faults)
+
+
+def logp_from_logits(s: Source) -> Problem:
+    dtype, lead, vocab = s.dtype(), s.lead(), _vocab(s)
+    per_row = _given_rows(s, lead, vocab)
+    given = {"logits": Tensor(s.floats(*lead, vocab, dtype=dtype), tuple(range(len(lead))), leaf=True), **per_row}
+    return Problem("logp_from_logits", ops.logp_from_logits, given,
+                   _value_faults(s, given, per_row["vocab_size"].value or vocab))
+
+
+def head_logits(s: Source) -> Problem:
+    dtype, lead, d, vocab = s.dtype(), s.lead(), s.size(24), _vocab(s)
+    given = {"hidden": Tensor(s.floats(*lead, d, dtype=dtype), (len(lead),)),
+             "weight": Tensor(s.floats(vocab, d, dtype=dtype), (1,), ndim=True),
+             "bias": Tensor(s.floats(vocab, dtype=dtype) if s.chance(0.4) else None, (0,), ndim=True, optional=True),
+             "soft_cap": Scalar(s.rng.choice((None, None, s.rng.uniform(1, 50))), "positive", optional=True),
+             "logit_scale": Scalar(s.rng.choice((1.0, 1.0, s.rng.uniform(-2, 2))), "finite")}
+    return Problem("head_logits", ops.head_logits, given)
+
+
+def log_softmax(s: Source) -> Problem:
+    lead, vocab = s.lead(), _vocab(s)
+    given = {"logits": Tensor(s.floats(*lead, vocab, dtype=s.dtype())), "temperature": _temperature(s, lead),
+             "vocab_size": Scalar(s.rng.choice((None, s.rng.randint(1, vocab))), "positive int", optional=True,
+                                  bad=(vocab + 1, 6.5))}
+    if isinstance(given["temperature"], Tensor) and given["temperature"].value.ndim:
+        given["logits"].bound = tuple(range(len(lead)))
+    return Problem("log_softmax", ops.log_softmax, given, _value_faults(s, given, vocab))
+
+
+def token_logp_(s: Source) -> Problem:
+    lead, vocab = s.lead(), _vocab(s)
+    ids = s.ints([*lead, s.size(6, 0)], 0, vocab, s.dtype(INTS))
+    given = {"logits": Tensor(s.floats(*lead, vocab, dtype=s.dtype()), tuple(range(len(lead)))),
+             "token_ids": Tensor(ids, tuple(range(len(lead))), INTS, "ids", ndim=True),
+             "temperature": _temperature(s, lead)}
+    faults = _value_faults(s, given, vocab)
+    if ids.numel():
+        for value in (-1, vocab, 2**31 - 1):
+            faults.append((f"id {value}", _poke("token_ids", value, s), ("token_ids",)))
+    return Problem("token_logp", token_logp, given, faults)
+
+
+def gated_delta_rule(s: Source) -> Problem:
+    dtype, heads_k = s.dtype(HALVES), s.size(2)
+    k, v = s.rng.choice((64, 64, 128)), s.rng.choice((64, 64, 128))
+    heads, packed, t = heads_k * s.size(2), s.chance(0.5), s.rng.choice((s.size(20), s.size(140)))
+    batch = 1 if packed else s.size(2)
+    starts = s.starts(t, s.size(3)) if packed else None
+    sequences = len(starts) - 1 if starts else batch
+    v_first = s.chance(0.3)
+    state = (sequences, heads, *((v, k) if v_first else (k, v)))
+    counted = sum(-(-(b - a) // 64) for a, b in zip(starts, starts[1:])) if starts else None
+
+    def rows(width: int, of: int = heads) -> Tensor:
+        return Tensor(s.floats(batch, t, of, width, dtype=dtype) * 0.1, (0, 1, 2, 3), HALVES, ndim=True)
+
+    def optional(*shape: int) -> Tensor:
+        value = -s.floats(*shape).abs() * 0.05 if s.chance(0.5) else None
+        return Tensor(value, tuple(range(len(shape))), (torch.float32,), "gates", ndim=True, optional=True)
+    given = {"q": rows(k, heads_k), "k": rows(k, heads_k), "w": rows(k), "do": rows(v), "dv": rows(v),
+             "g": optional(batch, t, heads), "gk": optional(batch, t, heads, k), "dht": optional(*state),
+             "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 2))), "finite", optional=True),
+             "cu_seqlens": Tensor(torch.tensor(starts, dtype=s.dtype(INTS), device="cpu") if starts else None, (), INTS,
+                                  "starts", ndim=True, optional=True),
+             "num_chunks": Scalar(s.rng.choice((None, counted)), "positive int", optional=True,
+                                  bad=((counted or 0) + 1, counted - 1) if starts else (1, 2)),
+             "state_v_first": Scalar(v_first, "flag"), "base2": Scalar(s.chance(0.3), "flag"),
+             "need_dh0": Scalar(s.chance(0.5), "flag")}
+    faults = [*(_starts_faults(s, "cu_seqlens", t) if starts else ())]
+    return Problem("gated_delta_rule", gdr.chunk_gated_delta_rule_bwd_dhu, given, faults, forward_only=True)
+
+
+# torch.ops.alignkit: what engines that compile call.
+
+def _custom(name: str, given: dict, reference: Callable, faults=()) -> Problem:
+    return Problem(f"torch.ops.alignkit.{name}", getattr(torch.ops.alignkit, name), given, list(faults), reference,
+                   forward_only=True, schema=f"alignkit::{name}")
+
+
+def custom_linear(s: Source) -> Problem:
+    name = s.rng.choice(("linear", "row_parallel_linear"))
+    given: dict = _layer(s, name == "row_parallel_linear")
+    if name == "linear":
+        return _custom(name, given, ops.linear)
+    given["group"] = Scalar("", "group")
+    return _custom(name, given, lambda x, weight, bias, group: ops.row_parallel_linear(x, weight, bias))
+
+
+def custom_rms_norm(s: Source) -> Problem:
+    given = rms_norm(s).given
+    del given["zero_centered"]
+    if given["residual"].value is None:
+        del given["residual"]
+        return _custom("rms_norm", given, ops.rms_norm)
+    given["residual"].optional = False
+    return _custom("add_rms_norm", given, ops.rms_norm)
+
+
+def custom_rope_qk(s: Source) -> Problem:
+    given = _rotation(s, ("q", "k"))
+    return _custom("rope_qk", given, lambda q, k, positions, table: (
+        ops.rope(q, positions, table), ops.rope(k, positions, table)), _rotation_faults(s, given, ("q", "k")))
+
+
+def custom_silu_mul(s: Source) -> Problem:
+    return _custom("silu_mul", silu_mul(s).given, ops.silu_mul)
+
+
+PROBLEMS: dict[Callable[[Source], Problem], int] = {
+    linear: 12, rms_norm: 9, rope_table: 4, rope: 7, rope_of_table: 4, silu_mul: 7, attention: 10, paged_attention: 10, linear_logp: 14,
+    logp_from_logits: 9, head_logits: 5, log_softmax: 5, token_logp_: 6, gated_delta_rule: 6, custom_linear: 5,
+    custom_rms_norm: 4, custom_rope_qk: 4, custom_silu_mul: 3}
+"""How often each is drawn."""
+
+
+def problem(s: Source) -> Problem:
+    return s.rng.choices(list(PROBLEMS), list(PROBLEMS.values()))[0](s)
+
+
+def expected(p: Problem, args: dict[str, Any]) -> Any:
+    """What the reference backend gives for `args`."""
+    with backends.use("reference"):
+        return (p.reference or p.call)(**args)
+
+
+assert library  # registers torch.ops.alignkit
