@@ -117,6 +117,7 @@ def test_decisions(fresh, monkeypatch):
     capturing, asked, launched = [True], [], []
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", a.get_device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     answers = [None, lambda *addresses: launched.append(addresses)]
     monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: asked.append(p) or answers[p.accumulate])

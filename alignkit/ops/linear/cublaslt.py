@@ -354,6 +354,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: tor
     p = problem(a, b, bias, out, accumulate)
     if p is None or _library() is None:
         return False
+    if p.device != torch.cuda.current_device():  # where cuBLASLt would launch it
+        with torch.cuda.device(p.device):
+            return matmul(a, b, bias, out, accumulate, chain)
     try:
         launch = _launchers[p]
     except KeyError:
