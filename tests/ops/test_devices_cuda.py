@@ -1,5 +1,5 @@
-"""Tensors on a GPU that is not the current one: every op, forward and backward, has the bytes that it has on the current
-one, runs on the stream of the tensors' GPU, and leaves the current one as it was."""
+"""Tensors on a GPU that is not the current one: every op, forward and backward, has the bytes that it has on the
+current one, runs on the stream of the tensors' GPU, and leaves the current one as it was."""
 import pytest
 import torch
 
@@ -38,14 +38,16 @@ def products(on):
 
 def delta_rule(on):
     rows, rest = test_gated_delta_rule.problem(k_dim=128, v_dim=128, dtype=BF16, starts=[0, 30, 130])
-    rows, rest = ({name: t.to(on) if isinstance(t, torch.Tensor) else t for name, t in of.items()} for of in (rows, rest))
+    rows, rest = ({name: t.to(on) if isinstance(t, torch.Tensor) else t for name, t in of.items()}
+                  for of in (rows, rest))
     return list(test_gated_delta_rule.run(rows, rest))
 
 
 def both_rotated(on):
     torch.manual_seed(0)
     positions = torch.randint(500, (70,)).to(on)
-    return list(library.rope_qk(drawn(on, 70, 4, 64), drawn(on, 70, 2, 64), positions, ops.rope_table(64, 500, 1e6, on)))
+    q, k = drawn(on, 70, 4, 64), drawn(on, 70, 2, 64)
+    return list(library.rope_qk(q, k, positions, ops.rope_table(64, 500, 1e6, on)))
 
 
 def picked(on):

@@ -1,4 +1,4 @@
-"""Launches happen on the GPU of the tensors, not on the current one. Without a GPU: on devices that only say their number."""
+"""Launches happen on the GPU of the tensors, not on the current one. Without a GPU: of tensors that only name one."""
 import contextlib
 from unittest import mock
 
