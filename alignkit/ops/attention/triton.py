@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ... import contract
-from .._triton import EXACT, LOG2E, launch, next_power_of_2
+from .._triton import LOG2E, launch, next_power_of_2
 
 KV_BLOCK = contract.KV_BLOCK["sm90"]
 _PAD = tl.constexpr(128)
@@ -203,9 +203,9 @@ def _delta(DO, O, DELTA, STARTS, tokens, seqs, pads, HEADS: tl.constexpr, D: tl.
 
 
 @triton.jit(do_not_specialize=_VALUES)
-def _grad_q(Q, K, V, DO, SHIFT, DELTA, DQ, STARTS, factor, scale, tokens, seqs, tiles, pads, sqt: tl.constexpr, sqh,
-            skt: tl.constexpr, skh, svt: tl.constexpr, svh, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-            DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _grad_q(Q, K, V, DO, SHIFT, DELTA, DQ, STARTS, factor, scale, tokens, seqs, tiles, pads, sqh, skh, svh,
+            sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+            D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of queries as in `_tiles`, over their keys ascending."""
     hk = tl.program_id(0) % (HEADS // GROUP)
     tile = tiles - 1 - tl.program_id(0) // (HEADS // GROUP)
@@ -247,8 +247,8 @@ def _grad_q(Q, K, V, DO, SHIFT, DELTA, DQ, STARTS, factor, scale, tokens, seqs, 
 
 
 @triton.jit(do_not_specialize=_VALUES)
-def _grad_kv(Q, K, V, DO, SHIFT, DELTA, DK, DV, STARTS, factor, scale, tokens, seqs, tiles, pads, sqt: tl.constexpr,
-             sqh, skt: tl.constexpr, skh, svt: tl.constexpr, svh, GROUP: tl.constexpr, HEADS: tl.constexpr,
+def _grad_kv(Q, K, V, DO, SHIFT, DELTA, DK, DV, STARTS, factor, scale, tokens, seqs, tiles, pads, sqh, skh, svh,
+             sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
              D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr):
     """Tiles of keys, over the queries that see them ascending, one head of the group after the other."""
     tl.static_assert(BLOCK_N % BLOCK_I == 0, "a block of queries would end beyond the sequence's statistics")
@@ -326,10 +326,6 @@ def _shape(q, k) -> dict:
             "DP": max(16, next_power_of_2(q.shape[2]))}
 
 
-def _strides(q, k, v) -> tuple[int, ...]:
-    return (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-
-
 def _pads(tokens: int, seqs: int) -> int:
     """How many times _PAD statistics a head has; see `_statistics`."""
     return tokens // _PAD.value + seqs + 1
@@ -346,7 +342,7 @@ def forward(q, k, v, starts, scale, **schedule):
         options = _schedule("tiles", q, heads // kv, schedule)
         tiles = tokens // options["BLOCK_Q"] + seqs + 1
         _run(_tiles, tiles, (q, k, v, out, shift, starts, starts, starts, _factor(scale), tokens, seqs, tiles, pads, 0,
-                             0, 0, 0), q, k, v, {"PAGE": 0, "KEEP": True} | options)
+                             0, 0, 0), q, k, v, {"PAGE": 0, "KVB": KV_BLOCK, "KEEP": True} | options)
     return out, shift
 
 
@@ -362,19 +358,20 @@ def paged(q, k, v, block_table, starts, seq_lens, block_size, scale, out, short=
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs
     pages = k.shape[0] // block_size, width, block_table.stride(0), most
     programs = max(seqs, 1)
-    _run(_short, programs, (q, k, v, out, *lengths, programs, *pages), q, k, v, {"PAGE": block_size} | few)
+    _run(_short, programs, (q, k, v, out, *lengths, programs, *pages), q, k, v,
+         {"PAGE": block_size, "KVB": KV_BLOCK} | few)
     if not alone:
         many = _schedule("tiles", q, heads // kv, schedule)
         tiles = tokens // many["BLOCK_Q"] + seqs
         _run(_tiles, tiles, (q, k, v, out, out, *lengths, tiles, 0, *pages), q, k, v,
-             {"PAGE": block_size, "KEEP": False} | many)
+             {"PAGE": block_size, "KVB": KV_BLOCK, "KEEP": False} | many)
 
 
 def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
-    """Launch `kernel`, `_tiles` or `_short`, with `programs` for each head of k; `args` end where strides begin."""
+    """Launch `kernel`, any but `_delta`, with `programs` for each head of k; `args` end where strides begin."""
     strides = [t.stride() for t in (q, k, v)]
     constants = {name: of[0] for name, of in zip(("sqt", "skt", "svt"), strides)}
-    constants |= {"KVB": KV_BLOCK} | _shape(q, k) | options
+    constants |= _shape(q, k) | options
     own = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     launch(kernel, (programs * k.shape[1],), (*args, *(of[1] for of in strides)), own, **constants)
 
@@ -385,17 +382,17 @@ def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule
     seqs, kv = starts.shape[0] - 1, k.shape[1]
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if tokens:
-        shape, pads = _shape(q, k), _pads(tokens, seqs)
+        pads = _pads(tokens, seqs)
         delta = torch.zeros(heads, pads * _PAD.value, dtype=torch.float32, device=q.device)
-        _delta[((tokens // 64 + seqs + 1) * heads,)](d_out, out, delta, starts, tokens, seqs, pads, HEADS=heads, D=dim,
-                                                     DP=shape["DP"], R=64, num_warps=4, **EXACT)
+        launch(_delta, ((tokens // 64 + seqs + 1) * heads,), (d_out, out, delta, starts, tokens, seqs, pads),
+               {"num_warps": 4}, HEADS=heads, D=dim, DP=_shape(q, k)["DP"], R=64)
         by_query = _schedule("grad_q", q, heads // kv, schedule)
         by_key = _schedule("grad_kv", q, heads // kv, grad_kv or {})
 
         def values(tiles):
-            return starts, _factor(scale), scale, tokens, seqs, tiles, pads, *_strides(q, k, v)
+            return starts, _factor(scale), scale, tokens, seqs, tiles, pads
         tiles = tokens // by_query["BLOCK_Q"] + seqs + 1
-        _grad_q[(tiles * kv,)](q, k, v, d_out, shift, delta, dq, *values(tiles), **shape, **by_query, **EXACT)
+        _run(_grad_q, tiles, (q, k, v, d_out, shift, delta, dq, *values(tiles)), q, k, v, by_query)
         tiles = tokens // by_key["BLOCK_N"] + seqs + 1
-        _grad_kv[(tiles * kv,)](q, k, v, d_out, shift, delta, dk, dv, *values(tiles), **shape, **by_key, **EXACT)
+        _run(_grad_kv, tiles, (q, k, v, d_out, shift, delta, dk, dv, *values(tiles)), q, k, v, by_key)
     return dq, dk, dv

@@ -3,8 +3,8 @@
 An algorithm that takes all of k in one block of threads feeds the tensor core in ascending k, as the Triton kernel
 does. That is no promise of cuBLASLt's, so three things are asked for. No workspace: with it go the algorithms whose
 blocks hand partial sums to each other. No split of k and no reduction scheme in the algorithm's configuration. And
-proof: before its first use an algorithm computes a trial whose bytes must be the chain's; one that fails is refused,
-and the next of cuBLASLt's suggestions takes its place. Where none is left, `matmul` declines.
+proof: before its first use at a k, an algorithm computes a trial of that k, whose bytes must be the chain's; one that
+fails is refused, and the next of cuBLASLt's suggestions takes its place. Where none is left, `matmul` declines.
 
 Having no workspace also means that calls share nothing: any stream will do, and a CUDA graph may be captured.
 """
@@ -34,6 +34,10 @@ _CONFIG = {"id": 0, "tile": 1, "stages": 6, "cluster": 8, "swizzle": 4, "custom"
 _NOT_SUPPORTED = 15
 _SUGGESTIONS = 16
 """How many algorithms cuBLASLt is asked for."""
+_TRIAL_OUTPUTS, _FEWEST_OUTPUTS = (512, 2048), (128, 512)
+"""Rows and columns of a trial at most, and of one with the longest k."""
+_TRIAL_VALUES = 1 << 26
+"""Of both operands of a trial."""
 _ALIGNMENT = 16
 """Bytes; pointers and rows that start elsewhere are left to the Triton kernel."""
 
@@ -239,11 +243,16 @@ def configuration(algorithm: bytes) -> dict[str, int]:
 
 
 def _trial_of(p: Problem) -> Problem:
-    """A small problem of p's kind: the algorithm's order of k does not depend on how many outputs there are, and has
-    shown itself after 1024."""
-    m, n = (min(1 << (size - 1).bit_length(), most) for size, most in ((p.m, 512), (p.n, 2048)))
-    k = min(p.k, 1024 + p.k % 64)
-    return p._replace(m=m, n=n, k=k, lda=_aligned(k if p.a_by_k else m), ldb=_aligned(k if p.b_by_k else n),
+    """A problem of p's kind with its k and fewer outputs. What an algorithm does along k may depend on k, by a limit that
+    only a long one reaches. On m and n it does not depend: its tile is a part of its configuration, and if it cut k at
+    all, it would where tiles are too few to keep the device busy, as here. Operands grow with k, so beyond 26214 there
+    are fewer outputs, down to 128 x 512, which are several tiles of cuBLASLt's still: 128 MiB of operands until k is
+    104857, and never more than twice p's own."""
+    most_m, most_n = _TRIAL_OUTPUTS
+    while (most_m + most_n) * p.k > _TRIAL_VALUES and (most_m, most_n) != _FEWEST_OUTPUTS:
+        most_m, most_n = most_m // 2, most_n // 2
+    m, n = (min(1 << (size - 1).bit_length(), most) for size, most in ((p.m, most_m), (p.n, most_n)))
+    return p._replace(m=m, n=n, lda=_aligned(p.k if p.a_by_k else m), ldb=_aligned(p.k if p.b_by_k else n),
                       ldc=_aligned(n))
 
 
@@ -255,24 +264,27 @@ def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
     def random(*shape, dtype=p.dtype):
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-    a, b = random(p.m, p.k), random(p.n, p.k)
-    order = torch.randperm(p.k, device=device, generator=generator)
-    half = p.k // 2
-    first, second = order[:half], order[half:2 * half]
-    a[:, second] = a[:, first]
-    b[::2, second] = -b[::2, first]
-    a[:, order[2 * half:]] *= 2.0**-20
-    out = random(p.m, p.ldc, dtype=p.out_dtype)[:, :p.n]
 
     def laid_out(t, by_k, ld):
         rows, columns = t.shape if by_k else t.shape[::-1]
         made = torch.empty(rows, ld, dtype=t.dtype, device=device)[:, :columns]
         return (made if by_k else made.t()).copy_(t)
+    order = torch.randperm(p.k, device=device, generator=generator)
+    half = p.k // 2
+    first, second = order[:half], order[half:2 * half]
+    a = random(p.m, p.k)
+    a[:, second] = a[:, first]
+    a[:, order[2 * half:]] *= 2.0**-20
+    a = laid_out(a, p.a_by_k, p.lda)
+    b = random(p.n, p.k)
+    b[::2, second] = -b[::2, first]
+    b = laid_out(b, p.b_by_k, p.ldb)
+    out = random(p.m, p.ldc, dtype=p.out_dtype)[:, :p.n]
     # Where the sum is nothing but rounding, so is the bias, which would hide it; elsewhere their sum must be rounded once.
     bias = random(p.n, dtype=p.out_dtype) if p.bias else None
     if bias is not None:
         bias[::2] *= 2.0**-20
-    return laid_out(a, p.a_by_k, p.lda), laid_out(b, p.b_by_k, p.ldb), bias, out
+    return a, b, bias, out
 
 
 def _passes(algorithm: bytes, trial: Problem, chain: Callable) -> bool:
@@ -294,13 +306,13 @@ def _stream(device: int) -> int:
 
 
 _verdicts: dict[tuple[bytes, Problem], bool] = {}
-"""By algorithm and trial."""
+"""By algorithm and trial, and so by k."""
 _algorithms: dict[Problem, bytes | None] = {}
 """By problem of `_rounded` rows."""
 _launchers: dict[Problem, Launcher | None] = {}
 """By problem; None where every suggestion was refused."""
-_MOST_LAUNCHERS = 16384
-"""Then they are looked up anew: a server meets ever new numbers of rows."""
+_MOST = 16384
+"""Of each; then they are looked up anew: a server meets ever new numbers of rows, and packed training ever new k."""
 
 
 def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator[bytes]:
@@ -310,6 +322,8 @@ def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator
         if says["split_k"] not in (0, 1) or says["reduction"]:
             continue
         if (algorithm, trial) not in _verdicts:
+            if len(_verdicts) >= _MOST:
+                _verdicts.clear()
             _verdicts[algorithm, trial] = _passes(algorithm, trial, chain)
             if not _verdicts[algorithm, trial]:
                 _log.info("cuBLASLt algorithm %s is refused for %s: its bits are not the chain's", says, trial)
@@ -354,12 +368,15 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: tor
     p = problem(a, b, bias, out, accumulate)
     if p is None or _library() is None:
         return False
+    if p.device != torch.cuda.current_device():  # where cuBLASLt would launch it
+        with torch.cuda.device(p.device):
+            return matmul(a, b, bias, out, accumulate, chain)
     try:
         launch = _launchers[p]
     except KeyError:
         if torch.cuda.is_current_stream_capturing():
             return False
-        if len(_launchers) >= _MOST_LAUNCHERS:
+        if len(_launchers) >= _MOST:
             _launchers.clear()
             _algorithms.clear()
         launch = _launchers[p] = _decide(p, chain)

@@ -152,7 +152,8 @@ def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Oper
         return None
     tiles = triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLS.value)
     grid = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
-    launch = Launch(_matmul, (grid, 1, 1), (m, n, k // leaves // STEP.value, leaves, bias is not None), num_warps=4)
+    rest = (m, n, k // leaves // STEP.value, leaves, bias is not None)
+    launch = Launch(device, _matmul, (grid, 1, 1), rest, num_warps=4)
     return launch, _block(ROWS, STEP, a[2]), _block(COLS, STEP, b[2]), _block(ROWS, COLS, out[2])
 
 
@@ -160,7 +161,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | N
     """out [M, N] = a [M, K] . b [N, K]^T by `leaves` chains and their tree, plus bias [N]. False, and nothing done, for types
     other than bf16 (out: also fp32), leaves that are no multiple of 64, and strides or addresses that the device's copy
     engine does not take."""
-    chosen = _choose(torch.cuda.current_device(), operand(a), operand(b), operand(bias), operand(out), leaves)
+    chosen = _choose(out.get_device(), operand(a), operand(b), operand(bias), operand(out), leaves)
     if chosen is None:
         return False
     launch, *blocks = chosen

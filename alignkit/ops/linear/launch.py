@@ -27,15 +27,18 @@ def copied(t: Operand) -> bool:
 
 class Launch:
     """`kernel` on `grid` with `rest`, all its arguments after the tensors, in the kernel's order. It is for tensors of one
-    `operand` each, on the device that is current at its first call."""
+    `operand` each, on the GPU `device`."""
 
-    def __init__(self, kernel: triton.JITFunction, grid: tuple[int, int, int], rest: tuple, **options):
-        self.kernel, self.grid, self.rest, self.options = kernel, grid, rest, options
+    def __init__(self, device: int, kernel: triton.JITFunction, grid: tuple[int, int, int], rest: tuple, **options):
+        self.device, self.kernel, self.grid, self.rest, self.options = device, kernel, grid, rest, options
         self.again = None
 
     def __call__(self, *tensors) -> None:
-        """Launch on the current stream; the first time, compile if need be."""
-        if self.again is None:
+        """Launch on the GPU's current stream; the first time, compile if need be."""
+        if self.device != torch.cuda.current_device():  # where Triton would launch it
+            with torch.cuda.device(self.device):
+                self(*tensors)
+        elif self.again is None:
             self.again = self.kernel[self.grid](*tensors, *self.rest, **self.options, **EXACT)[self.grid]
         else:
             self.again(*tensors, *self.rest)

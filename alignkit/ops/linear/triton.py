@@ -148,9 +148,9 @@ def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Oper
     rest = (m, n, k // parts, triton.cdiv(k // parts, step), *a_strides, *b_strides, row if whole else n, leaves // parts,
             whole and bias is not None, accumulate, resumed, chosen["BLOCK_M"], chosen["BLOCK_N"], step, 8)
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
-    product = Launch(_matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
+    product = Launch(device, _matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
     rest = (m, n, row, parts.bit_length() - 1, bias is not None, 512)
-    return product, None if whole else Launch(_join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
+    return product, None if whole else Launch(device, _join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
 
 
 def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
@@ -159,7 +159,7 @@ def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | No
     tile, and into how many parts the leaves are dealt out to blocks of their own. No choice changes a bit."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
-    product, join, parts = _choose(torch.cuda.current_device(), operand(a), operand(b), operand(bias), operand(out), leaves,
+    product, join, parts = _choose(out.get_device(), operand(a), operand(b), operand(bias), operand(out), leaves,
                                    accumulate, resumed, tuple(schedule.items()))
     if join is None:
         product(a, b, out, bias)

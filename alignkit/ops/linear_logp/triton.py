@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ...contract import VOCAB_TILE
-from .._triton import EXACT, fixed, launch, next_power_of_2
+from .._triton import fixed, launch, next_power_of_2
 from .._triton import exp as _exp
 
 INF = tl.constexpr(float("inf"))
@@ -57,7 +57,8 @@ def check_rows(target: torch.Tensor | None, temperature: torch.Tensor | None, vo
     """Stops the device with a message where a value is outside its range; nothing waits for that."""
     n = (target if target is not None else temperature).numel()
     if n:
-        _check_rows[(triton.cdiv(n, 1024),)](target, temperature, n, vocab, ignore_index, BLOCK=1024, debug=True)
+        launch(_check_rows, (triton.cdiv(n, 1024),), (target, temperature, n, vocab, ignore_index), {"debug": True},
+               BLOCK=1024)
 
 
 @triton.jit
@@ -108,8 +109,8 @@ def transform(z: torch.Tensor, how) -> None:
     cols = z.shape[1]
     if z.numel() and any(v is not None for v in (how.bias, how.soft_cap, how.logit_scale)):
         for part in z.split(65535):  # what a grid's second axis holds
-            _logp_transform[(triton.cdiv(cols, 1024), len(part))](part, how.bias, cols, z.stride(0), how.soft_cap,
-                                                             how.logit_scale, BLOCK=1024, num_warps=4, **EXACT)
+            launch(_logp_transform, (triton.cdiv(cols, 1024), len(part)),
+                   (part, how.bias, cols, z.stride(0), how.soft_cap, how.logit_scale), {"num_warps": 4}, BLOCK=1024)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -233,7 +234,7 @@ def finish(m, sums, target, entropy: bool):
     logp, lse, ent = (torch.empty(n, dtype=torch.float32, device=m.device) if wanted else None
                       for wanted in (True, True, entropy))
     if n:
-        _logp_finish[(triton.cdiv(n, 128),)](m, sums, target, logp, lse, ent, n, BLOCK=128, num_warps=4, **EXACT)
+        launch(_logp_finish, (triton.cdiv(n, 128),), (m, sums, target, logp, lse, ent, n), {"num_warps": 4}, BLOCK=128)
     return logp, lse, ent
 
 
@@ -251,8 +252,8 @@ def spread(z, temperature, m, sums, out) -> None:
     """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
     (rows, width), cols = out.shape, z.shape[1]
     if rows:
-        _spread[(triton.cdiv(width, 2048), rows)](z, temperature, m, sums, out, cols, width, z.stride(0), BLOCK=2048,
-                                                  num_warps=8, **EXACT)
+        launch(_spread, (triton.cdiv(width, 2048), rows), (z, temperature, m, sums, out, cols, width, z.stride(0)),
+               {"num_warps": 8}, BLOCK=2048)
 
 
 @triton.jit
@@ -311,9 +312,9 @@ def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp,
     `out` may be z."""
     rows, cols = z.shape
     if z.numel():
-        _logp_gradient[(triton.cdiv(cols, 2048), rows)](
-            z, how.bias, temperature, target, lse, entropy, g_logp, g_entropy, out, cols, first, z.stride(0),
-            out.stride(0), how.soft_cap, how.logit_scale, BLOCK=2048, num_warps=8, **EXACT)
+        launch(_logp_gradient, (triton.cdiv(cols, 2048), rows),
+               (z, how.bias, temperature, target, lse, entropy, g_logp, g_entropy, out, cols, first, z.stride(0),
+                out.stride(0), how.soft_cap, how.logit_scale), {"num_warps": 8}, BLOCK=2048)
 
 
 def gradient_type(dtype: torch.dtype) -> torch.dtype:

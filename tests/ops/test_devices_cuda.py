@@ -1,0 +1,113 @@
+"""Tensors on a GPU that is not the current one: every op, forward and backward, has the bytes that it has on the
+current one, runs on the stream of the tensors' GPU, and leaves the current one as it was."""
+import pytest
+import torch
+
+from alignkit import backends, cuda, ops
+from alignkit.ops import library
+from alignkit.ops.linear import matmul
+from alignkit.testing import assert_bitwise_equal
+
+from . import test_gated_delta_rule, test_golden
+from .helpers import CPU, randn
+
+pytestmark = pytest.mark.skipif(CPU or torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BACKENDS = ["triton", *(["cuda"] if cuda.available() else [])]
+PRODUCTS = ((8, 17000, 512, 1), (8, 1024, 4096, 1), (40, 512, 4096, 8), (16, 64, 1024, 8), (300, 512, 1024, 8),
+            (300, 1024, 1024, 1))
+"""m, n, k and leaves, for each provider of products one."""
+
+
+def drawn(on, *shape, dtype=BF16):
+    return randn(*shape, dtype=dtype).to(on)
+
+
+def products(on):
+    torch.manual_seed(0)
+    results = []
+    for m, n, k, leaves in PRODUCTS:
+        for dtype in (BF16, FP16):
+            a, b, bias = drawn(on, m, k, dtype=dtype), drawn(on, n, k, dtype=dtype), drawn(on, n, dtype=dtype)
+            results += [matmul(a, b, leaves=leaves), matmul(a, b, leaves=leaves, bias=bias, out_dtype=dtype)]
+        if leaves == 1:
+            results.append(matmul(a, b, out=drawn(on, m, n, dtype=FP32)))
+    return results
+
+
+def delta_rule(on):
+    rows, rest = test_gated_delta_rule.problem(k_dim=128, v_dim=128, dtype=BF16, starts=[0, 30, 130])
+    rows, rest = ({name: t.to(on) if isinstance(t, torch.Tensor) else t for name, t in of.items()}
+                  for of in (rows, rest))
+    return list(test_gated_delta_rule.run(rows, rest))
+
+
+def both_rotated(on):
+    torch.manual_seed(0)
+    positions = torch.randint(500, (70,)).to(on)
+    q, k = drawn(on, 70, 4, 64), drawn(on, 70, 2, 64)
+    return list(library.rope_qk(q, k, positions, ops.rope_table(64, 500, 1e6, on)))
+
+
+def picked(on):
+    torch.manual_seed(0)
+    z, ids = drawn(on, 70, 3000, dtype=FP32), torch.randint(3000, (70, 5)).to(on)
+    return [ops.token_logp(z, ids, temperature=0.7)]
+
+
+CASES = {f.__name__: f for f in (products, delta_rule, both_rotated, picked)}
+CASES |= {name: lambda on, name=name: _golden(*test_golden.CASES[name], on) for name in test_golden.CASES}
+
+
+def _golden(function, dtype, on):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_golden, "DEVICE", on)
+        return function(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_bytes(case, backend):
+    assert torch.cuda.current_device() == 0
+    got = []
+    for number in (1, 0):  # what is compiled, tried or kept for one GPU is not for the other
+        with backends.use(backend):
+            got.append(CASES[case](torch.device("cuda", number)))
+        assert torch.cuda.current_device() == 0
+        assert {t.get_device() for t in got[-1]} == {number}
+    for i, (there, here) in enumerate(zip(*got, strict=True)):
+        assert_bitwise_equal(there.cpu(), here.cpu(), f"{case}, result {i}")
+
+
+WEIGHTS = {"linear": (1024, 1024), "row_parallel_linear": (1024, 1024), "rms_norm": (1024,), "silu_mul": (300, 1024),
+           "linear_logp": (3000, 1024)}
+
+
+def _op(name, x, weight):
+    if name == "rms_norm":
+        return ops.rms_norm(x, weight, 1e-6)
+    if name == "linear_logp":
+        return ops.linear_logp(x, weight, torch.arange(len(x), device=x.device))
+    return getattr(ops, name)(x, weight)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_stream_is_that_of_the_tensors_gpu(name, backend):
+    """What the op reads is written late, on a stream that is the other GPU's current one."""
+    there = torch.device("cuda", 1)
+    x, weight = drawn(there, 300, 1024), drawn(there, *WEIGHTS[name])
+    stream = torch.cuda.Stream(there)
+    with backends.use(backend):
+        want = _op(name, x, weight)
+        torch.cuda.synchronize(there)
+        with torch.cuda.stream(stream):
+            late = torch.zeros_like(x)
+            torch.cuda._sleep(50_000_000)
+            late.copy_(x)
+            with torch.cuda.device(0):
+                got = _op(name, late, weight)
+                assert torch.cuda.current_device() == 0
+    stream.synchronize()
+    assert_bitwise_equal(got, want, name)
