@@ -32,7 +32,8 @@ def facts() -> Iterator[str]:
     each engine, environment variables in force."""
     for name, version in versions().items():
         yield f"{name:<15} {version or 'not installed'}"
-    yield f"{'contract':<15} {contract_id()}"
+    for device in devices():
+        yield f"{'contract':<15} {contract_id(device)} on {device}"
     yield f"{'CPU kernels':<15} " + (f"built, {native.isa()}" if native.available() else "not built")
     yield f"{'CUDA kernels':<15} " + ("built for sm_90a" if cuda.available() else f"not built: {cuda.ABSENT}")
     for i in range(torch.cuda.device_count()):
@@ -81,7 +82,7 @@ def _usable(device: str) -> bool:
 
 def _gpu(device: str) -> str:
     try:
-        return f"{contract_id(backends.family(device))}, {backends.name(device)}"
+        return f"{contract_id(device)}, {backends.name(device)}"
     except BackendError as e:
         return str(e)
 

@@ -261,7 +261,7 @@ def _result(patched_training=(-1.0, -2.0)):
         pair = _logprobs([[-1.0, -2.0]]), _logprobs([list(training)])
         return run.Compared(Row(dtype, "batch", "tp1-one", patched), compare(*pair), *pair)
 
-    info = machine() | {"contract": contract_id(), "max_tokens": 2, "temperature": 1.0, "seed": 0,
+    info = machine() | {"contract": contract_id("cpu"), "max_tokens": 2, "temperature": 1.0, "seed": 0,
                         "model": {"family": "qwen3", "hidden": 512, "layers": 4, "heads": 8, "head_dim": 64,
                                   "kv_heads": 4, "vocab": 2000, "tied": False}, "seconds": {"all": 1.0}}
     return run.Result([compared(d, False, (-1.0, -2.25)) for d in plan.DTYPES]
@@ -315,7 +315,7 @@ def test_html_is_whole_in_itself(tmp_path, training):
     (dict(values=[[]]), "nothing was sampled in sequence 0"),
 ])
 def test_a_file_must_be_what_was_asked_for(tmp_path, change, message):
-    good = dict(values=[[-1.0]], contract=contract_id())
+    good = dict(values=[[-1.0]], contract=contract_id("cpu"))
     save(tmp_path / "a", _logprobs(**good))
     assert run._read(tmp_path / "a", True, [[1, 2]]).tokens == load(tmp_path / "a").tokens
     save(tmp_path / "a", _logprobs(**(good | change)))
