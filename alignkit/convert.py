@@ -167,7 +167,7 @@ def _refuse_foreign(config: Mapping, family: str) -> None:
                 raise UnsupportedError(f"{field}: {value!r:.200} is not {_MUST_BE[field][0]!r}")
         elif field not in _READ | _HARMLESS and value is not None and value is not False and not isinstance(value, str):
             raise UnsupportedError(f"{field}: {value!r:.200} is no field of a dense {family} that alignkit knows, and an "
-                                   "engine may compute with it; if it changes no logprob, take it out of config.json")
+                                   "engine may compute with it; if it changes nothing, take it out of config.json")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"hidden_act: {config['hidden_act']!r:.200} is not supported, only 'silu'")
     # Qwen's classes ignore the window where use_sliding_window is off; vLLM takes any other's.
@@ -267,7 +267,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise InputError(f"model: {index} has no weight_map")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"model: {index} says that {tensor!r} is in {name!r:.200}, which is not the name of a file")
+            raise InputError(f"model: {index}: {tensor!r} is in {name!r:.200}, which is not the name of a file")
     return weight_map
 
 

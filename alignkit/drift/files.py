@@ -46,8 +46,9 @@ class Logprobs:
     prompts: token ids before the sampled ones, one list a sequence.
     tokens: sampled token ids, one list a sequence.
     logprobs: fp32 ``[len(tokens[i])]``, natural logarithm, one tensor a sequence.
-    contract: of aligned numbers what the engine says that computed them, `alignkit.vllm.worker_status(llm)[0]["contract"]`
-        or `alignkit.megatron.status(model)["contract"]`; ``"stock"`` otherwise.
+    contract: of aligned numbers what the engine says that computed them,
+        `alignkit.vllm.worker_status(llm)[0]["contract"]` or `alignkit.megatron.status(model)["contract"]`; ``"stock"``
+        otherwise.
     meta: free text for people (engine, versions, mode); never compared.
     """
 

@@ -52,9 +52,9 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
     Keys: patched, and if so megatron (version), vocab_size, seams (names that are replaced), classes (of Megatron's
-    modules, and the op that takes over); with a model, contract and backend (of its device), aligned (path -> op), stock
-    (paths of modules that alignkit would replace but has not yet) and symmetric_memory (whether its sums over ranks have
-    gone through it).
+    modules, and the op that takes over); with a model, contract and backend (of its device), aligned (path -> op),
+    stock (paths of modules that alignkit would replace but has not yet) and symmetric_memory (whether its sums over
+    ranks have gone through it).
     """
     if _active is None:
         return {"patched": False}

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from alignkit.check import plan, report, run
 from alignkit.check.machine import gpus, installed, machine
@@ -58,8 +59,11 @@ def test_jobs_make_every_file_once_and_wait_for_their_inputs(tmp_path, full):
         assert set(job.needs) <= earlier
         earlier.update(job.outputs)
     names = [job.name for job in jobs]
-    assert len(names) == len(set(names)) == 2 * 2 * 6 if full else True
+    # In both states. Of all pairs: in both dtypes a rollout engine, one in chunks and one on two ranks, and a training
+    # engine of each of three kinds. Else: those in the first dtype, in the other a rollout engine and a training one.
+    assert len(names) == len(set(names)) == 2 * (6 + 6 if full else 6 + 2)
     evaluates = [job.spec for job in jobs if any(r["mode"] == "prompt_logprobs" for r in job.spec["runs"])]
+    assert len(evaluates) == (4 if full else 2)
     for spec in evaluates:  # the tokens it evaluates are sampled by an earlier run of the same engine
         modes = {r["mode"]: i for i, r in enumerate(spec["runs"])}
         assert spec["runs"][modes["batch"]]["out"] == spec["tokens_from"]
@@ -340,7 +344,7 @@ def test_unsupported_model(alignkit, tmp_path, config, message):
     if config:
         (model / "config.json").write_text(json.dumps(config))
     status, _, err = alignkit("check", "--model", model, "--out", tmp_path / "out", "--no-report")
-    assert status == 2 and message in err and err.count("\n") == 1
+    assert status == 3 and message in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -348,7 +352,7 @@ def test_unsupported_model(alignkit, tmp_path, config, message):
 def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
     (tmp_path / "logs").mkdir()
     status, _, err = alignkit("check", "--out", tmp_path, "--no-report")
-    assert status == 2 and "holds something else than an earlier check" in err
+    assert status == 3 and "holds something else than an earlier check" in err
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]
 
 
@@ -359,6 +363,10 @@ def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
     (dict(max_tokens=0), "max_tokens: 0"),
     (dict(max_tokens=4000), "max_tokens: sequences of 4300 tokens"),
     (dict(dtypes=["float16"]), "dtype"),
+    (dict(temperature=float("nan")), "temperature: nan"),
+    (dict(temperature=-1.0), "temperature: -1"),
+    (dict(seed=-1), "seed: -1"),
+    (dict(timeout=0.0), "timeout: 0"),
 ])
 @pytest.mark.parametrize("given", [False, True])
 def test_bad_options(tmp_path, options, message, given):
@@ -368,14 +376,82 @@ def test_bad_options(tmp_path, options, message, given):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def given(alignkit, tmp_path, monkeypatch):
+    """Runs `alignkit check` on a checkpoint that a function has changed; no engine may be started."""
+    monkeypatch.setattr(run, "execute", lambda *args: pytest.fail("an engine was started"))
+    path = make_checkpoint(tmp_path / "model", layers=1, tied=True)
+
+    def check(change):
+        change(path)
+        status, out, err = alignkit("check", "--model", path, "--out", tmp_path / "out", "--no-report")
+        assert not out and err.count("\n") == 1 and not (tmp_path / "out").exists()
+        return status, err
+
+    return check
+
+
+def _config(**change):
+    def apply(path):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | change))
+    return apply
+
+
+def _index(weight_map):
+    def apply(path):
+        (path / "model.safetensors").rename(path / "model-1.safetensors")
+        (path / "model.safetensors.index.json").write_text(weight_map)
+    return apply
+
+
+def _cut(path):
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-1])
+
+
+def _own_head(path):
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path / "model.safetensors")
+
+
+@engines
+@pytest.mark.parametrize("change, message", [
+    (_config(rope_theta=None), "rope_theta: None"),
+    (_config(rms_norm_eps=None), "rms_norm_eps: None"),
+    (_config(logit_scale=0.5), "logit_scale: 0.5"),
+    (_config(num_hidden_layers=2), "the checkpoint has no tensor 'model.layers.1."),
+    (_config(intermediate_size=1024), "gate_proj.weight has shape (1536, 512), not (1024, 512)"),
+    (_own_head, "tie_word_embeddings: "),
+    (_cut, "cannot read"),
+    (lambda path: (path / "model.safetensors").unlink(), "has no model.safetensors"),
+    (_index("{"), "cannot read"),
+    (_index('{"weight_map": {"model.norm.weight": "model-2.safetensors"}}'), "has no model-2.safetensors"),
+    (_index('{"weight_map": {"lm_head.bias": "model-1.safetensors"}}'), "has no tensor 'lm_head.bias'"),
+])
+def test_a_broken_model_is_refused_before_an_engine_is_started(given, change, message):
+    status, err = given(change)
+    assert status == 3 and err.startswith("error: ") and message in err
+
+
+@engines
+def test_a_failed_engine_is_no_difference(alignkit, tmp_path, monkeypatch):
+    def fail(*args):
+        raise run.WorkerError("bfloat16-stock-rollout-tp1: exit status 1")
+
+    monkeypatch.setattr(run, "execute", fail)
+    status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")
+    assert status == 4 and err == "error: bfloat16-stock-rollout-tp1: exit status 1\n"
+
+
 @pytest.mark.parametrize("module, named", [("vllm", "vLLM"), ("megatron", "Megatron-core")])
 def test_missing_engine(alignkit, without_modules, tmp_path, module, named):
     without_modules(module)
     status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")
-    assert status == 2 and f"{named} is not installed" in err and err.count("\n") == 1
+    assert status == 3 and f"{named} is not installed" in err and err.count("\n") == 1
 
 
 def test_missing_report_library(alignkit, without_modules, tmp_path):
     without_modules("matplotlib")
     status, _, err = alignkit("check", "--out", tmp_path / "out")
-    assert status == 2 and "pip install 'alignkit[report]'" in err and err.count("\n") == 1
+    assert status == 3 and "pip install 'alignkit[report]'" in err and err.count("\n") == 1

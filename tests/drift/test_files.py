@@ -145,7 +145,8 @@ def test_a_huge_header_is_not_read(tmp_path):
     assert peak_bytes(refused) < 1 << 20
 
 
-@pytest.mark.parametrize("change, read", [(dict(tensors={"a.weight": torch.zeros(2)}), True), (dict(drop=["tokens"]), False)])
+@pytest.mark.parametrize("change, read", [
+    (dict(tensors={"a.weight": torch.zeros(2)}), True), (dict(drop=["tokens"]), False)])
 def test_only_what_belongs_to_the_format_is_read(path, change, read, monkeypatch):
     rewrite(path, **change)
     seen = []

@@ -72,7 +72,8 @@ def transformers_reads(directory):
     config = transformers.AutoConfig.from_pretrained(directory)
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
     return {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads, "intermediate": config.intermediate_size, "vocab": config.vocab_size,
+            "kv_heads": config.num_key_value_heads, "intermediate": config.intermediate_size,
+            "vocab": config.vocab_size,
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             "max_position": config.max_position_embeddings, "norm_eps": config.rms_norm_eps,
             "rope_base": rope["rope_theta"], "tied": config.tie_word_embeddings, "family": config.model_type}
