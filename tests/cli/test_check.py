@@ -1,8 +1,11 @@
 """What surrounds the engines in `alignkit check`: plan, processes, results. `make check` runs it whole."""
 import base64
+import html
+import html.parser
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -303,14 +306,59 @@ def test_html_is_whole_in_itself(tmp_path, training):
     pytest.importorskip("matplotlib")
     result = _result(training)
     report.write_html(result, tmp_path / "report.html")
-    html = (tmp_path / "report.html").read_text()
-    assert report.headline(result) in html
-    assert all(failure in html for failure in result.failures)
-    images = re.findall(r'src="([^"]*)"', html)
+    text = (tmp_path / "report.html").read_text()
+    assert report.headline(result) in text
+    assert all(failure in text for failure in result.failures)
+    images = re.findall(r'src="([^"]*)"', text)
     assert len(images) == 6
     for image in images:
         assert base64.b64decode(image.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
-    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|<script', html)
+    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|<script', text)
+
+
+class _Tables(html.parser.HTMLParser):
+    """The classes of the elements around each table."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.around = [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "table":
+            self.around.append({c for _, classes in self.open for c in classes})
+        if tag not in ("meta", "img"):
+            self.open.append((tag, (dict(attributes).get("class") or "").split()))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+
+@pytest.fixture
+def long_report(tmp_path):
+    """A report that fails, so that everything is in it, with a long name wherever one can stand."""
+    pytest.importorskip("matplotlib")
+    result = _result((-1.0, -2.5))
+    result.info |= {"cpu": "A processor whose name is long " * 3, "system": "Linux-6.1.0-a-very-long-release-name-" * 3}
+    report.write_html(result, tmp_path / "report.html")
+    return (tmp_path / "report.html").read_text()
+
+
+def test_tables_of_the_report_scroll_by_themselves(long_report):
+    tables = _Tables()
+    tables.feed(long_report)
+    assert len(tables.around) == 2 * 2 + 2 and all("wide" in around for around in tables.around)
+    assert re.search(r"^\.wide \{[^}]*overflow-x: auto", long_report, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_report_fits_a_narrow_screen(tmp_path, long_report):
+    page = tmp_path / "page.html"
+    page.write_text(f"""<iframe id=f width=420 height=900 srcdoc="{html.escape(long_report)}"></iframe><script>
+        onload = () => document.body.append(`width ${{f.contentDocument.documentElement.scrollWidth}}.`)</script>""")
+    seen = subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000",
+                           f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+                          capture_output=True, text=True, timeout=120).stdout
+    assert 0 < int(re.search(r"width (\d+)\.", seen)[1]) <= 420
 
 
 @pytest.mark.parametrize("change, message", [
