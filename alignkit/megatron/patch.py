@@ -197,7 +197,7 @@ class Patch:
                     supported.check_tokens(tokens, self.vocab_size)
                 return {"vocab_size": self.vocab_size, "padded vocab_size": model.vocab_size,
                         "params_dtype": str(model.config.params_dtype),
-                        "contract": contract.contract_id(next(model.parameters()).device),
+                        "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
                         "sequence_parallel": model.config.sequence_parallel,
                         "input_ids": None if tokens is None else tuple(tokens.shape)}
 
