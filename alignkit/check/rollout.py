@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from alignkit.convert import read_architecture
 from alignkit.drift import Logprobs, load, save
 from alignkit.errors import InputError
 from alignkit.vllm import patch_vllm, worker_status
@@ -105,11 +106,8 @@ def _engine(job: dict):
 def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:
     """Bytes of a KV cache for twice that many sequences of the longest length, so that nothing is preempted or
     evicted; model is an HF directory, dtype as in the JOB."""
-    config = json.loads((Path(model) / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    position = 2 * config["num_hidden_layers"] * kv_heads * head_dim * getattr(torch, dtype).itemsize
+    arch = read_architecture(model)
+    position = 2 * arch.layers * arch.kv_heads * arch.head_dim * getattr(torch, dtype).itemsize
     return max(64 << 20, 2 * sequences * (longest + BLOCK_SIZE) * position)
 
 

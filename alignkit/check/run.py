@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..contract import contract_id
-from ..convert import Architecture, read_architecture
+from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
 from ..drift.compare import finite_or_none
 from ..errors import AlignkitError, InputError, UnsupportedError
@@ -107,7 +108,7 @@ def run(options: Options, progress: Progress) -> Result:
     Raises InputError or UnsupportedError before anything runs, WorkerError if an engine's process fails or
     writes something other than it was asked for. However it ends, no process of its own is left behind.
     """
-    _check_options(options)
+    architecture = _check_options(options)
     out = options.out
     prepare(out)
     started = time.monotonic()
@@ -115,7 +116,7 @@ def run(options: Options, progress: Progress) -> Result:
     for dtype in options.dtypes:
         models[dtype] = options.model.resolve() if options.model else make_checkpoint(
             out / f"model-{dtype}", dtype=getattr(torch, dtype), seed=options.seed).resolve()
-    architecture = _check_model(models[options.dtypes[0]], options)
+    architecture = architecture or read_architecture(models[options.dtypes[0]])
     prompts = plan.draw_prompts(architecture.vocab, options.seed)
     gpu = bool(gpus())
     rows = plan.rows(options.dtypes, options.tp, options.full, gpu)
@@ -152,8 +153,8 @@ def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[C
     return compared
 
 
-def _check_options(options: Options) -> None:
-    """Everything that can be refused before an engine starts."""
+def _check_options(options: Options) -> Architecture | None:
+    """Everything that can be refused before an engine starts. Returns what the given model is, None without one."""
     for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
         if not installed(module):
             raise UnsupportedError(f"{name} is not installed here; the check compares the real engines")
@@ -165,23 +166,31 @@ def _check_options(options: Options) -> None:
         raise InputError(f"tp: {options.tp} ranks need as many GPUs, there are {len(gpus())}")
     if options.max_tokens < 1:
         raise InputError(f"max_tokens: {options.max_tokens} is not positive")
+    if not 0 <= options.temperature < math.inf:
+        raise InputError(f"temperature: {options.temperature} is not a finite number from 0")
+    if not 0 <= options.seed < 2**32:
+        raise InputError(f"seed: {options.seed} is not in [0, 2^32)")
+    if not options.timeout > 0:
+        raise InputError(f"timeout: {options.timeout} is not positive")
     if options.out.exists():
         if not options.out.is_dir():
             raise InputError(f"out: {options.out} is not a directory")
         if any(options.out.iterdir()) and not (options.out / _MARK).exists():
             raise InputError(f"out: {options.out} holds something else than an earlier check")
     if options.model is not None:
-        _check_model(options.model, options)
-    else:
-        _check_sizes(options, MAX_POSITION)
-        if KV_HEADS % options.tp:
-            raise InputError(f"tp: {options.tp} ranks do not divide the model's {KV_HEADS} KV heads")
+        return _check_model(options.model, options)
+    _check_sizes(options, MAX_POSITION)
+    if KV_HEADS % options.tp:
+        raise InputError(f"tp: {options.tp} ranks do not divide the model's {KV_HEADS} KV heads")
+    return None
 
 
 def _check_model(path: Path, options: Options) -> Architecture:
+    """Whether engines can be started on it, as far as config.json and the headers of its weights say."""
     architecture = read_architecture(path)
     architecture.check_tp(options.tp)
     _check_sizes(options, architecture.max_position)
+    check_weights(architecture, Checkpoint(path))
     return architecture
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from alignkit import backends, contract
+from alignkit.contract import contract_id
 from alignkit.convert import read_architecture
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
@@ -114,7 +114,7 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
 
         model = gpt_model(job["model"], DTYPES[job["dtype"]],
                           sequence_parallel=job.get("sequence_parallel", False))
-        family = backends.family(next(model.parameters()).device) if job["patched"] else None
+        computed_with = contract_id(next(model.parameters()).device) if job["patched"] else "stock"
         for run in job["runs"]:
             given = load(run["in"])
             logprobs = recompute(model, given, run["mode"], temperature=job.get("temperature", 1.0),
@@ -122,8 +122,7 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
             if rank == 0:
                 meta = {"engine": f"megatron-core {megatron.core.__version__}", "mode": run["mode"],
                         **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")}}
-                save(run["out"], Logprobs(given.prompts, given.tokens, logprobs,
-                                          contract.contract_id(family) if job["patched"] else "stock", meta))
+                save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, computed_with, meta))
                 print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
     dist.barrier()  # no rank leaves before the others are done
     if tp == 1:

@@ -15,10 +15,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..contract import contract_id
 from ..errors import InputError
 
 FORMAT = "alignkit-logprobs"
 FORMAT_VERSION = "1"
+MAX_TOKENS = 2**26
+"""Most prompt tokens of a file, and most sampled ones: what a file can make a reader allocate has a bound."""
+MAX_SEQUENCES = 2**20
+MAX_CONTRACT = 200
+MAX_META = 2**16
+"""Most characters of `Logprobs.meta` as JSON."""
+_MAX_HEADER = 2**20
+"""Bytes of a safetensors header; all but some hundreds are `Logprobs.meta`, escaped once more."""
 _DTYPES = {
     "prompt_tokens": torch.int64,
     "prompt_offsets": torch.int64,
@@ -26,6 +35,8 @@ _DTYPES = {
     "offsets": torch.int64,
     "logprobs": torch.float32,
 }
+_LIMITS = {"prompt_tokens": MAX_TOKENS, "tokens": MAX_TOKENS, "logprobs": MAX_TOKENS,
+           "prompt_offsets": MAX_SEQUENCES + 1, "offsets": MAX_SEQUENCES + 1}
 
 
 @dataclass
@@ -35,7 +46,9 @@ class Logprobs:
     prompts: token ids before the sampled ones, one list a sequence.
     tokens: sampled token ids, one list a sequence.
     logprobs: fp32 ``[len(tokens[i])]``, natural logarithm, one tensor a sequence.
-    contract: `alignkit.contract.contract_id()` of aligned numbers, ``"stock"`` otherwise.
+    contract: of aligned numbers what the engine says that computed them,
+        `alignkit.vllm.worker_status(llm)[0]["contract"]` or `alignkit.megatron.status(model)["contract"]`; ``"stock"``
+        otherwise.
     meta: free text for people (engine, versions, mode); never compared.
     """
 
@@ -49,7 +62,7 @@ class Logprobs:
 def save(path: str | os.PathLike, logprobs: Logprobs) -> None:
     """Writes `logprobs` to `path`, whole or not at all.
 
-    Raises InputError naming the field that is inconsistent, before anything is written.
+    Raises InputError naming the field that is inconsistent or too large for a file, before anything is written.
     """
     _check(logprobs)
     prompt_tokens, prompt_offsets = _pack(logprobs.prompts)
@@ -91,29 +104,22 @@ def load(path: str | os.PathLike) -> Logprobs:
     if not path.is_file():
         raise InputError(f"{path}: no such logprob file")
     try:
+        with open(path, "rb") as f:
+            header = int.from_bytes(f.read(8), "little")
+        if _MAX_HEADER < header <= path.stat().st_size:
+            raise InputError(f"{path}: its header takes {header} bytes, more than the {_MAX_HEADER} of a logprob file")
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata() or {}
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            _check_metadata(path, metadata)
+            # Only what is known to be small enough is read: the file may be any model's weights.
+            for name in _DTYPES:
+                _check_tensor(path, f, name)
+            tensors = {name: f.get_tensor(name) for name in _DTYPES}
     except (SafetensorError, OSError) as e:
         raise InputError(f"{path}: truncated, or not a safetensors file ({e})") from None
-    if metadata.get("format") != FORMAT:
-        raise InputError(f"{path}: a safetensors file, but not a logprob file (its metadata has no "
-                         f"format={FORMAT!r})")
-    if metadata.get("format_version") != FORMAT_VERSION:
-        raise InputError(f"{path}: format version {metadata.get('format_version')!r}; "
-                         f"this alignkit reads version {FORMAT_VERSION!r}")
-    for name, dtype in _DTYPES.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            raise InputError(f"{path}: tensor {name!r} is missing")
-        if tensor.dtype != dtype or tensor.dim() != 1:
-            raise InputError(f"{path}: tensor {name!r} is {tensor.dtype} of shape {list(tensor.shape)}, "
-                             f"expected {dtype} of one dimension")
-    if "contract" not in metadata:
-        raise InputError(f"{path}: the contract id is missing")
     try:
         meta = json.loads(metadata.get("meta", "{}"))
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{path}: meta is not JSON ({e})") from None
     if not isinstance(meta, dict):
         raise InputError(f"{path}: meta is not a JSON object")
@@ -129,6 +135,30 @@ def load(path: str | os.PathLike) -> Logprobs:
     return logprobs
 
 
+def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise InputError(f"{path}: a safetensors file, but not a logprob file (its metadata has no "
+                         f"format={FORMAT!r})")
+    if metadata.get("format_version") != FORMAT_VERSION:
+        raise InputError(f"{path}: format version {metadata.get('format_version')!r:.50}; "
+                         f"this alignkit reads version {FORMAT_VERSION!r}")
+    if "contract" not in metadata:
+        raise InputError(f"{path}: the contract id is missing")
+
+
+def _check_tensor(path: Path, f: safe_open, name: str) -> None:
+    """By the header alone."""
+    if name not in f.keys():
+        raise InputError(f"{path}: tensor {name!r} is missing")
+    header = f.get_slice(name)
+    dtype, shape = header.get_dtype(), header.get_shape()
+    expected = {torch.int64: "I64", torch.float32: "F32"}[_DTYPES[name]]
+    if dtype != expected or len(shape) != 1:
+        raise InputError(f"{path}: tensor {name!r} is {dtype} of shape {shape}, expected {expected} of one dimension")
+    if shape[0] > _LIMITS[name]:
+        raise InputError(f"{path}: tensor {name!r} holds {shape[0]} values, more than {_LIMITS[name]}")
+
+
 def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows end to end, int64 [total], and where each begins, int64 [len(rows) + 1]."""
     lengths = torch.tensor([0] + [len(row) for row in rows], dtype=torch.int64)
@@ -138,23 +168,33 @@ def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_name: str) -> list[torch.Tensor]:
     packed, offsets = tensors[name], tensors[offsets_name]
     if (offsets.numel() == 0 or offsets[0] != 0 or offsets[-1] != packed.numel()
-            or bool((offsets.diff() < 0).any())):
+            or bool((offsets[1:] < offsets[:-1]).any())):  # no differences: they can overflow
         raise InputError(f"{path}: {offsets_name!r} does not cut the {packed.numel()} values of {name!r}")
     bounds = offsets.tolist()
     return [packed[a:b].clone() for a, b in zip(bounds, bounds[1:])]
 
 
 def _check(logprobs: Logprobs) -> None:
+    for name in ("tokens", "prompts"):
+        rows = getattr(logprobs, name)
+        if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
+            raise InputError(f"{name}: expected a list of lists of token ids")
+        if len(rows) > MAX_SEQUENCES:
+            raise InputError(f"{name}: {len(rows)} sequences, more than the {MAX_SEQUENCES} of a file")
+        if sum(map(len, rows)) > MAX_TOKENS:
+            raise InputError(f"{name}: {sum(map(len, rows))} tokens, more than the {MAX_TOKENS} of a file")
+        for i, row in enumerate(rows):
+            if any(type(t) is not int or not 0 <= t < 2**63 for t in row):
+                raise InputError(f"{name}: sequence {i} holds something that is not a token id (an int >= 0)")
     sequences = len(logprobs.tokens)
     for name in ("prompts", "logprobs"):
         if len(getattr(logprobs, name)) != sequences:
             raise InputError(f"{name}: {len(getattr(logprobs, name))} sequences, but tokens has {sequences}")
-    if not isinstance(logprobs.contract, str) or not logprobs.contract:
-        raise InputError(f"contract: a non-empty string is needed, not {logprobs.contract!r}")
-    for name in ("prompts", "tokens"):
-        for i, row in enumerate(getattr(logprobs, name)):
-            if any(type(t) is not int or t < 0 for t in row):
-                raise InputError(f"{name}: sequence {i} holds something that is not a token id (an int >= 0)")
+    contract = logprobs.contract
+    if not (isinstance(contract, str) and 0 < len(contract) <= MAX_CONTRACT and contract.isascii()
+            and contract.isprintable()):
+        raise InputError(f"contract: a non-empty string is needed, of at most {MAX_CONTRACT} ASCII characters, "
+                         f"not {contract!r:.80}")
     for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs)):
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
             kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
@@ -162,6 +202,14 @@ def _check(logprobs: Logprobs) -> None:
         if list(values.shape) != [len(row)]:
             raise InputError(f"logprobs: sequence {i} has shape {list(values.shape)}, "
                              f"but {len(row)} tokens")
+        # A value on a CPU may have come from anywhere; one that still lies elsewhere says who computed it.
+        if values.device.type != "cpu" and contract not in ("stock", contract_id(values.device)):
+            raise InputError(f"contract: {contract!r}, but sequence {i}'s logprobs lie on {values.device}, whose "
+                             f"contract is {contract_id(values.device)!r}")
+    if not isinstance(logprobs.meta, dict):
+        raise InputError(f"meta: a dict of strings is needed, not {type(logprobs.meta).__name__}")
     for key, value in logprobs.meta.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise InputError(f"meta: {key!r} maps to {value!r}; keys and values are strings")
+            raise InputError(f"meta: {key!r:.80} maps to {value!r:.80}; keys and values are strings")
+    if len(json.dumps(logprobs.meta)) > MAX_META:
+        raise InputError(f"meta: longer than {MAX_META} characters as JSON")

@@ -57,21 +57,21 @@ def active() -> Patch:
 def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
-    Keys: patched, and if so megatron (version), vocab_size, contract, backend, seams (names that are replaced),
-    classes (of Megatron's modules, and the op that takes over); with a model, aligned (path -> op), stock (paths of
-    modules that alignkit would replace but has not yet) and symmetric_memory (whether its sums over ranks have gone through
-    it). contract and backend are those of the model's device, without a model those of the CPU.
+    Keys: patched, and if so megatron (version), vocab_size, seams (names that are replaced), classes (of Megatron's
+    modules, and the op that takes over); with a model, contract and backend (of its device), aligned (path -> op),
+    stock (paths of modules that alignkit would replace but has not yet) and symmetric_memory (whether its sums over
+    ranks have gone through it).
     """
     if _active is None:
         return {"patched": False}
     from . import modules
 
-    device = "cpu" if model is None else next(model.parameters()).device
     report = {"patched": True, "megatron": _active.version, "vocab_size": _active.vocab_size,
-              "contract": contract.contract_id(backends.family(device)), "backend": backends.name(device),
               "seams": _active.names,
               "classes": {stock.__name__: aligned.op for stock, aligned in _active.aligned_class.items()}}
     if model is not None:
+        device = next(model.parameters()).device  # without a model nothing says what will compute
+        report["contract"], report["backend"] = contract.contract_id(device), backends.name(device)
         report["aligned"] = {path: module.op for path, module in model.named_modules()
                              if type(module) in modules.ALIGNED}
         report["stock"] = [path for path, module in model.named_modules()

@@ -81,7 +81,7 @@ class AlignedWorker(resolve(installed().worker)):
         if stock:
             raise UnsupportedError(f"attention by {', '.join(sorted(stock))}")
         return {
-            "contract": contract_id(backends.family(self.device)),
+            "contract": contract_id(self.device),
             "backend": backends.name(self.device),
             "vllm": vllm.__version__,
             "modules": {**counts, AlignedAttentionImpl.__name__: len(attention),

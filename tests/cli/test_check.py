@@ -1,8 +1,11 @@
 """What surrounds the engines in `alignkit check`: plan, processes, results. `make check` runs it whole."""
 import base64
+import html
+import html.parser
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +13,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from alignkit.check import plan, report, run
 from alignkit.check.machine import gpus, installed, machine
@@ -58,8 +62,11 @@ def test_jobs_make_every_file_once_and_wait_for_their_inputs(tmp_path, full):
         assert set(job.needs) <= earlier
         earlier.update(job.outputs)
     names = [job.name for job in jobs]
-    assert len(names) == len(set(names)) == 2 * 2 * 6 if full else True
+    # In both states. Of all pairs: in both dtypes a rollout engine, one in chunks and one on two ranks, and a training
+    # engine of each of three kinds. Else: those in the first dtype, in the other a rollout engine and a training one.
+    assert len(names) == len(set(names)) == 2 * (6 + 6 if full else 6 + 2)
     evaluates = [job.spec for job in jobs if any(r["mode"] == "prompt_logprobs" for r in job.spec["runs"])]
+    assert len(evaluates) == (4 if full else 2)
     for spec in evaluates:  # the tokens it evaluates are sampled by an earlier run of the same engine
         modes = {r["mode"]: i for i, r in enumerate(spec["runs"])}
         assert spec["runs"][modes["batch"]]["out"] == spec["tokens_from"]
@@ -261,7 +268,7 @@ def _result(patched_training=(-1.0, -2.0)):
         pair = _logprobs([[-1.0, -2.0]]), _logprobs([list(training)])
         return run.Compared(Row(dtype, "batch", "tp1-one", patched), compare(*pair), *pair)
 
-    info = machine() | {"contract": contract_id(), "max_tokens": 2, "temperature": 1.0, "seed": 0,
+    info = machine() | {"contract": contract_id("cpu"), "max_tokens": 2, "temperature": 1.0, "seed": 0,
                         "model": {"family": "qwen3", "hidden": 512, "layers": 4, "heads": 8, "head_dim": 64,
                                   "kv_heads": 4, "vocab": 2000, "tied": False}, "seconds": {"all": 1.0}}
     return run.Result([compared(d, False, (-1.0, -2.25)) for d in plan.DTYPES]
@@ -299,14 +306,59 @@ def test_html_is_whole_in_itself(tmp_path, training):
     pytest.importorskip("matplotlib")
     result = _result(training)
     report.write_html(result, tmp_path / "report.html")
-    html = (tmp_path / "report.html").read_text()
-    assert report.headline(result) in html
-    assert all(failure in html for failure in result.failures)
-    images = re.findall(r'src="([^"]*)"', html)
+    text = (tmp_path / "report.html").read_text()
+    assert report.headline(result) in text
+    assert all(failure in text for failure in result.failures)
+    images = re.findall(r'src="([^"]*)"', text)
     assert len(images) == 6
     for image in images:
         assert base64.b64decode(image.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
-    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|<script', html)
+    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|<script', text)
+
+
+class _Tables(html.parser.HTMLParser):
+    """The classes of the elements around each table."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.around = [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "table":
+            self.around.append({c for _, classes in self.open for c in classes})
+        if tag not in ("meta", "img"):
+            self.open.append((tag, (dict(attributes).get("class") or "").split()))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+
+@pytest.fixture
+def long_report(tmp_path):
+    """A report that fails, so that everything is in it, with a long name wherever one can stand."""
+    pytest.importorskip("matplotlib")
+    result = _result((-1.0, -2.5))
+    result.info |= {"cpu": "A processor whose name is long " * 3, "system": "Linux-6.1.0-a-very-long-release-name-" * 3}
+    report.write_html(result, tmp_path / "report.html")
+    return (tmp_path / "report.html").read_text()
+
+
+def test_tables_of_the_report_scroll_by_themselves(long_report):
+    tables = _Tables()
+    tables.feed(long_report)
+    assert len(tables.around) == 2 * 2 + 2 and all("wide" in around for around in tables.around)
+    assert re.search(r"^\.wide \{[^}]*overflow-x: auto", long_report, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_report_fits_a_narrow_screen(tmp_path, long_report):
+    page = tmp_path / "page.html"
+    page.write_text(f"""<iframe id=f width=420 height=900 srcdoc="{html.escape(long_report)}"></iframe><script>
+        onload = () => document.body.append(`width ${{f.contentDocument.documentElement.scrollWidth}}.`)</script>""")
+    seen = subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000",
+                           f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+                          capture_output=True, text=True, timeout=120).stdout
+    assert 0 < int(re.search(r"width (\d+)\.", seen)[1]) <= 420
 
 
 @pytest.mark.parametrize("change, message", [
@@ -315,7 +367,7 @@ def test_html_is_whole_in_itself(tmp_path, training):
     (dict(values=[[]]), "nothing was sampled in sequence 0"),
 ])
 def test_a_file_must_be_what_was_asked_for(tmp_path, change, message):
-    good = dict(values=[[-1.0]], contract=contract_id())
+    good = dict(values=[[-1.0]], contract=contract_id("cpu"))
     save(tmp_path / "a", _logprobs(**good))
     assert run._read(tmp_path / "a", True, [[1, 2]]).tokens == load(tmp_path / "a").tokens
     save(tmp_path / "a", _logprobs(**(good | change)))
@@ -340,7 +392,7 @@ def test_unsupported_model(alignkit, tmp_path, config, message):
     if config:
         (model / "config.json").write_text(json.dumps(config))
     status, _, err = alignkit("check", "--model", model, "--out", tmp_path / "out", "--no-report")
-    assert status == 2 and message in err and err.count("\n") == 1
+    assert status == 3 and message in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -348,7 +400,7 @@ def test_unsupported_model(alignkit, tmp_path, config, message):
 def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
     (tmp_path / "logs").mkdir()
     status, _, err = alignkit("check", "--out", tmp_path, "--no-report")
-    assert status == 2 and "holds something else than an earlier check" in err
+    assert status == 3 and "holds something else than an earlier check" in err
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]
 
 
@@ -359,6 +411,10 @@ def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
     (dict(max_tokens=0), "max_tokens: 0"),
     (dict(max_tokens=4000), "max_tokens: sequences of 4300 tokens"),
     (dict(dtypes=["float16"]), "dtype"),
+    (dict(temperature=float("nan")), "temperature: nan"),
+    (dict(temperature=-1.0), "temperature: -1"),
+    (dict(seed=-1), "seed: -1"),
+    (dict(timeout=0.0), "timeout: 0"),
 ])
 @pytest.mark.parametrize("given", [False, True])
 def test_bad_options(tmp_path, options, message, given):
@@ -368,14 +424,82 @@ def test_bad_options(tmp_path, options, message, given):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def given(alignkit, tmp_path, monkeypatch):
+    """Runs `alignkit check` on a checkpoint that a function has changed; no engine may be started."""
+    monkeypatch.setattr(run, "execute", lambda *args: pytest.fail("an engine was started"))
+    path = make_checkpoint(tmp_path / "model", layers=1, tied=True)
+
+    def check(change):
+        change(path)
+        status, out, err = alignkit("check", "--model", path, "--out", tmp_path / "out", "--no-report")
+        assert not out and err.count("\n") == 1 and not (tmp_path / "out").exists()
+        return status, err
+
+    return check
+
+
+def _config(**change):
+    def apply(path):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | change))
+    return apply
+
+
+def _index(weight_map):
+    def apply(path):
+        (path / "model.safetensors").rename(path / "model-1.safetensors")
+        (path / "model.safetensors.index.json").write_text(weight_map)
+    return apply
+
+
+def _cut(path):
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-1])
+
+
+def _own_head(path):
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path / "model.safetensors")
+
+
+@engines
+@pytest.mark.parametrize("change, message", [
+    (_config(rope_theta=None), "rope_theta: None"),
+    (_config(rms_norm_eps=None), "rms_norm_eps: None"),
+    (_config(logit_scale=0.5), "logit_scale: 0.5"),
+    (_config(num_hidden_layers=2), "the checkpoint has no tensor 'model.layers.1."),
+    (_config(intermediate_size=1024), "gate_proj.weight has shape (1536, 512), not (1024, 512)"),
+    (_own_head, "tie_word_embeddings: "),
+    (_cut, "cannot read"),
+    (lambda path: (path / "model.safetensors").unlink(), "has no model.safetensors"),
+    (_index("{"), "cannot read"),
+    (_index('{"weight_map": {"model.norm.weight": "model-2.safetensors"}}'), "has no model-2.safetensors"),
+    (_index('{"weight_map": {"lm_head.bias": "model-1.safetensors"}}'), "has no tensor 'lm_head.bias'"),
+])
+def test_a_broken_model_is_refused_before_an_engine_is_started(given, change, message):
+    status, err = given(change)
+    assert status == 3 and err.startswith("error: ") and message in err
+
+
+@engines
+def test_a_failed_engine_is_no_difference(alignkit, tmp_path, monkeypatch):
+    def fail(*args):
+        raise run.WorkerError("bfloat16-stock-rollout-tp1: exit status 1")
+
+    monkeypatch.setattr(run, "execute", fail)
+    status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")
+    assert status == 4 and err == "error: bfloat16-stock-rollout-tp1: exit status 1\n"
+
+
 @pytest.mark.parametrize("module, named", [("vllm", "vLLM"), ("megatron", "Megatron-core")])
 def test_missing_engine(alignkit, without_modules, tmp_path, module, named):
     without_modules(module)
     status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")
-    assert status == 2 and f"{named} is not installed" in err and err.count("\n") == 1
+    assert status == 3 and f"{named} is not installed" in err and err.count("\n") == 1
 
 
 def test_missing_report_library(alignkit, without_modules, tmp_path):
     without_modules("matplotlib")
     status, _, err = alignkit("check", "--out", tmp_path / "out")
-    assert status == 2 and "pip install 'alignkit[report]'" in err and err.count("\n") == 1
+    assert status == 3 and "pip install 'alignkit[report]'" in err and err.count("\n") == 1

@@ -3,6 +3,8 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from alignkit.drift import Logprobs, save
 
@@ -39,7 +41,7 @@ def test_json(alignkit, files):
 def test_contract_mismatch(alignkit, files):
     a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0], contract="alignkit-1/cpu")
     status, out, err = alignkit("compare", a, b)
-    assert status == 2 and not out and err.startswith("error: contract: rollout has 'stock'")
+    assert status == 3 and not out and err.startswith("error: contract: rollout has 'stock'")
     assert alignkit("compare", a, b, "--allow-contract-mismatch")[0] == 0
 
 
@@ -47,7 +49,17 @@ def test_truncated(alignkit, files):
     a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0])
     b.write_bytes(b.read_bytes()[:-1])
     status, _, err = alignkit("compare", a, b)
-    assert status == 2 and err.count("\n") == 1 and f"{b}: truncated" in err
+    assert status == 3 and err.count("\n") == 1 and f"{b}: truncated" in err
+
+
+def test_nested_metadata(alignkit, files):
+    """Brackets enough to overflow the stack of whoever parses them: refused, and not by a traceback."""
+    a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0])
+    with safe_open(b, framework="pt") as f:
+        metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    save_file(tensors, b, metadata=metadata | {"meta": "[" * 10**5})
+    status, out, err = alignkit("compare", a, b)
+    assert status == 3 and not out and err.count("\n") == 1 and f"{b}: meta is not JSON" in err
 
 
 @pytest.mark.parametrize("args", [

@@ -14,7 +14,7 @@ from alignkit.errors import UnsupportedError
 def test_passes_here(alignkit):
     status, out, _ = alignkit("doctor")
     assert status == 0 and "FAIL" not in out
-    assert contract_id() in out and torch.__version__ in out
+    assert f"{contract_id('cpu')} on cpu" in out and torch.__version__ in out
     for op in doctor.OPS:
         assert f"{op}: " in out
     tests = [line for line in out.splitlines() if line.startswith("pass")]

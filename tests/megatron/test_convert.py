@@ -1,11 +1,14 @@
 """HF weights to Megatron's layout and back."""
 import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from alignkit.convert import Checkpoint, merge_qkv, read_architecture, split_qkv, to_hf, to_megatron
+from alignkit.convert import Checkpoint, check_weights, merge_qkv, read_architecture, split_qkv, to_hf, to_megatron
 from alignkit.errors import InputError, UnsupportedError
 
 
@@ -54,26 +57,163 @@ def test_sharded_files_and_dtype(checkpoint, tmp_path):
     assert all(v.dtype == torch.float32 and torch.equal(v, several[k]) for k, v in one.items())
 
 
+PUBLISHED = json.loads((Path(__file__).parent / "configs.json").read_text())
+NOT_YET = {"Llama-3.2-1B-Instruct": "rope_scaling: rope type 'llama3'"}
+
+
+def read(directory, config):
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_architecture(directory)
+
+
+def transformers_reads(directory):
+    """What transformers, and with it vLLM, makes of the config: the fields of Architecture."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(directory)
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
+    return {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads, "intermediate": config.intermediate_size,
+            "vocab": config.vocab_size,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "max_position": config.max_position_embeddings, "norm_eps": config.rms_norm_eps,
+            "rope_base": rope["rope_theta"], "tied": config.tie_word_embeddings, "family": config.model_type}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name, tmp_path):
+    config = PUBLISHED[name]
+    if name in NOT_YET:
+        with pytest.raises(UnsupportedError, match=NOT_YET[name]):
+            read(tmp_path, config)
+        config = config | {"rope_scaling": None}  # and nothing else of it is refused
+    assert asdict(read(tmp_path, config)) == transformers_reads(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-8B", "Meta-Llama-3-8B", "a Llama saved by Unsloth"])
+@pytest.mark.parametrize("change", ["absent", "null"])
+def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change, tmp_path):
+    """Or the config is refused, by the name of the field."""
+    refused = set()
+    for field in PUBLISHED[name]:
+        config = {k: v for k, v in PUBLISHED[name].items() if k != field} | ({field: None} if change == "null" else {})
+        try:
+            ours = asdict(read(tmp_path, config))
+        except (InputError, UnsupportedError) as e:
+            assert field in str(e)
+            refused.add(field)
+        else:
+            try:
+                theirs = transformers_reads(tmp_path)
+            except Exception:
+                continue  # no engine starts with it
+            assert ours == theirs, field
+    assert refused >= {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
+                       "rms_norm_eps", "architectures", "model_type"}
+    assert not refused & {"torch_dtype", "use_cache", "bos_token_id", "transformers_version", "attention_dropout",
+                          "initializer_range"}
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("diff", [True, False])
+def test_configs_that_transformers_saves(family, diff, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, family + "Config")(architectures=[family + "ForCausalLM"], dtype="bfloat16",
+                                                      hidden_size=256, num_attention_heads=8, num_key_value_heads=2)
+    config.to_json_file(tmp_path / "config.json", use_diff=diff)
+    assert asdict(read_architecture(tmp_path)) == transformers_reads(tmp_path)
+
+
 @pytest.mark.parametrize("change, named", [
     ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
     ({"architectures": ["Qwen3ForCausalLM", "LlamaForCausalLM"]}, "architectures"),
     ({"architectures": None}, "architectures"),
+    ({"architectures": "Qwen3ForCausalLM"}, "architectures"),
+    ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
+    ({"model_type": "llama"}, "model_type"),
+    ({"model_type": None}, "model_type"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "linear"),
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     ({"attention_bias": True}, "attention_bias"),
     ({"mlp_bias": True}, "mlp_bias"),
+    ({"bias": True}, "bias"),
     ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"hidden_act": None}, "hidden_act"),
     ({"use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"layer_types": [["full_attention"], 3]}, "layer_types"),
+    ({"layer_types": 3}, "layer_types"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
+    ({"logit_scale": 0.5}, "logit_scale"),
+    ({"logit_scale": None}, "logit_scale"),
+    ({"is_causal": False}, "is_causal"),
+    ({"logits_scaling": 8.0}, "logits_scaling"),
+    ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
+    ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
+    ({"residual_multiplier": 0.22}, "residual_multiplier"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"something_new": 0}, "something_new"),
+    ({"something_new": True}, "something_new"),
+    ({"text_config": {}}, "text_config"),
+    ({"per_layer_config": {"0": {"rms_norm_eps": 1e-5}}}, "per_layer_config"),
+    ({"num_experts": 8}, "num_experts"),
 ])
 def test_an_unsupported_architecture(change, named, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UnsupportedError, match=named):
-        read_architecture(tmp_path)
+    with pytest.raises(UnsupportedError, match=f"^{named}: |: .*{named}"):
+        read(tmp_path, config | change)
+
+
+def test_fields_of_llama_that_vllm_reads(checkpoint, tmp_path):
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    for change in ({"sliding_window": 64}, {"qkv_bias": True}, {"logit_scale": 0.5}):
+        with pytest.raises(UnsupportedError, match=f"^{next(iter(change))}: "):
+            read(tmp_path, config | change)
+
+
+def test_heads_of_qwen2_are_those_of_vllm(checkpoint, tmp_path):
+    config = json.loads((checkpoint("qwen2") / "config.json").read_text())
+    with pytest.raises(UnsupportedError, match="^head_dim: "):
+        read(tmp_path, config | {"head_dim": 2 * config["head_dim"]})
+
+
+@pytest.mark.parametrize("change", [{"something_new": None}, {"something_new": False}, {"something_new": "a name"},
+                                    {"logit_scale": 1.0}, {"num_labels": 2}, {"layer_types": ["full_attention"] * 2}])
+def test_what_changes_nothing_passes(change, checkpoint, tmp_path):
+    config = json.loads((checkpoint() / "config.json").read_text())
+    assert read(tmp_path, config | change) == read_architecture(checkpoint())
+
+
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "intermediate_size", "vocab_size", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("field, value", [
+    *((field, value) for field in SIZES for value in (0, -4, 2.0, "4", True, [4], {}, math.nan, 10**30)),
+    *((field, value) for field in ("rms_norm_eps", "rope_theta")
+      for value in (None, 0, -1e-6, "1e-6", True, [], {}, math.nan, math.inf, 10**400, 1e300)),
+    *(("tie_word_embeddings", value) for value in (None, 0, 1, "false", [])),
+    *((field, value) for field in ("rope_scaling", "rope_parameters") for value in (3, "default", [], True, math.nan)),
+    ("rope_parameters", {"rope_theta": None}), ("rope_parameters", {"rope_theta": "1e6"}),
+    ("num_key_value_heads", 3), ("head_dim", None),
+])
+def test_a_field_of_a_wrong_type(field, value, checkpoint, tmp_path):
+    config = json.loads((checkpoint() / "config.json").read_text())
+    with pytest.raises(InputError, match=f"^{field}: ") as e:
+        read(tmp_path, config | {field: value})
+    assert len(str(e.value)) < 600
+
+
+def test_two_rotary_bases(checkpoint, tmp_path):
+    config = json.loads((checkpoint() / "config.json").read_text())
+    with pytest.raises(InputError, match="rope_theta is 10000.0; rope_parameters: rope_theta is 1000000.0"):
+        read(tmp_path, config | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}})
 
 
 def test_newer_configs_keep_the_base_in_rope_parameters(checkpoint, tmp_path):
@@ -84,7 +224,7 @@ def test_newer_configs_keep_the_base_in_rope_parameters(checkpoint, tmp_path):
     assert read_architecture(tmp_path).rope_base == 1e6
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"])
+@pytest.mark.parametrize("text", [None, "{", "[]", "[" * 10**5, '{"hidden_size": ' + "9" * 5000 + "}"])
 def test_a_broken_config(text, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
@@ -111,3 +251,92 @@ def test_broken_weights(checkpoint, tmp_path):
         to_megatron(shape, tensors, tp_rank=0, tp_size=4)
     with pytest.raises(InputError, match="tp_rank"):
         to_megatron(shape, tensors, tp_rank=2, tp_size=2)
+
+
+def index(directory, weight_map):
+    text = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize("weight_map, message", [
+    ("{", "cannot read .*model.safetensors.index.json"),
+    ("[" * 10**5, "cannot read .*model.safetensors.index.json"),
+    ("[]", "index.json is not a JSON object"),
+    ("{}", "index.json has no weight_map"),
+    ('{"weight_map": []}', "index.json has no weight_map"),
+    ({}, "index.json has no weight_map"),
+    ({"a": 3}, "'a' is in 3, which is not the name of a file"),
+    ({"a": "../model.safetensors"}, "which is not the name of a file"),
+    ({"a": "lost.safetensors"}, "has no lost.safetensors, which model.safetensors.index.json names"),
+    ({"a": "config.json"}, "cannot read .*config.json"),
+    ({"a": "part.safetensors"}, "part.safetensors has no tensor 'a', which .*index.json names"),
+    ({"b": "part.safetensors", "c": "other.safetensors"}, "b is in two files"),
+])
+def test_a_broken_index(weight_map, message, tmp_path):
+    save_file({"b": torch.zeros(2)}, tmp_path / "part.safetensors")
+    save_file({"b": torch.ones(2), "c": torch.ones(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    index(tmp_path, weight_map)
+    with pytest.raises(InputError, match="^model: .*" + message):
+        Checkpoint(tmp_path)
+
+
+def test_files_that_vllm_would_read_too(checkpoint, tmp_path):
+    tensors = load_file(checkpoint("llama") / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    Checkpoint(tmp_path)
+    for name, indexed in (("adapter.safetensors", False), ("consolidated.safetensors", False),
+                          ("consolidated.00.safetensors", True)):
+        save_file(tensors, tmp_path / name)
+        if indexed:
+            index(tmp_path, dict.fromkeys(tensors, "model.safetensors"))
+        with pytest.raises(UnsupportedError, match=f"{name} stands beside model.safetensors"):
+            Checkpoint(tmp_path)
+        (tmp_path / name).unlink()
+    save_file(tensors, tmp_path / "more.safetensors")  # the index leaves it out, for vLLM as well
+    Checkpoint(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="^hf_quant_config.json: "):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_a_tied_head_of_its_own(file, checkpoint, tmp_path):
+    """vLLM unties a model whose checkpoint has another lm_head.weight than its embedding."""
+    path = checkpoint("llama", torch.bfloat16, True)
+    shape, tensors = read_architecture(path), load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+
+    def given(head):
+        both = tensors | {"lm_head.weight": head}
+        if not file:
+            return both
+        save_file(both, tmp_path / "model.safetensors")
+        return Checkpoint(tmp_path)
+
+    same = to_megatron(shape, given(embedding.clone()))
+    assert same.keys() == to_megatron(shape, tensors).keys()
+    other = embedding.clone()
+    other.view(torch.int16)[-1, -1] ^= 1  # the smallest difference there is
+    for head in (other, embedding.float(), embedding[:-1].clone()):
+        with pytest.raises(InputError, match="^tie_word_embeddings: "):
+            to_megatron(shape, given(head))
+        with pytest.raises(InputError, match="^tie_word_embeddings: "):
+            check_weights(shape, given(head))
+
+
+def test_weights_that_are_not_floating(checkpoint):
+    path = checkpoint("llama")
+    shape, tensors = read_architecture(path), load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(UnsupportedError, match=f"{name} is of type"):
+            check_weights(shape, tensors | {name: tensors[name].to(dtype)})
+
+
+def test_more_layers_than_anything_has(checkpoint):
+    """Found at the first that is missing."""
+    path = checkpoint("llama")
+    shape = replace(read_architecture(path), layers=2**31 - 1)
+    with pytest.raises(InputError, match="no tensor 'model.layers.2.self_attn.q_proj.weight'"):
+        check_weights(shape, Checkpoint(path))

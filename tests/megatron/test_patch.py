@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from alignkit.contract import contract_id
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import logprobs, output_processor, patch_megatron, seams, status
 from alignkit.testing import assert_bitwise_equal
@@ -69,7 +70,9 @@ def test_vocab_size_beyond_the_model(checkpoint, world):
 def test_status_tells_aligned_from_stock(checkpoint, world):
     model = workers.build(checkpoint(), torch.bfloat16)
     with patch_megatron(300):
+        assert not {"contract", "backend"} & set(status())  # without a model nothing says what computes
         report = status(model)
+        assert report["contract"] == contract_id("cpu") and report["backend"] == "cpu"
         assert report["patched"] and report["vocab_size"] == 300 and not report["aligned"]
         assert report["classes"]["DotProductAttention"] == "attention"
         assert "output_layer" in report["stock"] and "decoder.final_layernorm" in report["stock"]

@@ -43,7 +43,7 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
     assert done.returncode == 0, done.stderr
     for mode in ("one", "padded", "packed"):
         got = load(tmp_path / mode)
-        assert got.contract == contract.contract_id() and got.tokens == sampled.tokens
+        assert got.contract == contract.contract_id("cpu") and got.tokens == sampled.tokens
         assert got.meta["mode"] == mode and got.meta["tp"] == "2"
         for a, b in zip(got.logprobs, expected):
             assert_bitwise_equal(a, b, mode)

@@ -204,10 +204,10 @@ def _worker(state):
 
 def test_status(engine):
     process, workers = engine(of_worker)
-    assert process["patched"] and process["contract"] == contract_id()
+    assert process["patched"] and process["contract"] == contract_id("cpu")
     assert "EngineArgs.create_engine_config" in process["points"]
     (worker,) = workers
-    assert worker["patched"] and worker["contract"] == contract_id() and worker["vllm"].startswith("0.32")
+    assert worker["patched"] and worker["contract"] == contract_id("cpu") and worker["vllm"].startswith("0.32")
     assert worker["symmetric_memory"] is False
     assert worker["modules"] == {
         "AlignedQKVParallelLinear": 4, "AlignedRowParallelLinear": 8, "AlignedMergedColumnParallelLinear": 4,

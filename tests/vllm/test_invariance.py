@@ -12,7 +12,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def assert_same(actual, expected):
-    assert actual.contract == expected.contract == contract_id()
+    assert actual.contract == expected.contract == contract_id("cpu")
     assert actual.prompts == expected.prompts
     assert actual.tokens == expected.tokens
     for i, (a, b) in enumerate(zip(actual.logprobs, expected.logprobs)):

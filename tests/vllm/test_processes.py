@@ -68,7 +68,7 @@ def test_every_worker_says_what_it_runs(engine):
     workers = process(statuses)
     assert len(workers) == tp
     assert all(w == workers[0] for w in workers)
-    assert workers[0]["patched"] and workers[0]["contract"] == contract_id()
+    assert workers[0]["patched"] and workers[0]["contract"] == contract_id("cpu")
     assert workers[0]["modules"]["AlignedRowParallelLinear"] == 8
 
 
@@ -172,7 +172,7 @@ def test_compiled_models_of_stock_and_aligned_engines_do_not_meet(vllm_process, 
 
 def test_asynchronous_engine(vllm_process, checkpoint):
     (worker,) = vllm_process()(asynchronous, checkpoint())
-    assert worker["patched"] and worker["contract"] == contract_id()
+    assert worker["patched"] and worker["contract"] == contract_id("cpu")
 
 
 def test_plugin_is_an_entry_point_of_vllm():

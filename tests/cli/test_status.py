@@ -1,0 +1,117 @@
+"""Exit statuses: 1 says "not equal" and nothing else; every other end has one of its own."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from alignkit import cli, drift
+from alignkit.check import plan
+from alignkit.drift import Logprobs, save
+from alignkit.errors import BackendError, InputError, UnsupportedError
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(name, values):
+        save(tmp_path / name, Logprobs([[1]], [[5, 6]], [torch.tensor(values)], "stock"))
+        return tmp_path / name
+
+    return write("a", [-1.0, -2.0]), write("b", [-1.0, -2.5])
+
+
+def raises(monkeypatch, error):
+    def load(path):
+        raise error
+
+    monkeypatch.setattr(drift, "load", load)
+
+
+def test_equal_and_not(alignkit, files):
+    a, b = files
+    assert alignkit("compare", a, a)[0] == 0 and alignkit("compare", a, b)[0] == cli.EXIT_DIFFERENT == 1
+
+
+@pytest.mark.parametrize("args", [
+    [], ["nothing"], ["compare"], ["compare", "--colour", "a", "b"], ["check", "--dtype", "float16"],
+    ["check", "--tp", "two"], ["--nothing"]])
+def test_usage(alignkit, args):
+    status, _, err = alignkit(*args)
+    assert status == cli.EXIT_USAGE == 2 and "Usage: alignkit" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("error, status", [
+    (InputError("x: bad"), cli.EXIT_REFUSED),
+    (UnsupportedError("x: bad"), cli.EXIT_REFUSED),
+    (BackendError("x: bad"), cli.EXIT_FAILED),
+    (PermissionError(13, "Permission denied", "x"), cli.EXIT_FAILED),
+])
+def test_errors_by_kind(alignkit, files, monkeypatch, error, status):
+    raises(monkeypatch, error)
+    assert alignkit("compare", *files) == (status, "", f"error: {error}\n")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("two\nlines " * 1000), RecursionError(), KeyError("x"), MemoryError(),
+                                   ImportError("no such symbol"), AssertionError()])
+def test_an_unexpected_error(alignkit, files, monkeypatch, error):
+    raises(monkeypatch, error)
+    status, out, err = alignkit("compare", *files)
+    assert status == cli.EXIT_UNEXPECTED and not out
+    assert err.startswith(f"unexpected {type(error).__name__}: ") and err.count("\n") == 2 and len(err) < 500
+    assert "--traceback" in err and "Traceback" not in err
+    status, _, err = alignkit("--traceback", "compare", *files)
+    assert status == cli.EXIT_UNEXPECTED and err.startswith("Traceback") and "in load" in err
+
+
+@pytest.mark.parametrize("code, status", [(1, cli.EXIT_FAILED), ("a reason", cli.EXIT_FAILED), (0, 0), (None, 0), (2, 2)])
+def test_another_programs_exit_is_not_ours(alignkit, files, monkeypatch, code, status):
+    raises(monkeypatch, SystemExit(code))
+    got, _, err = alignkit("compare", *files)
+    assert got == status and ("a reason" in err) is (code == "a reason")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
+def test_interrupted(alignkit, files, monkeypatch, error):
+    raises(monkeypatch, error)
+    assert alignkit("compare", *files)[0] == cli.EXIT_INTERRUPTED == 130
+
+
+def test_all_are_different_and_documented(alignkit):
+    statuses = [value for name, value in vars(cli).items() if name.startswith("EXIT_")]
+    assert len(set(statuses)) == len(statuses) == 6 and 0 not in statuses
+    status, out, _ = alignkit("--help")
+    listed = [line.split()[0] for line in out.partition("Exit status:")[2].splitlines() if line.strip()]
+    assert status == 0 and listed == [str(s) for s in sorted([0, *statuses])]
+    text = (Path(__file__).parents[2] / "docs/drift.md").read_text()
+    assert all(f"| {s} |" in text for s in (0, *statuses))
+
+
+def process(*args, code="from alignkit import cli; cli.main()", **options):
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_leaves(files, form):
+    """The output's pipe is closed: files that are equal are not reported as different."""
+    read, write = os.pipe()
+    os.close(read)
+    a, _ = files
+    with process("compare", a, a, *form, stdout=write) as child:
+        os.close(write)
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == cli.EXIT_FAILED and "Traceback" not in err and "Exception ignored" not in err
+
+
+def test_a_broken_installation(files):
+    """Where torch cannot be imported, the command still ends by its own rules."""
+    code = "import sys; sys.modules['torch'] = None\nfrom alignkit import cli; cli.main()"
+    with process("compare", *files, code=code, stdout=subprocess.PIPE) as child:
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == cli.EXIT_UNEXPECTED and err.startswith("unexpected ModuleNotFoundError: ")
+
+
+def test_the_commands_dtypes_are_the_checks():
+    assert cli.DTYPES == plan.DTYPES

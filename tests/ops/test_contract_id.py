@@ -1,0 +1,45 @@
+"""The contract's id comes from the device that computed; nothing is assumed."""
+import pytest
+import torch
+
+import alignkit
+from alignkit import backends, contract_id
+from alignkit.drift import Logprobs, files, load, save
+from alignkit.errors import BackendError, InputError
+
+from ..conftest import DEVICE
+from .helpers import CPU
+
+IDS = {"cpu": "alignkit-1/cpu/v128/k8/kv32", "sm90": "alignkit-4/sm90/v128/k8/kv64"}
+
+
+def test_of_a_device():
+    expected = IDS[backends.family(DEVICE)]
+    for device in (DEVICE, torch.device(DEVICE), torch.empty(1, device=DEVICE), backends.family(DEVICE)):
+        assert contract_id(device) == alignkit.contract_id(device) == expected
+    assert contract_id(torch.empty(1, device="cpu")) == IDS["cpu"]
+    assert {family: contract_id(family) for family in IDS} == IDS
+
+
+@pytest.mark.parametrize("device", [(), (None,), (3,), ("hopper",), ("",), (["cpu"],)])
+def test_there_is_no_default(device):
+    with pytest.raises(InputError, match="device: "):
+        contract_id(*device)
+
+
+def test_a_device_without_a_backend():
+    with pytest.raises(BackendError, match="device: .*'meta'"):
+        contract_id("meta")
+
+
+def test_values_of_another_device_are_not_saved(tmp_path, monkeypatch):
+    if CPU:  # a stand-in for a GPU's
+        monkeypatch.setattr(files, "contract_id", lambda device: IDS["sm90"])
+    values = [torch.zeros(2, device="meta" if CPU else DEVICE)]
+    with pytest.raises(InputError, match="contract: 'alignkit-1/cpu.*sequence 0's logprobs lie on (meta|cuda)"):
+        save(tmp_path / "a", Logprobs([[1]], [[5, 6]], values, IDS["cpu"]))
+    assert not list(tmp_path.iterdir())
+    if not CPU:
+        for contract in (IDS["sm90"], contract_id(values[0]), "stock"):
+            save(tmp_path / "a", Logprobs([[1]], [[5, 6]], values, contract))
+            assert load(tmp_path / "a").contract == contract
