@@ -74,22 +74,24 @@ def in_torch(function: Callable) -> Callable:
     return called
 
 
-class _Gradients(torch.autograd.Function):
-    """Gradients as they are, but not differentiable."""
+class _Final(torch.autograd.Function):
+    """The first `count` tensors as they are; they depend on the others, but how is not known."""
 
     @staticmethod
-    def forward(ctx, op, _anchor, *grads):
+    def forward(ctx, op, count, *tensors):
         ctx.op = op
-        return tuple(g if g is None else g.view_as(g) for g in grads)
+        return tuple(t if t is None else t.view_as(t) for t in tensors[:count])
 
     @staticmethod
     def backward(ctx, *_):
         raise UnsupportedError(f"{ctx.op}: the gradient of a gradient is not supported")
 
 
-def final(op: str, tensors: tuple) -> tuple:
-    """`tensors`, or None among them, such that an attempt to differentiate them is refused in the name of `op`."""
-    return _Gradients.apply(op, torch.empty(0, device="cpu", requires_grad=True), *tensors)
+def final(op: str, results: tuple, sources) -> tuple:
+    """`results`, tensors or None, such that to differentiate them by one of `sources`, or by what these were made of, is
+    refused in the name of `op`."""
+    sources = [t for t in sources if t is not None and t.requires_grad]
+    return _Final.apply(op, len(results), *results, *sources) if sources and torch.is_grad_enabled() else results
 
 
 def _incoming(name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -104,7 +106,8 @@ def _incoming(name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
 
 def differentiable_once(op: str) -> Callable:
     """Class decorator of an autograd Function: its gradients are constants, which would silently be wrong where they are
-    differentiated again; so that is refused by name. `forward` may set ctx.op to a better one."""
+    differentiated again; so that is refused by name. What a gradient depends on are the gradient that comes in, and inputs
+    and outputs, which `forward` saves as they are. It may set ctx.op to a better name."""
     def decorate(function: type) -> type:
         backward = function.backward
 
@@ -113,8 +116,9 @@ def differentiable_once(op: str) -> Callable:
             name = getattr(ctx, "op", op)
             with torch.no_grad(), contextlib.nullcontext() if _default() else _default_mode():
                 out = backward(ctx, *(_incoming(f"{name}: the gradient of a result", g) for g in grads))
-            # Whatever depends on a parameter requires grad, though what comes in may not.
-            return final(name, out if isinstance(out, tuple) else (out,)) if torch.is_grad_enabled() else out
+            if not torch.is_grad_enabled():
+                return out
+            return final(name, out if isinstance(out, tuple) else (out,), (*ctx.saved_tensors, *grads))
         function.backward = staticmethod(once)
         return function
     return decorate

@@ -42,11 +42,13 @@ def check_plain(name: str, t) -> None:
         raise InputError(f"{name}: expected a dense tensor, got layout {t.layout}")
     if t.is_nested:
         raise InputError(f"{name}: expected a dense tensor, got a nested one")
-    if torch._C._functorch.is_functorch_wrapped_tensor(t):
-        raise InputError(f"{name}: a tensor of torch.func or vmap, which alignkit's ops cannot transform")
     if t.is_neg():
         raise InputError(f"{name}: a view whose sign torch keeps for later; give {name}.resolve_neg()")
-    if not t.data_ptr() and t.numel() and t.device.type != "meta":
+    try:
+        memory = t.data_ptr()
+    except RuntimeError:
+        raise InputError(f"{name}: a tensor of torch.func or vmap, which alignkit's ops cannot transform") from None
+    if not memory and t.numel() and t.device.type != "meta":
         raise InputError(f"{name}: its {t.numel()} elements have no memory")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise InputError(f"{name}: has a tangent; forward-mode differentiation is not supported")

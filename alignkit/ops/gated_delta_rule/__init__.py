@@ -131,8 +131,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     _check_tensors(q, k, w, do, dv, g, gk, dht, sequences, state_v_first)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    differentiated = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, w, do, dv, g, gk, dht))
+    inputs = q, k, w, do, dv, g, gk, dht
     heads, state = do.shape[2], (q.shape[3], do.shape[3])
     state = state[::-1] if state_v_first else state
     dh = q.new_empty(q.shape[0], chunks, heads, *state)
@@ -141,4 +140,4 @@ def chunk_gated_delta_rule_bwd_dhu(
     g, gk, dht = (t if t is None else t.contiguous() for t in (g, gk, dht))
     backends.select("gated_delta_rule", q.device).bwd_dhu(q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first,
                                                           base2, dh, dh0, dv2)
-    return final("chunk_gated_delta_rule_bwd_dhu", (dh, dh0, dv2)) if differentiated else (dh, dh0, dv2)
+    return final("chunk_gated_delta_rule_bwd_dhu", (dh, dh0, dv2), inputs)

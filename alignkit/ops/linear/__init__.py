@@ -40,7 +40,7 @@ class _Linear(torch.autograd.Function):
                                 x.device, bias=bias, dtype=out_dtype, scatter=sequence_parallel)
         else:
             y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
-        ctx.save_for_backward(x2, weight)
+        ctx.save_for_backward(x2 if gather else x, weight)
         ctx.op = "row_parallel_linear" if row_leaves else "linear"
         ctx.args = (x.shape, bias is not None, tp, sequence_parallel, bool(row_leaves))
         shape = [*full.shape[:-1], weight.shape[0]]
@@ -50,7 +50,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x2, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        x2 = x.reshape(-1, x.shape[-1])
         shape, has_bias, tp, sequence_parallel, row = ctx.args
         if sequence_parallel and row:
             dy = torch.cat(tp.all_gather(dy))
