@@ -1,9 +1,13 @@
 """Builds the kernels. They have a plain C interface and no torch headers, so neither torch nor Python is needed to
 compile them. Those for the CPU take a C++17 compiler, those for Hopper GPUs nvcc. Where one of the two is missing the
 package installs all the same; `alignkit doctor` says what is missing. An nvcc that is there but fails, fails the
-installation."""
+installation.
+
+A library is built again when it is not of the sources that are here: it says of which it is, by their hash."""
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,11 +20,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 OLDEST_NVCC = (12, 8)
+# As a file: to import the package takes torch.
+SPEC = importlib.util.spec_from_file_location("alignkit_sources", "alignkit/_sources.py")
+hashes = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(hashes)
 
 CPU = Extension(
     "alignkit._cpu",
     sources=[f"csrc/cpu/{name}.cpp" for name in ("api", "isa_generic", "isa_avx2", "isa_avx512")],
-    depends=["csrc/cpu/prelude.h", "csrc/cpu/kernels.inl"],
     # No contraction: a multiply-add is fused where the source says so and nowhere else.
     extra_compile_args=["-O3", "-g0", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
                         "-fno-trapping-math"],
@@ -31,7 +38,6 @@ CPU = Extension(
 SM90 = Extension(
     "alignkit._sm90",
     sources=sorted(glob("csrc/sm90/*.cu")),
-    depends=["setup.py", *sorted(glob("csrc/sm90/*.cuh"))],
     extra_compile_args=["-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-lineinfo",
                         "--fmad=false",  # no contraction, as above
                         "-Xcompiler", "-fPIC", "-shared",
@@ -71,6 +77,16 @@ def nvcc_command(nvcc: str, sources: list[str], library: str) -> list[str]:
     return [nvcc, *SM90.extra_compile_args, *found, *sources, "-o", library]
 
 
+def part(ext: Extension) -> str:
+    """The folder of csrc that a library is built from."""
+    return ext.name.rpartition("._")[2]
+
+
+def current(library: Path, ext: Extension) -> bool:
+    """Whether `library` is there, and of the sources that are here."""
+    return library.exists() and hashes.of(part(ext)).encode() in library.read_bytes()
+
+
 class BuildKernels(build_ext):
     def finalize_options(self):
         super().finalize_options()
@@ -82,24 +98,31 @@ class BuildKernels(build_ext):
         if self.nvcc is None:
             oldest = ".".join(map(str, OLDEST_NVCC))
             print(f"alignkit: no nvcc {oldest} or newer was found; the CUDA kernels are not built")
-            # What was built before may be of other sources; it must not be taken for a library of these.
-            Path(self.get_ext_fullpath(SM90.name)).unlink(missing_ok=True)
+        for ext in (CPU, SM90):  # what is of other sources must not stay where nothing takes its place
+            library = Path(self.get_ext_fullpath(ext.name))
+            if not current(library, ext):
+                library.unlink(missing_ok=True)
         super().run()
+        if not self.inplace:  # the package goes where no sources are
+            built = Path(self.get_ext_fullpath(CPU.name)).with_name(hashes.BUILT)
+            built.parent.mkdir(parents=True, exist_ok=True)
+            built.write_text(json.dumps({part(ext): hashes.of(part(ext)) for ext in (CPU, SM90)}) + "\n")
 
     def build_extension(self, ext):
-        if ext.name != SM90.name:
-            super().build_extension(ext)
-            return
         library = Path(self.get_ext_fullpath(ext.name))
-        newest = max(Path(file).stat().st_mtime for file in (*ext.sources, *ext.depends))
-        if self.force or not library.exists() or library.stat().st_mtime < newest:
-            library.parent.mkdir(parents=True, exist_ok=True)
-            self.spawn(nvcc_command(self.nvcc, ext.sources, str(library)))
+        if not self.force and current(library, ext):
+            return
+        sources = f"ALIGNKIT_SOURCES={hashes.of(part(ext))}"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        if ext.name == SM90.name:
+            self.spawn([*nvcc_command(self.nvcc, ext.sources, str(library)), f"-D{sources}"])
+        else:
+            library.unlink(missing_ok=True)  # else one that is newer than the sources would stay
+            ext.define_macros = [tuple(sources.split("="))]
+            super().build_extension(ext)
 
     def get_ext_filename(self, fullname):
-        if fullname.rpartition(".")[2] == SM90.name.rpartition(".")[2]:
-            return os.path.join(*fullname.split(".")) + ".so"  # one for every version of Python
-        return super().get_ext_filename(fullname)
+        return os.path.join(*fullname.split(".")) + ".so"  # one for every version of Python
 
     def get_export_symbols(self, ext):
         return []  # a shared library for ctypes, not a Python module

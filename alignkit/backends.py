@@ -1,7 +1,8 @@
 """The one place that picks the backend of an op.
 
 `auto` takes the fastest backend of the tensor's device that keeps the contract. Backends of one device
-family give the same bits, so the choice is one of speed; where there is none, it is an error, never a fallback.
+family give the same bits, so the choice is one of speed; where there is none, it is an error, never a fallback. With
+versions of torch and Triton that those bits were not shown with, they are tested first (`alignkit.shown`).
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from . import cuda, native
+from . import cuda, native, shown
 from .errors import BackendError
 
 CHOICES = ("auto", "cpu", "reference", "triton", "cuda")
@@ -23,36 +24,52 @@ GPU = ("triton", "cuda")
 CUDA = ("gated_delta_rule", "linear", "linear_logp", "rms_norm")
 """Ops that have CUDA kernels, csrc/sm90, beside those of Triton."""
 _choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
-_warned = False
+_names: dict[tuple[torch.device, str], str] = {}
+"""By device and choice, the backend that keeps the contract with what is installed."""
 
 
 def name(device: torch.device | str = "cpu") -> str:
     """The backend that ops on `device` run on: ``cpu`` (C++), ``reference`` (torch), ``triton``, or ``cuda``, which is
-    Triton but for some ops. Raises BackendError for a device without one."""
-    global _warned
+    Triton but for some ops. Raises BackendError for a device without one, for kernels that were built from other sources,
+    and where the contract's bits do not hold with the installed versions of torch and Triton."""
     if not isinstance(device, torch.device):
         device = torch.device(device)
+    known = _names.get((device, _choice))
+    if known is not None:
+        return known
+    chosen = choose(device)
+    if shown.require(device, chosen):
+        _names[device, _choice] = chosen
+    return chosen
+
+
+def choose(device: torch.device) -> str:
+    """As `name`, but whatever versions are installed."""
+    admit(device)
+    if device.type == "cuda":
+        if _choice == "cuda":
+            cuda.library()  # raises where it was not built
+        return "triton" if _choice == "triton" or not cuda.available() else "cuda"
+    if _choice != "auto":
+        return _choice
+    if native.available():
+        return "cpu"
+    warnings.warn("alignkit's CPU kernels are not built; using the reference backend: same bits, very slow")
+    return "reference"
+
+
+def admit(device: torch.device) -> None:
+    """Raises BackendError for a device that no backend of the choice is for."""
     if _choice not in CHOICES:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r}: choose one of {', '.join(CHOICES)}")
     if device.type == "cuda":
         if _choice not in ("auto", *GPU):
             raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CUDA tensors")
         _require_hopper(device)
-        if _choice == "cuda":
-            cuda.library()  # raises where it was not built
-        return "triton" if _choice == "triton" or not cuda.available() else "cuda"
-    if device.type != "cpu":
+    elif device.type != "cpu":
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
-    if _choice in GPU:
+    elif _choice in GPU:
         raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CPU tensors")
-    if _choice != "auto":
-        return _choice
-    if native.available():
-        return "cpu"
-    if not _warned:
-        warnings.warn("alignkit's CPU kernels are not built; using the reference backend: same bits, very slow")
-        _warned = True
-    return "reference"
 
 
 @functools.cache

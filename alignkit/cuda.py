@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from . import built
 from .errors import BackendError
-from .native import loads
 
 LIBRARY = Path(__file__).with_name("_sm90.so")
 ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
@@ -22,18 +23,28 @@ ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library. Raises BackendError where the package was installed without it."""
+    """The kernel library. Raises BackendError where the package was installed without it, and for one that was built from
+    other sources."""
     if not LIBRARY.exists():
         raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}")
-    lib = ctypes.CDLL(str(LIBRARY))
+    lib = built.load(LIBRARY, "sm90")
     lib.alignkit_cuda_error.restype = ctypes.c_char_p
     return lib
 
 
 @functools.cache
 def available() -> bool:
-    """Whether the kernels are built."""
-    return loads(library)
+    """Whether the kernels are built. Raises BackendError if they are, but from other sources."""
+    return LIBRARY.exists() and library() is not None
+
+
+def mirrors(struct: str) -> Callable[[type[ctypes.Structure]], type[ctypes.Structure]]:
+    """Of a class with the fields of a C `struct` of the kernels. Raises BackendError if they lie elsewhere there."""
+    def check_layout(python: type[ctypes.Structure]) -> type[ctypes.Structure]:
+        if available():
+            built.check_layout(library(), struct, python)
+        return python
+    return check_layout
 
 
 def pointer(t: torch.Tensor | None) -> int | None:

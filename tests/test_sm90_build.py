@@ -1,6 +1,7 @@
 """The CUDA kernels, without a GPU: which nvcc builds them, what becomes of an installation without one, and that their
 machine code keeps the tensor cores fed: loops of asynchronous products whose sums stay in registers."""
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from setuptools import Distribution, Extension
 from setuptools.errors import ExecError
 
-from alignkit import BackendError, cuda, doctor
+from alignkit import BackendError, _sources, built, cuda, doctor
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py")
@@ -186,13 +187,51 @@ def test_without_nvcc(places, monkeypatch, capsys):
         cuda.library()
 
 
-def test_with_nvcc(tmp_path):
+def test_with_nvcc(tmp_path, monkeypatch):
+    """A library is built again if it is of other sources than those that are here, however old they are."""
     source = tmp_path / "kernel.cu"
-    source.write_text('extern "C" int one() { return 1; }')
+    source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
     library = build(source, tmp_path)
+    built.load(library, "sm90")
+    assert json.loads(library.with_name("built.json").read_text()) == {part: _sources.of(part) for part in ("cpu", "sm90")}
     made = library.stat().st_mtime_ns
     build(source, tmp_path)
-    assert library.stat().st_mtime_ns == made  # it was newer than the sources
+    assert library.stat().st_mtime_ns == made
+
+    monkeypatch.setattr(setup.hashes, "of", lambda part: f"1e{part}0")
+    build(source, tmp_path)
+    assert library.stat().st_mtime_ns > made and b"1esm900" in library.read_bytes()
+    made = library.stat().st_mtime_ns
+    build(source, tmp_path)
+    assert library.stat().st_mtime_ns == made
+
+
+def test_the_cpu_kernels_are_built_by_their_sources(tmp_path, monkeypatch):
+    """One library for every Python; one in the checkout that is of other sources goes, though it is newer than those."""
+    source, package = tmp_path / "kernel.cpp", tmp_path / "alignkit"
+    source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
+    package.mkdir()
+    library = package / "_cpu.so"
+
+    def build():
+        distribution = Distribution({"ext_modules": [Extension(setup.CPU.name, [str(source)])],
+                                     "packages": ["alignkit"], "package_dir": {"alignkit": str(package)}})
+        command = setup.BuildKernels(distribution)
+        command.inplace, command.build_lib, command.build_temp = True, str(tmp_path / "lib"), str(tmp_path / "temp")
+        command.ensure_finalized()
+        command.run()
+        return library.stat().st_mtime_ns
+
+    monkeypatch.setattr(setup, "find_nvcc", lambda: None)
+    made = build()
+    built.load(library, "cpu")
+    assert build() == made and not (package / "built.json").exists()
+    library.write_text("of other sources, and newer than what is built of these")
+    build()
+    built.load(library, "cpu")
+    monkeypatch.setattr(setup.hashes, "of", lambda part: f"1e{part}0")
+    build()
+    assert b"1ecpu0" in library.read_bytes()
 
 
 def test_an_error_of_nvcc_fails_the_build(tmp_path, capfd):

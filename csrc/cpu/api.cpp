@@ -1,4 +1,5 @@
 // The C ABI that alignkit/native.py calls. No torch headers: one build serves every torch version.
+#include "../interface.h"
 #include "prelude.h"
 
 using namespace alignkit;
@@ -19,13 +20,20 @@ static const Kernels* pick(const char* name) {
 
 static const Kernels* current = pick(nullptr);
 
+ALIGNKIT_IDENTITY
+ALIGNKIT_LAYOUT(Attention, dtype, threads, heads_q, heads_kv, dim, seqs, scale, q, k, v, q_row, q_head, k_row, k_head,
+                v_row, v_head, q_start, kv_start, kv_rows)
+
 extern "C" {
 
-// Choose the instruction set by name, "" for the best; returns its name, or null if this machine lacks it.
-const char* alignkit_isa(const char* name) {
+// The name of the instruction set that is chosen.
+const char* alignkit_isa() { return current->name; }
+
+// Choose one by name, "" for the best. Returns 0, and chooses nothing, if this machine lacks it.
+int alignkit_choose_isa(const char* name) {
     const Kernels* k = pick(name);
     if (k) current = k;
-    return k ? k->name : nullptr;
+    return k != nullptr;
 }
 
 void alignkit_gemm(i64 m, i64 n, i64 k, i64 leaves, const void* a, int a_type, i64 a_row, i64 a_col, const void* b,

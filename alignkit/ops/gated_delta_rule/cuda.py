@@ -10,9 +10,10 @@ from ... import cuda
 from . import triton
 
 
+@cuda.mirrors("AlignkitDelta")
 class _Delta(ctypes.Structure):
     """AlignkitDelta of csrc/sm90/gated_delta_rule.cu."""
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "w", "do", "dv")),
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "w", "d_o", "dv")),
                 ("strides", ctypes.c_int64 * 3 * 5),
                 *((name, ctypes.c_void_p) for name in ("g", "gk", "dht", "cu_seqlens", "dh", "dh0", "dv2",
                                                        "taken")),

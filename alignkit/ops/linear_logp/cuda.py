@@ -29,6 +29,7 @@ FEW = 256
 """Up to so many rows a tile of the kernels is mostly empty."""
 
 
+@cuda.mirrors("AlignkitHead")
 class _Head(ctypes.Structure):
     """AlignkitHead of csrc/sm90/linear_logp.cu."""
     _fields_ = [("hidden", ctypes.c_void_p), ("weight", ctypes.c_void_p),
@@ -78,6 +79,7 @@ def head_gradient(hidden, weight, how, temperature, target, first: int, lse, ent
     return True
 
 
+@cuda.mirrors("AlignkitHeadProducts")
 class _Products(ctypes.Structure):
     """AlignkitHeadProducts of csrc/sm90/gemm.cu."""
     _fields_ = [("dz", ctypes.c_void_p), ("weight", ctypes.c_void_p), ("hidden", ctypes.c_void_p),

@@ -14,17 +14,20 @@ NARROW, LONG, WIDE, ROWS = 32, 4096, 16384, 1 << 27
 third; at most so many."""
 
 
+@cuda.mirrors("AlignkitNormRows")
 class _Rows(ctypes.Structure):
     """AlignkitNormRows of csrc/sm90/rms_norm.cu."""
     _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
 
 
+@cuda.mirrors("AlignkitNorm")
 class _Norm(ctypes.Structure):
     """AlignkitNorm of csrc/sm90/rms_norm.cu."""
     _fields_ = [("x", _Rows), *((name, ctypes.c_void_p) for name in ("weight", "y", "rstd")),
                 *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered")), ("eps", ctypes.c_float)]
 
 
+@cuda.mirrors("AlignkitNormGrad")
 class _NormGrad(ctypes.Structure):
     """AlignkitNormGrad of csrc/sm90/rms_norm.cu."""
     _fields_ = [("x", _Rows),

@@ -1,0 +1,156 @@
+"""The golden bits: what the ops give, forward and backward, for fixed inputs; golden_cpu.json and golden_sm90.json hold
+their hashes, as they were when the contract's id was last changed. The tests compare them, `alignkit doctor`, and
+`alignkit.shown` where versions are installed that the bits were not shown with.
+
+After a change of the contract, and of its id, they are written anew, on the CPU and on a GPU of the family:
+``python -m alignkit.golden cpu`` and ``python -m alignkit.golden cuda``.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import backends, ops, shown
+from .contract import contract_id
+from .errors import BackendError
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Inputs:
+    """Makes a case's inputs on a device, the same on every machine and with every version of torch."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype):
+        self.device, self.dtype = torch.device(device), dtype
+
+    def integers(self, *shape: int, seed: int, below: int) -> torch.Tensor:
+        """int64 in [0, below)."""
+        v = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            v = (v ^ (v >> np.uint64(shift))) * np.uint64(factor)
+        v = torch.from_numpy(((v >> np.uint64(32)) % np.uint64(below)).astype(np.int64)).reshape(shape)
+        return v.to(self.device)
+
+    def values(self, *shape: int, seed: int, scale: float = 2.0**-6, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Multiples of `scale` in [-100, 100] times it: exact in bf16 for a power of two. Of the case's type unless
+        another is given."""
+        return ((self.integers(*shape, seed=seed, below=201) - 100).double() * scale).to(dtype or self.dtype)
+
+    def tensor(self, data: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype, device=self.device)
+
+    def run(self, function: Callable, *leaves: torch.Tensor) -> list[torch.Tensor]:
+        """Outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs."""
+        leaves = tuple(t.clone().requires_grad_() for t in leaves)
+        out = function(*leaves)
+        out = out if isinstance(out, tuple) else (out,)
+        grads = [self.values(*o.shape, dtype=o.dtype, seed=90 + i) for i, o in enumerate(out)]
+        torch.autograd.backward(out, grads)
+        return [*(o.detach() for o in out), *(t.grad for t in leaves)]
+
+
+def linears(given: Inputs) -> list[torch.Tensor]:
+    x, w, b = given.values(70, 384, seed=1), given.values(200, 384, seed=2), given.values(200, seed=3)
+    return given.run(ops.linear, x, w, b) + given.run(ops.row_parallel_linear, x, w, b)
+
+
+def norms(given: Inputs) -> list[torch.Tensor]:
+    x, r, w = given.values(70, 200, seed=1), given.values(70, 200, seed=3), given.values(200, seed=2)
+    return (given.run(lambda x, w: ops.rms_norm(x, w, 1e-6), x, w)
+            + given.run(lambda *t: ops.rms_norm(*t[:2], 1e-6, t[2]), x, w, r))
+
+
+def elementwise(given: Inputs) -> list[torch.Tensor]:
+    x, gate = given.values(70, 3, 64, seed=1), given.values(70, 300, seed=2, scale=2.0**-3)
+    positions = given.integers(70, seed=3, below=500)
+    return (given.run(lambda x: ops.rope(x, positions, ops.rope_table(64, 500, 1e6, x.device)), x)
+            + given.run(lambda g: ops.silu_mul(g[:, :150], g[:, 150:]), gate))
+
+
+def attention(given: Inputs) -> list[torch.Tensor]:
+    lens = (1, 31, 64, 150)
+    starts = given.tensor([0, *np.cumsum(lens).tolist()])
+    q, k, v = (given.values(sum(lens), h, 64, seed=h + i) for i, h in enumerate((4, 2, 2)))
+    cache = given.values(20, 16, 2, 64, seed=5), given.values(20, 16, 2, 64, seed=6)
+    paged = ops.paged_attention(q[:7], *cache, given.integers(2, 9, seed=7, below=20).int(),
+                                given.tensor([0, 3, 7], torch.int32), given.tensor([130, 77], torch.int32))
+    return [*given.run(lambda q, k, v: ops.attention(q, k, v, starts), q, k, v), paged]
+
+
+def head(given: Inputs) -> list[torch.Tensor]:
+    h, w, b = given.values(150, 64, seed=1), given.values(700, 64, seed=2), given.values(700, seed=3)
+    target = given.integers(150, seed=4, below=690)
+    target[::7] = -100
+    kwargs = {"temperature": 0.7, "vocab_size": 690, "return_entropy": True}
+    logits = ops.head_logits(h, w, b, soft_cap=8.0)
+    logp = given.run(
+        lambda h, w, b: ops.linear_logp(h, w, target, bias=b, soft_cap=8.0, logit_scale=0.5, **kwargs), h, w, b)
+    return (logp + given.run(lambda z: ops.logp_from_logits(z, target, **kwargs), logits.to(given.dtype))
+            + [logits, ops.log_softmax(logits, temperature=0.7)])
+
+
+def large_head(given: Inputs) -> list[torch.Tensor]:
+    """More rows and ids than one chain of the gradients takes on any device family."""
+    h, w = given.values(8300, 16, seed=1, scale=2.0**-5), given.values(4300, 16, seed=2)
+    target = given.integers(8300, seed=4, below=4300)
+    return given.run(lambda h, w: ops.linear_logp(h, w, target), h, w)
+
+
+CASES = {f"{f.__name__} {str(dtype).removeprefix('torch.')}": (f, dtype)
+         for f in (linears, norms, elementwise, attention, head, large_head) for dtype in DTYPES}
+
+
+def path(family: str) -> Path:
+    return Path(__file__).with_name(f"golden_{family}.json")
+
+
+def load(family: str) -> dict[str, list[str]]:
+    """The hashes of each case's tensors. Raises BackendError where they are not those of this contract."""
+    kept = json.loads(path(family).read_text())
+    if kept["contract"] != contract_id(family):
+        raise BackendError(f"{path(family).name} holds the bits of {kept['contract']}, but this is {contract_id(family)}")
+    return kept["sha256"]
+
+
+def hashes(case: str, device: torch.device | str) -> list[str]:
+    """What a case gives on `device`, by the backend that is chosen."""
+    function, dtype = CASES[case]
+    return [hashlib.sha256(t.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for t in function(Inputs(device, dtype))]
+
+
+def difference(device: torch.device, backend: str) -> str | None:
+    """The first golden that `device` gives otherwise, by `backend`, which is the one that is chosen; None if all hold."""
+    kept = load("sm90" if device.type == "cuda" else "cpu")
+    for case in CASES:
+        if backend == "reference" and CASES[case][0] is large_head:  # it takes minutes, and no arithmetic that head has not
+            continue
+        if case not in kept:
+            return f"{case}: no bits are kept"
+        try:
+            seen = hashes(case, device)
+        except Exception as e:  # a compiler that fails on a kernel is a finding too
+            return f"{case}: {type(e).__name__}: {e}"
+        wrong = [i for i, (a, b) in enumerate(zip(seen, kept[case], strict=True)) if a != b]
+        if wrong:
+            return f"{case}: tensor {wrong[0]} of {len(seen)} has other bits"
+    return None
+
+
+def write(device: torch.device | str) -> None:
+    """Writes the hashes of the family of `device`."""
+    with shown.unchecked():  # the old ones need not hold
+        family = backends.family(device)
+        seen = {case: hashes(case, device) for case in CASES}
+    path(family).write_text(json.dumps({"contract": contract_id(family), "sha256": seen}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    assert len(sys.argv) == 2, __doc__
+    write(sys.argv[1])
