@@ -19,6 +19,8 @@ from .errors import BackendError
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ROUNDED = DTYPES | {torch.float16: 2}
+"""What fp32 is rounded to."""
 
 
 @functools.cache
@@ -80,6 +82,50 @@ def gemm(a: torch.Tensor, b: torch.Tensor, leaves: int, out: torch.Tensor, accum
                             _ptr(out), _long(out.stride(0)), int(accumulate), _threads())
 
 
+def round(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """y [M, N] <- fp32 x (+ fp32 bias [N]), rounded to y's type; x has unit stride in its last dim, and may be y."""
+    library().alignkit_round(_long(x.shape[0]), _long(x.shape[1]), _ptr(x), _long(x.stride(0)), _ptr(bias),
+                             ROUNDED[y.dtype], _ptr(y), _long(y.stride(0)), _long(y.stride(1)), _threads())
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a + b of one shape and type, rounded to it; contiguous."""
+    a, b = a.contiguous(), b.contiguous()
+    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    library().alignkit_add(_long(a.numel()), DTYPES[a.dtype], _ptr(a), _ptr(b), _ptr(y), _threads())
+    return y
+
+
+def _float(v: float | None):
+    """Points to a number; None: a null pointer."""
+    return None if v is None else ctypes.byref(ctypes.c_float(v))
+
+
+def logits(x, bias, cap, scale, temperature, z, capped) -> None:
+    library().alignkit_logits(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(x), _long(x.stride(0)), _ptr(bias),
+                              _float(cap), _float(scale), _ptr(temperature), _ptr(z), _long(z.stride(0)), _ptr(capped),
+                              _threads())
+
+
+def logits_back(g, cap, scale, temperature, capped) -> None:
+    library().alignkit_logits_back(_long(g.shape[0]), _long(g.shape[1]), _ptr(g), _long(g.stride(0)), _float(cap),
+                                   _float(scale), _ptr(temperature), _ptr(capped), _threads())
+
+
+def join(m, q, u, given, top, s, v) -> None:
+    library().alignkit_join(_long(m.shape[0]), _long(m.shape[1]), _ptr(m), _ptr(q), _ptr(u), _ptr(given), _ptr(top), _ptr(s),
+                            _ptr(v), _threads())
+
+
+def finish(m, s, u, z, logp, lse, entropy) -> None:
+    library().alignkit_finish(_long(m.numel()), _ptr(m), _ptr(s), _ptr(u), _ptr(z), _ptr(logp), _ptr(lse), _ptr(entropy))
+
+
+def log_probs(z, temperature, lse, out) -> None:
+    library().alignkit_log_probs(_long(z.shape[0]), _long(z.shape[1]), DTYPES[z.dtype], _ptr(z), _long(z.stride(0)),
+                                 _ptr(temperature), _ptr(lse), _ptr(out), _long(out.stride(0)), _threads())
+
+
 def tile_stats(z, tile, m, q, u) -> None:
     library().alignkit_tile_stats(_long(z.shape[0]), _long(z.shape[1]), _long(tile), _ptr(z), _long(z.stride(0)),
                                   _ptr(m), _ptr(q), _ptr(u), _long(m.shape[1]), _threads())
@@ -90,14 +136,14 @@ def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
                                    _ptr(entropy), _ptr(g_logp), _ptr(g_entropy), _ptr(column), _threads())
 
 
-def rms_norm(x, weight, eps, y, rstd) -> None:
+def rms_norm(x, weight, zero_centered, eps, y, rstd) -> None:
     library().alignkit_rms_norm(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(x), _long(x.stride(0)),
-                                _ptr(weight), ctypes.c_float(eps), _ptr(y), _ptr(rstd), _threads())
+                                _ptr(weight), int(zero_centered), ctypes.c_float(eps), _ptr(y), _ptr(rstd), _threads())
 
 
-def rms_norm_grad(dy, x, weight, rstd, dx, dw) -> None:
+def rms_norm_grad(dy, x, weight, zero_centered, rstd, dx, dw) -> None:
     library().alignkit_rms_norm_grad(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(dy), _ptr(x),
-                                     _ptr(weight), _ptr(rstd), _ptr(dx), _ptr(dw), _threads())
+                                     _ptr(weight), int(zero_centered), _ptr(rstd), _ptr(dx), _ptr(dw), _threads())
 
 
 def rope(x, positions, table, inverse, y) -> None:
@@ -150,16 +196,12 @@ def attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv) -> None
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     library().alignkit_exp(_long(x.numel()), _ptr(x), _ptr(y))
     return y
 
 
 def lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(m.shape, dtype=torch.float64)
+    out = torch.empty(m.shape, dtype=torch.float64, device=m.device)
     library().alignkit_lse(_long(m.numel()), _ptr(m), _ptr(s), _ptr(out))
     return out
-
-
-def soft_cap(z: torch.Tensor, cap: float) -> None:
-    library().alignkit_soft_cap(_long(z.numel()), ctypes.c_float(cap), _ptr(z), _threads())

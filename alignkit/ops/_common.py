@@ -1,13 +1,17 @@
 """Checks that several ops share, and the exact arithmetic that references are written in."""
 from __future__ import annotations
 
-import contextlib
+import math
+import numbers
 
+import numpy as np
 import torch
+from torch.autograd import forward_ad
 
+from .. import backends, native
 from ..contract import SUM_LANES
-from ..errors import InputError
-from ..tp import strict
+from ..errors import BackendError, InputError
+from ..tp import SINGLE, TP, strict
 
 DTYPES = (torch.float32, torch.bfloat16)
 WITH_FP16 = (*DTYPES, torch.float16)
@@ -25,18 +29,104 @@ def looks(device: torch.device) -> bool:
     return device.type == "cpu" or strict()
 
 
-def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
-    """`t` is a dense tensor of one of `dtypes`, with `ndim` dimensions (at least one if None)."""
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def check_plain(name: str, t) -> None:
+    """`t` is a tensor whose values lie in memory as its strides say: what kernels read."""
     if not isinstance(t, torch.Tensor):
         raise InputError(f"{name}: expected a tensor, got {type(t).__name__}")
+    if type(t).__torch_dispatch__ is not _PLAIN:
+        raise InputError(f"{name}: expected a plain tensor, got {type(t).__name__}")
     if t.layout != torch.strided:
         raise InputError(f"{name}: expected a dense tensor, got layout {t.layout}")
+    if t.is_nested:
+        raise InputError(f"{name}: expected a dense tensor, got a nested one")
+    if t.is_neg():
+        raise InputError(f"{name}: a view whose sign torch keeps for later; give {name}.resolve_neg()")
+    try:
+        memory = t.data_ptr()
+    except RuntimeError:
+        raise InputError(f"{name}: a tensor of torch.func or vmap, which alignkit's ops cannot transform") from None
+    if not memory and t.numel() and t.device.type != "meta":
+        raise InputError(f"{name}: its {t.numel()} elements have no memory")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        raise InputError(f"{name}: has a tangent; forward-mode differentiation is not supported")
+
+
+def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
+    """`t` is a dense tensor of one of `dtypes`, with `ndim` dimensions (at least one if None)."""
+    check_plain(name, t)
     if t.dtype not in dtypes:
         raise InputError(f"{name}: dtype {t.dtype} is none of {', '.join(map(str, dtypes))}")
     if ndim is None and t.ndim == 0:
         raise InputError(f"{name}: expected at least one dimension")
     if ndim is not None and t.ndim != ndim:
         raise InputError(f"{name}: expected {ndim} dimensions, got shape {tuple(t.shape)}")
+
+
+def check_device(name: str, t: torch.Tensor) -> None:
+    """There is a backend for the device of `t`, on which the other tensors are too."""
+    try:
+        backends.name(t.device)
+    except BackendError as e:
+        raise BackendError(f"{name}: {e}") from None
+
+
+def check_number(name: str, value, positive: bool = True) -> float:
+    """A number of Python or numpy, finite in fp32, and positive there unless `positive` is false; as a float."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise InputError(f"{name}: expected a number, got {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise InputError(f"{name}: {value} is not finite" + " in fp32" * math.isfinite(number))
+    if positive and not number > 0:
+        raise InputError(f"{name}: {value} is not positive")
+    if positive and number < 2.0**-149:
+        raise InputError(f"{name}: {value} is 0 in fp32")
+    return number
+
+
+def check_int(name: str, value, least: int = -(2**63)) -> int:
+    """An integer of Python or numpy, of 64 bits, and `least` or more."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise InputError(f"{name}: expected an integer, got {type(value).__name__}"
+                         + (f" {value}" if isinstance(value, numbers.Real) else ""))
+    number = int(value)
+    if number < least:
+        raise InputError(f"{name}: {number} is " + {0: "negative", 1: "not positive"}.get(least, f"below {least}"))
+    if number >= 2**63:
+        raise InputError(f"{name}: {number} does not fit 64 bits")
+    return number
+
+
+def check_flag(name: str, value) -> bool:
+    """True or False, of Python or numpy."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InputError(f"{name}: expected True or False, got {type(value).__name__}")
+    return bool(value)
+
+
+def check_tp(tp) -> TP:
+    """A group of ranks, or None for this process alone."""
+    if tp is not None and not isinstance(tp, TP):
+        raise InputError(f"tp: expected an alignkit.tp.TP or None, got {type(tp).__name__}")
+    return tp or SINGLE
+
+
+def check_apart(name: str, t: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+    """`t`, which is written to, shares no memory with tensors that are read meanwhile. Their views count whole."""
+    def memory(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+    for other_name, other in others.items():
+        if isinstance(other, torch.Tensor) and other.device == t.device and other.numel() and t.numel():
+            (begin, end), (other_begin, other_end) = memory(t), memory(other)
+            if begin < other_end and other_begin < end:
+                raise InputError(f"{name}: shares memory with {other_name}")
 
 
 def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
@@ -50,6 +140,7 @@ def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
 def check_weight(x: torch.Tensor, weight, bias, name: str = "x", dtypes=DTYPES) -> None:
     """weight [N, K] and bias [N] or None fit x [..., K], of one of `dtypes`; `name` is what the caller calls x."""
     check_tensor(name, x, dtypes=dtypes)
+    check_device(name, x)
     check_tensor("weight", weight, 2, dtypes)
     check_like("weight", weight, name, x)
     if weight.shape[1] != x.shape[-1]:
@@ -70,18 +161,24 @@ def unit(t: torch.Tensor) -> torch.Tensor:
 
 def rows(t: torch.Tensor) -> torch.Tensor:
     """t [..., N] as [rows, N] with unit stride in the last dim; copied only where no view is that."""
-    return unit(t.reshape(-1, t.shape[-1]))
+    return unit(t.reshape(math.prod(t.shape[:-1]), t.shape[-1]))
 
 
-@contextlib.contextmanager
-def in_fp32(out: torch.Tensor, bias: torch.Tensor | None):
-    """An fp32 tensor to compute `out` in; on leaving, bias is added to it and it is rounded into `out`."""
-    acc = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    yield acc
-    if bias is not None:
-        acc += bias.float()
-    if acc is not out:
-        out.copy_(acc)
+def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 t in `dtype`, rounded to nearest."""
+    if t.dtype == dtype:
+        return t
+    out = torch.empty(t.shape, dtype=dtype, device=t.device)
+    round_into(out, t)
+    return out
+
+
+def round_into(out: torch.Tensor, t: torch.Tensor) -> None:
+    """Contiguous out <- fp32 t, rounded to nearest. On a CPU not by torch, whose threads may be in another mode."""
+    if t.dtype == out.dtype or backends.name(t.device) != "cpu":
+        out.copy_(t)
+    elif t.numel():
+        native.round(rows(t), out.view(-1, out.shape[-1]))
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

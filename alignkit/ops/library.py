@@ -3,8 +3,8 @@
 A compiler sees one opaque node with a known output shape and can neither look inside nor change the arithmetic. Each
 computes what the op of its name in `alignkit.ops` does, forward only; outputs never share memory with inputs.
 
-An engine calls these many times a step and between them the GPU waits for the host. So an op compares what could
-differ between two calls, shapes and types, and leaves the rest of its checks to the case that these do not fit.
+An engine calls these many times a step and between them the GPU waits for the host. So on a GPU an op compares what
+could differ between two calls, shapes and types, and leaves the rest of its checks to the case that these do not fit.
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .. import backends
 from ..contract import k_leaves
 from ..errors import InputError
 from ..tp import TP
+from ._calls import in_default_mode
 from ._common import check_weight, looks, rows, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
@@ -42,7 +43,7 @@ def _group(name: str) -> TP | None:
 def _define(schema: str, run, fake):
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, in_default_mode(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"alignkit::{name}", fake, lib=_library)
     return getattr(torch.ops.alignkit, name).default
 
@@ -56,7 +57,7 @@ def _like(x, *_):
 
 
 def _product(x, weight, bias, leaves):
-    if (x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype
+    if (x.is_cpu or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype
             or bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype)):
         check_weight(x, weight, bias)
     if x.ndim == 2:
@@ -76,7 +77,7 @@ def _row_parallel_linear(x, weight, bias, group):
 
 
 def _add_rms_norm(x, residual, weight, eps):
-    if (x.shape[-1] != weight.shape[0] or x.dtype != weight.dtype
+    if (x.is_cpu or x.shape[-1] != weight.shape[0] or x.dtype != weight.dtype
             or residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype)):
         _check_norm(x, weight, eps, residual)
     total, y, _ = backends.select("rms_norm", x.device).forward(x, weight.contiguous(), eps, residual)
@@ -87,19 +88,19 @@ def _rms_norm(x, weight, eps):
     return _add_rms_norm(x, None, weight, eps)[0]
 
 
-def _check_rotation(x, positions, table):
+def _check_rotation(name, x, positions, table):
     if looks(x.device) or x.ndim != 3 or x.shape[0] != positions.shape[0] or x.shape[2] != table.shape[1]:
-        _check_rope(x, positions, table)
+        _check_rope(x, positions, table, name)
 
 
 def _rope_qk(q, k, positions, table):
-    _check_rotation(q, positions, table)
-    _check_rotation(k, positions, table)
+    _check_rotation("q", q, positions, table)
+    _check_rotation("k", k, positions, table)
     return backends.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
 
 
 def _silu_mul(gate, up):
-    if gate.shape != up.shape or gate.dtype != up.dtype:
+    if gate.is_cpu or gate.shape != up.shape or gate.dtype != up.dtype:
         _check_silu(gate, up)
     return backends.select("silu_mul", gate.device).forward(rows(gate), rows(up)).view(gate.shape)
 

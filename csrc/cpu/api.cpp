@@ -41,6 +41,35 @@ void alignkit_gemm(i64 m, i64 n, i64 k, i64 leaves, const void* a, int a_type, i
     current->gemm(m, n, k, leaves, {a, a_type, a_row, a_col}, {b, b_type, b_row, b_col}, c, ldc, accumulate, threads);
 }
 
+void alignkit_round(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row, i64 y_col,
+                    int threads) {
+    current->round(rows, cols, x, ldx, bias, dtype, y, y_row, y_col, threads);
+}
+
+void alignkit_add(i64 n, int dtype, const void* a, const void* b, void* y, int threads) {
+    current->add(n, dtype, a, b, y, threads);
+}
+
+void alignkit_logits(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, const float* bias, const float* cap,
+                     const float* scale, const float* temperature, float* z, i64 ldz, float* capped, int threads) {
+    current->logits(rows, cols, dtype, x, ldx, {bias, cap, scale, temperature}, z, ldz, capped, threads);
+}
+
+void alignkit_logits_back(i64 rows, i64 cols, float* g, i64 ldg, const float* cap, const float* scale,
+                          const float* temperature, const float* capped, int threads) {
+    current->logits_back(rows, cols, g, ldg, {nullptr, cap, scale, temperature}, capped, threads);
+}
+
+void alignkit_join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given, float* top,
+                   i64* s, i64* v, int threads) {
+    current->join(rows, tiles, m, q, u, given, top, s, v, threads);
+}
+
+void alignkit_log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature, const double* lse,
+                        float* out, i64 ldo, int threads) {
+    current->log_probs(rows, cols, dtype, z, ldz, temperature, lse, out, ldo, threads);
+}
+
 void alignkit_tile_stats(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
                          i64 ld_out, int threads) {
     current->tile_stats(rows, cols, tile, z, ldz, m, q, u, ld_out, threads);
@@ -51,14 +80,14 @@ void alignkit_logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* ls
     current->logits_grad(rows, cols, z, ldz, lse, entropy, g_logp, g_entropy, column, threads);
 }
 
-void alignkit_rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, float eps, void* y,
-                       float* rstd, int threads) {
-    current->rms_norm(rows, n, dtype, x, ldx, w, eps, y, rstd, threads);
+void alignkit_rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w,
+                       int zero_centered, float eps, void* y, float* rstd, int threads) {
+    current->rms_norm(rows, n, dtype, x, ldx, w, zero_centered, eps, y, rstd, threads);
 }
 
 void alignkit_rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w,
-                            const float* rstd, void* dx, float* dw, int threads) {
-    current->rms_norm_grad(rows, n, dtype, dy, x, w, rstd, dx, dw, threads);
+                            int zero_centered, const float* rstd, void* dx, float* dw, int threads) {
+    current->rms_norm_grad(rows, n, dtype, dy, x, w, zero_centered, rstd, dx, dw, threads);
 }
 
 void alignkit_rope(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
@@ -86,16 +115,25 @@ void alignkit_attention_grad(const Attention* p, const void* out, const float* m
 void alignkit_exp(i64 n, const float* x, float* y) { current->exp(n, x, y); }
 
 // Functions of the C library in double, rounded once: one value at a time, so a value's place cannot matter.
-void alignkit_lse(i64 n, const float* m, const int64_t* s, double* lse) {
+void alignkit_lse(i64 n, const float* m, const i64* s, double* lse) {
+    DefaultRounding guard;
     for (i64 i = 0; i < n; ++i) lse[i] = double(m[i]) + std::log(double(s[i]) * 0x1p-39);
 }
 
-void alignkit_soft_cap(i64 n, float cap, float* z, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (i64 i = 0; i < n; ++i) z[i] = cap * float(std::tanh(double(z[i] / cap)));
+// Of rows with maximum m, integers s and, for the entropy, u, and the target's logit z.
+void alignkit_finish(i64 n, const float* m, const i64* s, const i64* u, const float* z, float* logp, float* lse,
+                     float* entropy) {
+    DefaultRounding guard;
+    for (i64 i = 0; i < n; ++i) {
+        double top = double(m[i]), sum = double(s[i]), whole = top + std::log(sum * 0x1p-39);
+        logp[i] = float(double(z[i]) - whole);
+        lse[i] = float(whole);
+        if (entropy) entropy[i] = float(whole - top + double(u[i]) / sum);
+    }
 }
 
 void alignkit_rope_table(i64 positions, i64 dim, double base, float* table) {
+    DefaultRounding guard;
     i64 half = dim / 2;
     for (i64 j = 0; j < half; ++j) {
         double f = std::pow(base, -2.0 * double(j) / double(dim));

@@ -8,6 +8,7 @@ namespace ISA {
 // ---------------------------------------------------------------- scalars
 
 struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
 
 static inline float bits_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
 static inline uint32_t float_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
@@ -18,6 +19,19 @@ static inline void store(bf16* p, float v) {  // round to nearest, ties to even
     uint32_t u = float_bits(v);
     uint32_t r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     p->bits = uint16_t((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : r);
+}
+static inline void store(fp16* p, float v) {  // likewise, in integers: the same on a processor without the type
+    uint32_t u = float_bits(v), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+    uint32_t r;
+    if (a > 0x7f800000) r = 0x7e00 | (a >> 13 & 0x3ff);
+    else if (a >= 0x477ff000) r = 0x7c00;  // half way from the largest to the next power of two, and beyond
+    else if (a >= 0x38800000) r = (a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13;
+    else if (a < 0x33000000) r = 0;  // below half of the smallest
+    else {  // a multiple of 2^-24
+        uint32_t shift = 126 - (a >> 23), whole = (a & 0x7fffff) | 0x800000;
+        r = (whole + (uint32_t(1) << (shift - 1)) - 1 + (whole >> shift & 1)) >> shift;
+    }
+    p->bits = uint16_t(sign | r);
 }
 template <class T> static inline float round_to(float v) { T t; store(&t, v); return load(&t); }
 static inline float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -42,15 +56,6 @@ static inline float exp1(float x) {
     y = x > 88.f ? std::numeric_limits<float>::infinity() : y;
     return x != x ? x : y;
 }
-
-// Engines may run with denormals flushed; the contract does not. One of these in every thread.
-struct DefaultRounding {
-#if defined(__x86_64__)
-    unsigned saved = _mm_getcsr();
-    DefaultRounding() { _mm_setcsr(0x1f80); }
-    ~DefaultRounding() { _mm_setcsr(saved); }
-#endif
-};
 
 // Not std::vector: the linker keeps one copy of its code for all variants, compiled for any one of them.
 template <class T> class Array {
@@ -221,7 +226,148 @@ static void gemm(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, 
     });
 }
 
+// ---------------------------------------------------------------- elementwise
+
+constexpr i64 BLOCK = 2048;  // elements of a work item: they stay in the first cache from one step to the next
+
+// f(row, first column, end) over all elements.
+template <class F> static void blocks(i64 rows, i64 cols, int threads, F f) {
+    i64 across = (cols + BLOCK - 1) / BLOCK, down = std::max<i64>(BLOCK / std::max<i64>(cols, 1), 1);
+    parallel((rows + down - 1) / down * across, threads, [&](i64 w) {
+        i64 j0 = w % across * BLOCK, j1 = std::min(cols, j0 + BLOCK), r0 = w / across * down;
+        for (i64 r = r0; r < std::min(rows, r0 + down); ++r) f(r, j0, j1);
+    });
+}
+
+template <class T>
+static void round_t(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, T* y, i64 y_row, i64 y_col, int threads) {
+    blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
+        const float* p = x + r * ldx;
+        T* o = y + r * y_row;
+        if (y_col != 1)
+            for (i64 j = j0; j < j1; ++j) store(o + j * y_col, bias ? p[j] + bias[j] : p[j]);
+        else if (bias)
+            for (i64 j = j0; j < j1; ++j) store(o + j, p[j] + bias[j]);
+        else
+            for (i64 j = j0; j < j1; ++j) store(o + j, p[j]);
+    });
+}
+
+// y <- x (+ bias), rounded to y's type.
+static void round(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row, i64 y_col,
+                  int threads) {
+    if (dtype == F32) round_t(rows, cols, x, ldx, bias, (float*)y, y_row, y_col, threads);
+    else if (dtype == BF16) round_t(rows, cols, x, ldx, bias, (bf16*)y, y_row, y_col, threads);
+    else round_t(rows, cols, x, ldx, bias, (fp16*)y, y_row, y_col, threads);
+}
+
+template <class T> static void add_t(i64 n, const T* a, const T* b, T* y, int threads) {
+    blocks(1, n, threads, [&](i64, i64 j0, i64 j1) {
+        for (i64 j = j0; j < j1; ++j) store(y + j, load(a + j) + load(b + j));
+    });
+}
+
+static void add(i64 n, int dtype, const void* a, const void* b, void* y, int threads) {
+    if (dtype == F32) add_t(n, (const float*)a, (const float*)b, (float*)y, threads);
+    else add_t(n, (const bf16*)a, (const bf16*)b, (bf16*)y, threads);
+}
+
 // ---------------------------------------------------------------- log-softmax
+
+template <class T>
+static void logits_t(i64 rows, i64 cols, const T* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped, int threads) {
+    blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
+        const T* p = x + r * ldx;
+        float* o = z + r * ldz;
+        for (i64 j = j0; j < j1; ++j) o[j] = load(p + j);
+        if (how.bias)
+            for (i64 j = j0; j < j1; ++j) o[j] += how.bias[j];
+        if (how.cap) {
+            float cap = *how.cap;
+            for (i64 j = j0; j < j1; ++j) o[j] = cap * float(std::tanh(double(o[j] / cap)));
+            if (capped)
+                for (i64 j = j0; j < j1; ++j) capped[r * cols + j] = o[j];
+        }
+        if (how.scale) {
+            float scale = *how.scale;
+            for (i64 j = j0; j < j1; ++j) o[j] *= scale;
+        }
+        if (how.temperature) {
+            float t = how.temperature[r];
+            for (i64 j = j0; j < j1; ++j) o[j] /= t;
+        }
+    });
+}
+
+// z <- the logits of the products x, which may be z; capped [rows, cols], if given, what the cap made of them.
+static void logits(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped,
+                   int threads) {
+    if (dtype == F32) logits_t(rows, cols, (const float*)x, ldx, how, z, ldz, capped, threads);
+    else logits_t(rows, cols, (const bf16*)x, ldx, how, z, ldz, capped, threads);
+}
+
+// g <- the gradient of the products, from that of the logits.
+static void logits_back(i64 rows, i64 cols, float* g, i64 ldg, Transform how, const float* capped, int threads) {
+    blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
+        float* o = g + r * ldg;
+        if (how.temperature) {
+            float t = how.temperature[r];
+            for (i64 j = j0; j < j1; ++j) o[j] /= t;
+        }
+        if (how.scale) {
+            float scale = *how.scale;
+            for (i64 j = j0; j < j1; ++j) o[j] *= scale;
+        }
+        if (how.cap) {
+            float cap = *how.cap;
+            for (i64 j = j0; j < j1; ++j) {
+                float c = capped[r * cols + j] / cap;
+                o[j] *= 1.f - c * c;
+            }
+        }
+    });
+}
+
+// Rows from their tiles [rows, tiles]: top, their maximum, unless it is given; s, and v if u is there.
+static void join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given, float* top,
+                 i64* s, i64* v, int threads) {
+    const float inf = std::numeric_limits<float>::infinity();
+    parallel(rows, threads, [&](i64 r) {
+        const float* mr = m + r * tiles;
+        float best = given ? given[r] : -inf;
+        if (!given)
+            for (i64 t = 0; t < tiles; ++t) best = mr[t] > best || mr[t] != mr[t] ? mr[t] : best;  // a NaN stays
+        i64 sum = 0, weighted = 0;
+        for (i64 t = 0; t < tiles; ++t) {
+            double w = exp1(mr[t] == -inf ? -inf : mr[t] - best), count = q[r * tiles + t];
+            double a = __builtin_rint(w * count * 65536.0);
+            sum += a == a ? i64(a) : 0;  // NaN: then so is the maximum, and the result
+            if (!u) continue;
+            double gap = mr[t] == -inf ? 0.0 : double(best) - double(mr[t]);
+            double b = __builtin_rint(w * (double(u[r * tiles + t]) + count * gap) * 65536.0);
+            weighted += b == b ? i64(b) : 0;
+        }
+        if (top) top[r] = best;
+        s[r] = sum;
+        if (u) v[r] = weighted;
+    });
+}
+
+template <class T>
+static void log_probs_t(i64 rows, i64 cols, const T* z, i64 ldz, const float* temperature, const double* lse, float* out,
+                        i64 ldo, int threads) {
+    blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
+        float t = temperature ? temperature[r] : 1.f;
+        for (i64 j = j0; j < j1; ++j) out[r * ldo + j] = float(double(load(z + r * ldz + j) / t) - lse[r]);
+    });
+}
+
+// out <- the logprobs of logits z.
+static void log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature, const double* lse,
+                      float* out, i64 ldo, int threads) {
+    if (dtype == F32) log_probs_t(rows, cols, (const float*)z, ldz, temperature, lse, out, ldo, threads);
+    else log_probs_t(rows, cols, (const bf16*)z, ldz, temperature, lse, out, ldo, threads);
+}
 
 // Per row and tile of z: m = max, q = sum of rint(2^23 exp(z - m)), u = sum of rint(2^23 exp(z - m) (m - z)).
 // Adding 1 to a value in [0, 1] rounds it to a multiple of 2^-23 and leaves that multiple in the low bits.
@@ -303,8 +449,19 @@ static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const float* w, flo
     });
 }
 
-static void rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, float eps, void* y, float* rstd,
-                     int threads) {
+// What rows are multiplied by: w, or 1 + w, which `memory` then holds.
+static const float* scaled_by(const float* w, i64 n, int zero_centered, Array<float>& memory) {
+    if (!zero_centered) return w;
+    DefaultRounding guard;
+    memory.resize(n);
+    for (i64 j = 0; j < n; ++j) memory[j] = w[j] + 1.f;
+    return memory.data();
+}
+
+static void rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, int zero_centered, float eps,
+                     void* y, float* rstd, int threads) {
+    Array<float> memory;
+    w = scaled_by(w, n, zero_centered, memory);
     if (dtype == F32) rms_norm_t(rows, n, (const float*)x, ldx, w, eps, (float*)y, rstd, threads);
     else rms_norm_t(rows, n, (const bf16*)x, ldx, w, eps, (bf16*)y, rstd, threads);
 }
@@ -331,8 +488,10 @@ static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const floa
     });
 }
 
-static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, const float* rstd,
-                          void* dx, float* dw, int threads) {
+static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, int zero_centered,
+                          const float* rstd, void* dx, float* dw, int threads) {
+    Array<float> memory;
+    w = scaled_by(w, n, zero_centered, memory);
     if (dtype == F32)
         rms_norm_grad_t(rows, n, (const float*)dy, (const float*)x, w, rstd, (float*)dx, dw, threads);
     else rms_norm_grad_t(rows, n, (const bf16*)dy, (const bf16*)x, w, rstd, (bf16*)dx, dw, threads);
@@ -538,8 +697,8 @@ static void exp(i64 n, const float* x, float* y) {
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
-static const Kernels kernels = {STRING(ISA), gemm, tile_stats, logits_grad, rms_norm, rms_norm_grad, rope, silu_mul,
-                                silu_mul_grad, attention, attention_grad, exp};
+static const Kernels kernels = {STRING(ISA), gemm, round, add, logits, logits_back, join, log_probs, tile_stats, logits_grad,
+                                rms_norm, rms_norm_grad, rope, silu_mul, silu_mul_grad, attention, attention_grad, exp};
 }  // namespace ISA
 
 #define JOIN_(a, b) a##b

@@ -1,6 +1,7 @@
 // What every instruction-set variant includes before its target is chosen, and the table it fills.
 #pragma once
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -14,12 +15,29 @@ namespace alignkit {
 
 typedef int64_t i64;
 
-enum DType : int { F32 = 0, BF16 = 1 };
+enum DType : int { F32 = 0, BF16 = 1, F16 = 2 };
+
+// Engines may run with denormals flushed or another rounding; the contract does not. One of these in every thread.
+struct DefaultRounding {
+#if defined(__x86_64__)
+    unsigned saved = _mm_getcsr();
+    DefaultRounding() { _mm_setcsr(0x1f80); }
+    ~DefaultRounding() { _mm_setcsr(saved); }
+#else
+    std::fenv_t saved;
+    DefaultRounding() { std::fegetenv(&saved); std::fesetenv(FE_DFL_ENV); }
+    ~DefaultRounding() { std::fesetenv(&saved); }
+#endif
+};
 
 struct Matrix {  // element (i, j) is data[i * row + j * col]
     const void* data;
     int dtype;
     i64 row, col;
+};
+
+struct Transform {  // from a product to a logit: + bias, capped, scaled, / temperature; what is null is left out
+    const float *bias, *cap, *scale, *temperature;  // [cols], one, one, [rows]
 };
 
 struct Attention {
@@ -36,14 +54,24 @@ struct Attention {
 struct Kernels {
     const char* name;
     void (*gemm)(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, int threads);
+    void (*round)(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row, i64 y_col,
+                  int threads);
+    void (*add)(i64 n, int dtype, const void* a, const void* b, void* y, int threads);
+    void (*logits)(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped,
+                   int threads);
+    void (*logits_back)(i64 rows, i64 cols, float* g, i64 ldg, Transform how, const float* capped, int threads);
+    void (*join)(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given, float* top,
+                 i64* s, i64* v, int threads);
+    void (*log_probs)(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature, const double* lse,
+                      float* out, i64 ldo, int threads);
     void (*tile_stats)(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
                        i64 ld_out, int threads);
     void (*logits_grad)(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
                         const float* g_logp, const float* g_entropy, const i64* column, int threads);
-    void (*rms_norm)(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, float eps, void* y, float* rstd,
-                     int threads);
-    void (*rms_norm_grad)(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, const float* rstd,
-                          void* dx, float* dw, int threads);
+    void (*rms_norm)(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, int zero_centered, float eps,
+                     void* y, float* rstd, int threads);
+    void (*rms_norm_grad)(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, int zero_centered,
+                          const float* rstd, void* dx, float* dw, int threads);
     void (*rope)(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
                  const i64* positions, const float* table, void* y, int threads);
     void (*silu_mul)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y, int threads);

@@ -9,12 +9,23 @@ import torch
 
 from ... import backends
 from ...errors import InputError
-from .._common import check_like, check_tensor, looks, require, unit
+from .._calls import differentiable_once, in_default_mode, op
+from .._common import (
+    check_apart,
+    check_device,
+    check_like,
+    check_number,
+    check_tensor,
+    looks,
+    require,
+    unit,
+)
 from .paging import check_pages
 
 INTS = (torch.int32, torch.int64)
 
 
+@differentiable_once("attention")
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, scale):
@@ -29,17 +40,17 @@ class _Attention(torch.autograd.Function):
         return *grads, None, None
 
 
-def _check(q, k, v, scale) -> float:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, t, 3)
+def _check(q, k, v, scale, k_name: str = "k", v_name: str = "v") -> float:
+    """The scale of q [T, Hq, D] and k, v [..., Hkv, D], which are of one shape and go together."""
+    check_device("q", q)
+    for name, t in ((k_name, k), (v_name, v)):
         check_like(name, t, "q", q)
-    require(k.shape == v.shape, f"v: shape {tuple(v.shape)} differs from k's {tuple(k.shape)}")
-    require(q.shape[2] == k.shape[2] > 0, f"k: head_dim {k.shape[2]} differs from q's {q.shape[2]}")
-    require(k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
-            f"k: {k.shape[1]} heads do not divide q's {q.shape[1]}")
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    require(scale > 0, f"scale: {scale} is not positive")
-    return scale
+    (q_heads, dim), (heads, k_dim) = q.shape[-2:], k.shape[-2:]
+    require(k.shape == v.shape, f"{v_name}: shape {tuple(v.shape)} differs from {k_name}'s {tuple(k.shape)}")
+    require(dim > 0 and q_heads > 0, f"q: no heads, or empty ones, shape {tuple(q.shape)}")
+    require(dim == k_dim, f"{k_name}: head_dim {k_dim} differs from q's {dim}")
+    require(heads > 0 and q_heads % heads == 0, f"{k_name}: {heads} heads do not divide q's {q_heads}")
+    return dim ** -0.5 if scale is None else check_number("scale", scale)
 
 
 def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
@@ -61,6 +72,7 @@ def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Ten
     return starts
 
 
+@op
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
               scale: float | None = None) -> torch.Tensor:
     """Causal self-attention over packed sequences, for training.
@@ -80,12 +92,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
             at T. A GPU is not waited for to find the latter, unless ``ALIGNKIT_STRICT=1``: if cu_seqlens does not begin
             with 0 and end at T, all results and gradients are NaN; where it decreases, rows hold anything.
     """
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, t, 3)
     scale = _check(q, k, v, scale)
     require(k.shape[0] == q.shape[0], f"k: {k.shape[0]} rows differ from q's {q.shape[0]}")
     starts = _check_starts("cu_seqlens", cu_seqlens, q, padded=False)
     return _Attention.apply(unit(q), unit(k), unit(v), starts, scale)
 
 
+@op
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, scale: float | None = None,
                     out: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,13 +127,12 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
             than its queries. Where query_start_loc decreases, rows hold anything; a block outside the cache is taken
             for its first or last.
     """
+    check_tensor("q", q, 3)
     check_tensor("k_cache", k_cache, 4)
     check_tensor("v_cache", v_cache, 4)
-    require(k_cache.shape == v_cache.shape,
-            f"v_cache: shape {tuple(v_cache.shape)} differs from k_cache's {tuple(k_cache.shape)}")
+    scale = _check(q, k_cache, v_cache, scale, "k_cache", "v_cache")
     block_size = k_cache.shape[1]
     require(block_size > 0, "k_cache: block_size is 0")
-    scale = _check(q, k_cache[:, 0], v_cache[:, 0], scale)
     starts = _check_starts("query_start_loc", query_start_loc, q, padded=True)
     seq_lens, block_table = _check_ints("seq_lens", seq_lens, 1, q), _check_ints("block_table", block_table, 2, q)
     batch = starts.numel() - 1
@@ -129,22 +143,25 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
+        check_tensor("out", out, 3)
         check_like("out", out, "q", q)
         require(out.shape == q.shape and out.is_contiguous(), "out: not contiguous or not of q's shape")
+        check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     return attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale, out)
 
 
+@in_default_mode
 def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out):
     """`paged_attention` of what it has checked: the integers dense in their last dim, and int64 on the CPU."""
-    k, v = (_rows_view(c) for c in (k_cache, v_cache))
+    k, v = _rows_view("k_cache", k_cache), _rows_view("v_cache", v_cache)
     backends.select("attention", q.device).paged(unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale,
                                                  out)
     return out
 
 
-def _rows_view(cache: torch.Tensor) -> torch.Tensor:
+def _rows_view(name: str, cache: torch.Tensor) -> torch.Tensor:
     """[num_blocks, block_size, H, D] as [rows, H, D] without a copy."""
     (blocks, size, *row), (block_stride, *strides) = cache.shape, cache.stride()
     if strides[-1] != 1 or blocks > 1 and block_stride != size * strides[0]:
-        raise InputError(f"k_cache, v_cache: strides {cache.stride()} cannot be viewed as rows")
+        raise InputError(f"{name}: strides {cache.stride()} cannot be viewed as rows")
     return cache.as_strided((blocks * size, *row), strides)

@@ -4,12 +4,13 @@ from __future__ import annotations
 import torch
 
 from ... import native
+from .._common import rounded
 from .paging import by_rows
 
 
 def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
-    out = torch.empty(q.shape, dtype=q.dtype)
-    m, l = (torch.empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    m, l = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
     native.attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l)
     return out, m, l
 
@@ -18,6 +19,6 @@ forward, paged = by_rows(_forward)
 
 
 def backward(q, k, v, starts, out, m, l, d_out, scale):
-    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (q, k, v))
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v))
     native.attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return rounded(dq, q.dtype), rounded(dk, k.dtype), rounded(dv, v.dtype)

@@ -34,6 +34,6 @@ def check_pages(table: torch.Tensor, lens: torch.Tensor, queries: torch.Tensor, 
 
 def _cache_rows(table: torch.Tensor, lens: torch.Tensor, block_size: int):
     """Where each sequence's positions begin, and the cache row of every position, one sequence after the other."""
-    position = torch.arange(int(lens.max()) if lens.numel() else 0)
+    position = torch.arange(int(lens.max()) if lens.numel() else 0, device=lens.device)
     rows = (table[:, position // block_size] * block_size + position % block_size)[position[None] < lens[:, None]]
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)), rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 
 from ...contract import KV_BLOCK as _BLOCKS
+from .._calls import in_torch
 from .._common import exp, fma, tree
 from .paging import by_rows
 
@@ -20,12 +21,12 @@ def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
 def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float):
     """q [Hq, D] over its keys k, v [n, Hq, D]; returns fp32 out [Hq, D], m [Hq], l [Hq]."""
     heads, dim = q.shape
-    m, l = (torch.full((heads,), start, dtype=torch.float32) for start in (float("-inf"), 0.0))
-    acc = torch.zeros(heads, dim, dtype=torch.float32)
-    scale = torch.tensor(scale, dtype=torch.float32)
+    m, l = (torch.full((heads,), start, dtype=torch.float32, device=q.device) for start in (float("-inf"), 0.0))
+    acc = torch.zeros(heads, dim, dtype=torch.float32, device=q.device)
+    scale = torch.tensor(scale, dtype=torch.float32, device=q.device)
     for b in range(0, k.shape[0], KV_BLOCK):
         kb, vb = k[b:b + KV_BLOCK].float(), v[b:b + KV_BLOCK].float()
-        s = _chain(q.float(), kb.permute(1, 2, 0), torch.zeros(heads, kb.shape[0], dtype=torch.float32)) * scale
+        s = _chain(q.float(), kb.permute(1, 2, 0), torch.zeros(heads, kb.shape[0], dtype=torch.float32, device=q.device)) * scale
         top = torch.maximum(m, s.amax(1))
         p, alpha = exp(s - top[:, None]), exp(m - top)
         l = fma(l, alpha, tree(torch.nn.functional.pad(p, (0, KV_BLOCK - p.shape[1]))))
@@ -34,12 +35,13 @@ def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float):
     return acc / l[:, None], m, l
 
 
+@in_torch
 def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
     group = q.shape[1] // k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype)
-    m, l = (torch.empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    m, l = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
     for s in range(q_start.numel() - 1):
-        rows = torch.arange(int(kv_start[s]), int(kv_start[s + 1]))
+        rows = torch.arange(int(kv_start[s]), int(kv_start[s + 1]), device=q.device)
         if kv_rows is not None:
             rows = kv_rows[rows]
         ks, vs = (t[rows].repeat_interleave(group, dim=1) for t in (k, v))
@@ -54,23 +56,24 @@ def _forward(q, k, v, q_start, kv_start, kv_rows, scale):
 forward, paged = by_rows(_forward)
 
 
+@in_torch
 def backward(q, k, v, starts, out, m, l, d_out, scale):
     """Softmax probabilities again from m and l, then the products of the chain rule, in fp32."""
     group = q.shape[1] // k.shape[1]
-    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (q, k, v))
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist()):
         n = last - first
-        causal = torch.ones(n, n, dtype=torch.bool).tril()
+        causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         for h in range(q.shape[1]):
             i, hk = slice(first, last), h // group
             qh, kh, vh, g = q[i, h].float(), k[i, hk].float(), v[i, hk].float(), d_out[i, h].float()
 
             def product(a, b, acc):  # a . b continuing acc
                 return _chain(a, b.expand(a.shape[0], *b.shape), acc)
-            zeros, factor = torch.zeros(n, n, dtype=torch.float32), torch.tensor(scale, dtype=torch.float32)
+            zeros, factor = torch.zeros(n, n, dtype=torch.float32, device=q.device), torch.tensor(scale, dtype=torch.float32, device=q.device)
             s = product(qh, kh.t(), zeros) * factor
             p = torch.where(causal, exp(s - m[i, h, None]) / l[i, h, None], 0.0)
-            delta = _chain(g, out[i, h].float()[..., None], torch.zeros(n, 1, dtype=torch.float32))
+            delta = _chain(g, out[i, h].float()[..., None], torch.zeros(n, 1, dtype=torch.float32, device=q.device))
             ds = p * (product(g, vh.t(), zeros) - delta) * factor
             dq[i, h] = product(ds, kh, torch.zeros_like(qh))
             dk[i, hk] = product(ds.t(), qh, dk[i, hk])

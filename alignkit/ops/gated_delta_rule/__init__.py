@@ -15,7 +15,18 @@ from __future__ import annotations
 import torch
 
 from ... import backends
-from .._common import WITH_FP16, check_like, check_tensor, looks, require
+from .._calls import final, op
+from .._common import (
+    WITH_FP16,
+    check_device,
+    check_flag,
+    check_int,
+    check_like,
+    check_number,
+    check_tensor,
+    looks,
+    require,
+)
 
 CHUNK = 64
 """Rows of a chunk."""
@@ -62,12 +73,13 @@ def _check_sequences(cu_seqlens, num_chunks: int | None, q: torch.Tensor) -> tup
         last = int(cu_seqlens[-1])
         require(last == q.shape[1], f"cu_seqlens: ends at {last}, q has {q.shape[1]} rows")
         counted = int(((cu_seqlens.diff() + CHUNK - 1) // CHUNK).sum())
-        require(num_chunks in (None, counted), f"num_chunks: {num_chunks}, cu_seqlens has {counted}")
+        require(num_chunks in (None, counted), f"num_chunks: {num_chunks}, cu_seqlens has {counted} chunks")
         num_chunks = counted
-    require(num_chunks > 0, f"num_chunks: {num_chunks} is not positive")
+    require(num_chunks > 0, "cu_seqlens: all sequences are empty")
     return cu_seqlens.contiguous(), num_chunks
 
 
+@op
 def chunk_gated_delta_rule_bwd_dhu(
     q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
     g: torch.Tensor | None = None, gk: torch.Tensor | None = None, *, dht: torch.Tensor | None = None,
@@ -77,7 +89,8 @@ def chunk_gated_delta_rule_bwd_dhu(
     """The gradient of the state at the end of each chunk of 64 rows, and that of the new values through it.
 
     A sequence's results depend on the sequence alone: not on what it is packed with or where, the number of heads, or
-    the device's size. Dense and packed give the same bits. It has no gradient of its own.
+    the device's size. Dense and packed give the same bits. It has no gradient of its own: to differentiate its results
+    is refused.
 
     Args:
         q, k: [B, T, H, K], bf16, fp16 or fp32; K is 64, 128 or 256.
@@ -104,7 +117,12 @@ def chunk_gated_delta_rule_bwd_dhu(
     Raises:
         InputError: shapes, types, devices or, where they are looked at, values do not fit.
     """
+    for name, flag in (("state_v_first", state_v_first), ("base2", base2), ("need_dh0", need_dh0)):
+        check_flag(name, flag)
+    scale = None if scale is None else check_number("scale", scale, positive=False)
+    num_chunks = None if num_chunks is None else check_int("num_chunks", num_chunks, 1)
     check_tensor("q", q, 4, WITH_FP16)
+    check_device("q", q)
     if cu_seqlens is None:
         require(num_chunks is None, "num_chunks: only packed sequences have it")
         chunks = -(-q.shape[1] // CHUNK)
@@ -112,7 +130,8 @@ def chunk_gated_delta_rule_bwd_dhu(
         cu_seqlens, chunks = _check_sequences(cu_seqlens, num_chunks, q)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     _check_tensors(q, k, w, do, dv, g, gk, dht, sequences, state_v_first)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    inputs = q, k, w, do, dv, g, gk, dht
     heads, state = do.shape[2], (q.shape[3], do.shape[3])
     state = state[::-1] if state_v_first else state
     dh = q.new_empty(q.shape[0], chunks, heads, *state)
@@ -121,4 +140,4 @@ def chunk_gated_delta_rule_bwd_dhu(
     g, gk, dht = (t if t is None else t.contiguous() for t in (g, gk, dht))
     backends.select("gated_delta_rule", q.device).bwd_dhu(q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first,
                                                           base2, dh, dh0, dv2)
-    return dh, dh0, dv2
+    return final("chunk_gated_delta_rule_bwd_dhu", (dh, dh0, dv2), inputs)

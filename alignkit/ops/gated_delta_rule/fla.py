@@ -8,8 +8,8 @@ import inspect
 import torch
 
 from ... import backends
-from ...errors import BackendError, UnsupportedError
-from .._common import require
+from ...errors import BackendError, InputError, UnsupportedError
+from .._common import WITH_FP16, check_flag, check_int, check_plain, check_tensor, require
 from . import CHUNK, DIMS
 from . import chunk_gated_delta_rule_bwd_dhu as _back
 
@@ -40,11 +40,25 @@ def chunk_gated_delta_rule_bwd_dhu(
     Raises:
         InputError: as the op does, and for another chunk_size.
     """
-    require(chunk_size == CHUNK, f"chunk_size: {chunk_size} is not {CHUNK}")
-    num_chunks = None if cu_seqlens is None or chunk_indices is None else len(chunk_indices)
+    require(check_int("chunk_size", chunk_size) == CHUNK, f"chunk_size: {chunk_size} is not {CHUNK}")
+    base2, v_first = check_flag("use_exp2", use_exp2), check_flag("state_v_first", state_v_first)
+    v_first = check_flag("transpose_state_layout", transpose_state_layout) or v_first
+    num_chunks = None
+    if cu_seqlens is not None and chunk_indices is not None:
+        check_plain("chunk_indices", chunk_indices)
+        require(chunk_indices.numel() > 0, "chunk_indices: empty")
+        num_chunks = len(chunk_indices)
+    for name, t in (("g", g), ("gk", gk), ("dht", dht)):
+        if t is not None:
+            check_tensor(name, t, dtypes=WITH_FP16)
     g, gk, dht = (t if t is None else t.float() for t in (g, gk, dht))
-    return _back(q, k, w, do, dv, g, gk, dht=dht, scale=scale, cu_seqlens=cu_seqlens, num_chunks=num_chunks,
-                 state_v_first=state_v_first or transpose_state_layout, base2=use_exp2, need_dh0=h0 is not None)
+    try:
+        return _back(q, k, w, do, dv, g, gk, dht=dht, scale=scale, cu_seqlens=cu_seqlens, num_chunks=num_chunks,
+                     state_v_first=v_first, base2=base2, need_dh0=h0 is not None)
+    except InputError as e:
+        if not str(e).startswith("num_chunks: "):
+            raise
+        raise InputError(f"chunk_indices: {str(e).removeprefix('num_chunks: ')}") from None
 
 
 def _refused(q: torch.Tensor, do: torch.Tensor, chunk_size: int = CHUNK, **_) -> str | None:

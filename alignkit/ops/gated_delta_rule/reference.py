@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import torch
 
+from .._calls import in_torch
 from . import CHUNK
 
 
+@in_torch
 def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first: bool, base2: bool, dh, dh0, dv2,
             dtype: torch.dtype = torch.float32) -> None:
     """Fills dh, dh0 (or None) and dv2. dtype: what is computed in."""

@@ -8,8 +8,9 @@ import torch
 
 from ... import backends
 from ...contract import k_leaves
-from ...tp import SINGLE, TP
-from .._common import WITH_FP16, check_weight, require
+from ...tp import TP
+from .._calls import differentiable_once, op
+from .._common import WITH_FP16, check_flag, check_tp, check_weight, require, rounded
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Tensor | None = None,
@@ -27,6 +28,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Ten
     return out
 
 
+@differentiable_once("linear")
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, tp, sequence_parallel, row_leaves, out_dtype):
@@ -39,6 +41,7 @@ class _Linear(torch.autograd.Function):
         else:
             y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
         ctx.save_for_backward(x, weight)  # gathered again in backward: only this rank's rows are kept
+        ctx.op = "row_parallel_linear" if row_leaves else "linear"
         ctx.args = (bias is not None, tp, sequence_parallel, bool(row_leaves))
         shape = [*full.shape[:-1], weight.shape[0]]
         if sequence_parallel and row_leaves:
@@ -67,7 +70,7 @@ class _Linear(torch.autograd.Function):
             x2 = full().reshape(-1, x.shape[-1])
             dw = matmul(dy.t(), x2.t(), out_dtype=weight.dtype)
         if has_bias and ctx.needs_input_grad[2]:
-            db = row_sum(dy).to(weight.dtype)
+            db = rounded(row_sum(dy), weight.dtype)
         return dx, dw, db, None, None, None, None
 
 
@@ -83,8 +86,9 @@ def _gradients(x: torch.Tensor, weight: torch.Tensor) -> tuple[bool, bool]:
 
 
 def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
+    check_flag("sequence_parallel", sequence_parallel)
     check_weight(x, weight, bias, dtypes=WITH_FP16)
-    require(out_dtype in (None, x.dtype, torch.float32),
+    require(out_dtype is None or isinstance(out_dtype, torch.dtype) and out_dtype in (x.dtype, torch.float32),
             f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32")
     require(not sequence_parallel or x.ndim >= 2, "x: sequence_parallel needs a sequence dimension in front")
     if row:
@@ -99,6 +103,7 @@ def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
     return meta | ({"weight": tuple(weight.shape)} if row else {"weight": weight.shape[1]})
 
 
+@op
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tp: TP | None = None,
            sequence_parallel: bool = False, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Column-parallel or replicated linear layer: ``y = x @ weight.T + bias``.
@@ -117,11 +122,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Raises:
         InputError: shapes, types or devices do not fit; on all ranks of `tp` together.
     """
-    tp = tp or SINGLE
+    tp = check_tp(tp)
     tp.check_same("linear", lambda: _check(x, weight, bias, tp, sequence_parallel, out_dtype, False))
     return _Linear.apply(x, weight, bias, tp, sequence_parallel and tp.size > 1, 0, out_dtype or x.dtype)
 
 
+@op
 def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
                         tp: TP | None = None, sequence_parallel: bool = False,
                         out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -143,7 +149,7 @@ def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     Raises:
         InputError: shapes, types or devices do not fit; on all ranks of `tp` together.
     """
-    tp = tp or SINGLE
+    tp = check_tp(tp)
     tp.check_same("row_parallel_linear", lambda: _check(x, weight, bias, tp, sequence_parallel, out_dtype, True))
     leaves = k_leaves(x.shape[-1] * tp.size) // tp.size
     return _Linear.apply(x, weight, bias, tp, sequence_parallel and tp.size > 1, leaves, out_dtype or x.dtype)

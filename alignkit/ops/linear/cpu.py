@@ -3,18 +3,19 @@ from __future__ import annotations
 
 import torch
 
-from ...native import DTYPES, gemm
-from .._common import in_fp32
+from ... import native
 
 
 def _taken(t: torch.Tensor) -> torch.Tensor:
     """fp16 as fp32, which is exact."""
-    return t if t.dtype in DTYPES else t.float()
+    return t if t.dtype in native.DTYPES else t.float()
 
 
 def matmul(a, b, leaves, bias, out, accumulate) -> None:
-    with in_fp32(out, bias) as acc:
-        gemm(_taken(a), _taken(b), leaves, acc, accumulate)
+    acc = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    native.gemm(_taken(a), _taken(b), leaves, acc, accumulate)
+    if bias is not None or acc is not out:
+        native.round(acc, out, None if bias is None else bias.float())
 
 
 def resume(a, b, out) -> None:

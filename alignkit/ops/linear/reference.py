@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import torch
 
-from .._common import fma, in_fp32
+from .._calls import in_torch
+from .._common import fma
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
@@ -12,13 +13,13 @@ def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
     return acc
 
 
+@in_torch
 def matmul(a, b, leaves, bias, out, accumulate) -> None:
-    parts = [_chain(x, w, out if accumulate else torch.zeros(out.shape, dtype=torch.float32))
+    parts = [_chain(x, w, out if accumulate else torch.zeros(out.shape, dtype=torch.float32, device=out.device))
              for x, w in zip(a.chunk(leaves, dim=1), b.chunk(leaves, dim=1))]
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
-    with in_fp32(out, bias) as acc:
-        acc.copy_(parts[0])
+    out.copy_(parts[0] if bias is None else parts[0] + bias.float())
 
 
 def resume(a, b, out) -> None:

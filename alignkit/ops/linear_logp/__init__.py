@@ -16,7 +16,21 @@ from ... import backends
 from ...contract import HEAD_ROWS, VOCAB_TILE
 from ...errors import InputError
 from ...tp import SINGLE, TP
-from .._common import check_tensor, check_weight, looks, require
+from .._calls import differentiable_once, op
+from .._common import (
+    check_apart,
+    check_device,
+    check_flag,
+    check_int,
+    check_number,
+    check_plain,
+    check_tensor,
+    check_tp,
+    check_weight,
+    looks,
+    require,
+    round_into,
+)
 from ..linear import matmul, row_sum
 from .vocab import Shards
 
@@ -268,6 +282,7 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
         backend.matmul(a, b, 1, None, out, add)
 
 
+@differentiable_once("linear_logp")
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
@@ -293,6 +308,8 @@ class _LinearLogp(torch.autograd.Function):
         soft_cap, logit_scale, shards, tp, workspace = ctx.args
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         main = ctx.main_grad
+        if main is not None:
+            check_apart("main_grad", main, {"the gradient of logp": g_logp, "the gradient of entropy": g_ent})
         # The rows in order lie where the gradient will.
         given = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         source = _head(_ordered(hidden, order, target, given), weight, bias, soft_cap, logit_scale, count, kept,
@@ -320,9 +337,9 @@ class _LinearLogp(torch.autograd.Function):
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
             if dw is not None and len(blocks) > 1:
-                dw[columns] = dw_sum
+                round_into(dw[columns], dw_sum)
             if need_b:
-                db[columns] = db_sum
+                round_into(db[columns], db_sum)
         for grad in (dw, db):
             if grad is not None:
                 grad[used:].zero_()
@@ -343,6 +360,7 @@ def _returned(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to:
     return to
 
 
+@differentiable_once("logp_from_logits")
 class _LogitsLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy):
@@ -375,8 +393,9 @@ class _LogitsLogp(torch.autograd.Function):
 
 
 def _check_transform(soft_cap, logit_scale) -> None:
-    require(soft_cap is None or soft_cap > 0, f"soft_cap: {soft_cap} is not positive")
-    require(math.isfinite(logit_scale), f"logit_scale: {logit_scale} is not finite")
+    if soft_cap is not None:
+        check_number("soft_cap", soft_cap)
+    check_number("logit_scale", logit_scale, positive=False)
 
 
 def _is_number(temperature) -> bool:
@@ -385,18 +404,21 @@ def _is_number(temperature) -> bool:
 
 
 def _check_temperature(temperature, shape: torch.Size, device) -> None:
+    if not isinstance(temperature, torch.Tensor):
+        check_number("temperature", temperature)
+        return
+    check_plain("temperature", temperature)
+    require(not temperature.is_complex() and temperature.dtype != torch.bool,
+            f"temperature: dtype {temperature.dtype} is not one of numbers")
     if _is_number(temperature):
-        if temperature == 1.0:
-            return
-        bad = [t for t in torch.tensor([float(temperature)], dtype=torch.float32, device="cpu").tolist()
-               if not 0 < t < math.inf]
-    else:
-        if temperature.ndim:
-            check_tensor("temperature", temperature, dtypes=(torch.float32,))
-            require(temperature.shape == shape,
-                    f"temperature: shape {tuple(temperature.shape)} differs from the rows' {tuple(shape)}")
-        require(temperature.device == device, f"temperature: device {temperature.device} differs from {device}")
-        bad = temperature[~(temperature > 0) | temperature.isinf()].tolist() if looks(device) else []
+        check_number("temperature", temperature.item())
+        return
+    if temperature.ndim:
+        check_tensor("temperature", temperature, dtypes=(torch.float32,))
+        require(temperature.shape == shape,
+                f"temperature: shape {tuple(temperature.shape)} differs from the rows' {tuple(shape)}")
+    require(temperature.device == device, f"temperature: device {temperature.device} differs from {device}")
+    bad = temperature[~(temperature > 0) | temperature.isinf()].tolist() if looks(device) else []
     require(not bad, f"temperature: {bad[:1]} is not positive and finite")
 
 
@@ -413,7 +435,7 @@ def _described(temperature):
 def _check_rows(target, temperature, shape, device, ignore_index: int) -> tuple[int, tuple[int, ...]]:
     """Check what is given per row; the largest target, and where, or (-1, ()) if values are not looked at."""
     _check_temperature(temperature, shape, device)
-    require(isinstance(target, torch.Tensor), f"target: expected a tensor, got {type(target).__name__}")
+    check_plain("target", target)
     require(target.dtype == torch.int64, f"target: dtype {target.dtype} is not torch.int64")
     require(target.shape == shape, f"target: shape {tuple(target.shape)} differs from the rows' {tuple(shape)}")
     require(target.device == device, f"target: device {target.device} differs from {device}")
@@ -444,6 +466,7 @@ def _temperatures(temperature, shape, device) -> torch.Tensor | None:
                                                       device=device)
 
 
+@op
 def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None,
                 temperature: float | torch.Tensor = 1.0, soft_cap: float | None = None, logit_scale: float = 1.0,
                 ignore_index: int = -100, vocab_size: int | None = None, vocab_start: int = 0, tp: TP | None = None,
@@ -460,7 +483,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
             that is not positive and finite, stops the device with a message (see `ALIGNKIT_STRICT`).
         bias: [V_local] or None, weight's type.
         temperature: positive, a number or fp32 [...]; divides the logits.
-        soft_cap: positive, or None for no cap.
+        soft_cap: positive and finite, or None for no cap.
         logit_scale: factor of the logits.
         ignore_index: rows with this target give logp 0 and entropy 0 and have no gradient.
         vocab_size: the true global size; padded rows at or beyond it never count. Default: all rows.
@@ -470,7 +493,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         return_entropy: also return the entropy of the distribution, in nats.
         keep_logits: store the products hidden @ weight.T, 4 bytes each, for a backward pass that does not compute them
             again. The same bits; without it no more than some bytes per row and 128 ids are stored.
-        main_grad: fp32 [V_local, D], contiguous, or None. The gradient of weight is added to it, unrounded, in each backward
+        main_grad: fp32 [V_local, D], contiguous, memory that is no other argument's, or None. The gradient of weight is added to it, unrounded, in each backward
             pass, and weight.grad stays as it is.
         workspace: limit, in bytes, of the logits alive at a time, and of their gradients, at least a few rows or ids; None:
             8 MiB on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass
@@ -483,35 +506,45 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
     Raises:
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
-    tp = tp or SINGLE
+    tp = check_tp(tp)
     rows = hidden.shape[:-1] if isinstance(hidden, torch.Tensor) else ()
 
     def checks():
-        check_weight(hidden, weight, bias, "hidden")
         _check_transform(soft_cap, logit_scale)
+        check_int("ignore_index", ignore_index)
+        check_flag("return_entropy", return_entropy)
+        check_flag("keep_logits", keep_logits)
+        if workspace is not None:
+            check_int("workspace", workspace, 1)
+        check_weight(hidden, weight, bias, "hidden")
         if main_grad is not None:
             check_tensor("main_grad", main_grad, 2, (torch.float32,))
             require(main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous(),
                     f"main_grad: {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}, does not fit "
                     f"weight: {tuple(weight.shape)} on {weight.device}")
-        require(workspace is None or workspace > 0, f"workspace: {workspace} bytes is no positive number")
+            read = {"hidden": hidden, "weight": weight, "bias": bias}
+            check_apart("main_grad", main_grad, read | {"target": target, "temperature": temperature} | {
+                f"{name}.grad": t.grad for name, t in read.items() if t is not None and t.is_leaf})
         require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
         largest = _check_rows(target, temperature, rows, hidden.device, ignore_index)
         return Shards.describe(vocab_start, weight.shape[0], vocab_size), {
             "hidden": (tuple(hidden.shape), str(hidden.dtype)), "bias": bias is not None,
-            "temperature": _described(temperature), "soft_cap": soft_cap, "logit_scale": logit_scale,
-            "ignore_index": ignore_index, "return_entropy": return_entropy, "workspace": workspace,
+            "temperature": _described(temperature), "soft_cap": None if soft_cap is None else float(soft_cap),
+            "logit_scale": float(logit_scale), "ignore_index": int(ignore_index), "return_entropy": bool(return_entropy),
+            "workspace": None if workspace is None else int(workspace),
             "requires_grad": torch.is_grad_enabled() and hidden.requires_grad}, largest
     shards = Shards.agree(tp, "linear_logp", checks)
     tp.check_same_values("linear_logp", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, hidden.device, ignore_index, shards.vocab_size)
     logp, entropy = _LinearLogp.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, int(ignore_index),
         None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
-        return_entropy, keep_logits and torch.is_grad_enabled(), main_grad, workspace)
+        bool(return_entropy), bool(keep_logits) and torch.is_grad_enabled(), main_grad,
+        None if workspace is None else int(workspace))
     return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
 
 
+@op
 def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature: float | torch.Tensor = 1.0,
                      ignore_index: int = -100, vocab_size: int | None = None, vocab_start: int = 0,
                      tp: TP | None = None, return_entropy: bool = False):
@@ -527,23 +560,27 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
     Raises:
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
-    tp = tp or SINGLE
+    tp = check_tp(tp)
     rows = logits.shape[:-1] if isinstance(logits, torch.Tensor) else ()
 
     def checks():
+        check_int("ignore_index", ignore_index)
+        check_flag("return_entropy", return_entropy)
         check_tensor("logits", logits)
+        check_device("logits", logits)
         largest = _check_rows(target, temperature, rows, logits.device, ignore_index)
         return Shards.describe(vocab_start, logits.shape[-1], vocab_size), {
             "logits": (tuple(rows), str(logits.dtype)), "temperature": _described(temperature),
-            "ignore_index": ignore_index, "return_entropy": return_entropy}, largest
+            "ignore_index": int(ignore_index), "return_entropy": bool(return_entropy)}, largest
     shards = Shards.agree(tp, "logp_from_logits", checks)
     tp.check_same_values("logp_from_logits", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, logits.device, ignore_index, shards.vocab_size)
-    logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, ignore_index, shards, tp,
-                                      return_entropy)
+    logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, int(ignore_index), shards, tp,
+                                      bool(return_entropy))
     return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
 
 
+@op
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
                 soft_cap: float | None = None, logit_scale: float = 1.0) -> torch.Tensor:
     """The logits of `linear_logp` before temperature: what rollout samples from. Not differentiable.
@@ -560,8 +597,8 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     Raises:
         InputError: shapes, types or devices do not fit.
     """
-    check_weight(hidden, weight, bias, "hidden")
     _check_transform(soft_cap, logit_scale)
+    check_weight(hidden, weight, bias, "hidden")
     if bias is None and soft_cap is None and logit_scale == 1.0:
         z = matmul(hidden.reshape(-1, hidden.shape[-1]), weight)
         return z if hidden.ndim == 2 else z.view(*hidden.shape[:-1], len(weight))
@@ -571,6 +608,7 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return head.logits(slice(0, len(flat)), slice(0, len(weight))).reshape(*hidden.shape[:-1], len(weight))
 
 
+@op
 def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0,
                 vocab_size: int | None = None) -> torch.Tensor:
     """Log-probabilities of every id, each with the bits that `linear_logp` gives it. Not differentiable.
@@ -594,6 +632,7 @@ def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
     return out.reshape(logits.shape)
 
 
+@op
 def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
                temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
     """Log-probabilities of a few ids of each row: `log_softmax` gathered at `token_ids`, which is not computed whole.
@@ -611,6 +650,7 @@ def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
         InputError: an argument is outside the above.
     """
     check_tensor("logits", logits)
+    check_device("logits", logits)
     check_tensor("token_ids", token_ids, logits.ndim, (torch.int64, torch.int32))
     rows, (vocab, k), device = logits.shape[:-1], (logits.shape[-1], token_ids.shape[-1]), logits.device
     require(vocab > 0, "logits: the vocabulary is empty")
@@ -638,6 +678,7 @@ def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
 def _whole(logits, temperature, vocab_size: int | None):
     """Checked logits of the whole vocabulary as [N, V], their temperature, and the vocabulary."""
     check_tensor("logits", logits)
+    check_device("logits", logits)
     rows = logits.shape[:-1]
     _check_temperature(temperature, rows, logits.device)
     shards = Shards.agree(SINGLE, "log_softmax", lambda: (

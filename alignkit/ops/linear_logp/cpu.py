@@ -5,16 +5,97 @@ import torch
 
 from ... import native
 from ...contract import VOCAB_TILE
-from ...native import exp, logits_grad, lse, soft_cap
-from .host import finish, gradient, gradient_type, join, pick, put, spread, statistics, take, transform
+from .._common import rounded
 
-__all__ = ["exp", "finish", "gradient", "gradient_type", "join", "logits_grad", "lse", "pick", "put", "soft_cap",
-           "spread", "statistics", "take", "tile_stats", "transform"]
+INF = float("inf")
 
 
-def tile_stats(z: torch.Tensor, entropy: bool):
-    shape = z.shape[0], -(-z.shape[1] // VOCAB_TILE)
-    m, q = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int32)
-    u = torch.empty(shape, dtype=torch.int32) if entropy else None
-    native.tile_stats(z, VOCAB_TILE, m, q, u)
-    return m, q, u
+def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def take(x, order, target, out) -> None:
+    """out [n, D] <- the rows x[order], zeros where the target is negative."""
+    torch.index_select(x, 0, order, out=out).masked_fill_((target < 0)[:, None], 0.0)
+
+
+def put(x, order, target, out) -> None:
+    """out [N, D] <- x [n, D] at the rows `order`, rounded; zeros elsewhere."""
+    out.zero_().index_copy_(0, order, rounded(x, out.dtype))
+
+
+def transform(z: torch.Tensor, how) -> None:
+    """z <- the logits of these products, before temperature."""
+    native.logits(z, how.bias, how.soft_cap, how.logit_scale, None, z, None)
+
+
+def _unit(z: torch.Tensor) -> torch.Tensor:
+    return z if z.stride(1) == 1 else z.contiguous()
+
+
+def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> None:
+    """m, q, u [n, tiles] <- statistics of the tiles of products z [n, C]; column 0 is id `first`, a tile's border.
+    z_target[r] <- the logit of target[r] where it is among them."""
+    x = _unit(z)
+    if x.dtype != torch.float32 or any(v is not None for v in (how.bias, how.soft_cap, how.logit_scale, temperature)):
+        x = _empty(z, *z.shape)
+        native.logits(_unit(z), how.bias, how.soft_cap, how.logit_scale, temperature, x, None)
+    shape = len(x), -(-x.shape[1] // VOCAB_TILE)
+    seen = [_empty(z, *shape), *(None if t is None else _empty(z, *shape, dtype=torch.int32) for t in (q, u))]
+    native.tile_stats(x, VOCAB_TILE, *seen)
+    for kept, stats in zip((m, q, u), seen):
+        if kept is not None:
+            kept.copy_(stats)
+    if target is not None:
+        column = target - first
+        here = (column >= 0) & (column < x.shape[1])
+        z_target[here] = x[here, column[here]]
+
+
+def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows from their tiles: the maximum fp32 [n] (`top` if given), and int64 [3, n]: s, u and z_target's bits."""
+    n = len(m)
+    sums = torch.zeros(3, n, dtype=torch.int64, device=m.device)
+    highest = _empty(m, n) if top is None else top
+    native.join(m, q, u, top, highest, sums[0], sums[1])
+    if z_target is not None:
+        sums[2] = z_target.view(torch.int32)
+    return highest, sums
+
+
+def finish(m, sums, target, entropy: bool):
+    """logp, lse and entropy (or None), fp32 [n]."""
+    logp, lse, ent = _empty(m, len(m)), _empty(m, len(m)), _empty(m, len(m)) if entropy else None
+    native.finish(m, sums[0], sums[1], sums[2].int().view(torch.float32), logp, lse, ent)
+    return logp, lse, ent
+
+
+def spread(z, temperature, m, sums, out) -> None:
+    """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
+    native.log_probs(_unit(z), temperature, native.lse(m, sums[0]), out)
+    out[:, z.shape[1]:] = -INF
+
+
+def pick(z, temperature, ids, m, q, out) -> None:
+    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C], whose tiles have the statistics m and q."""
+    top, sums = join(m, q, None, None, None)
+    native.log_probs(z.gather(1, ids.to(torch.int64)), temperature, native.lse(top, sums[0]), out)
+
+
+def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp, g_entropy) -> None:
+    """out [n, C] <- the gradient of the products z, column 0 the id `first`. `out` may be z."""
+    x = out if out.dtype == torch.float32 and out.stride(1) == 1 else _empty(z, *z.shape)
+    capped = None if how.soft_cap is None else _empty(z, *z.shape)
+    native.logits(_unit(z), how.bias, how.soft_cap, how.logit_scale, temperature, x, capped)
+    column = target - first
+    native.logits_grad(x, lse, entropy, g_logp.contiguous(), None if g_entropy is None else g_entropy.contiguous(),
+                       torch.where((column >= 0) & (column < x.shape[1]), column, -1))
+    if any(v is not None for v in (how.soft_cap, how.logit_scale, temperature)):
+        native.logits_back(x, how.soft_cap, how.logit_scale, temperature, capped)
+    if x is not out:
+        native.round(x, out)
+
+
+def gradient_type(dtype: torch.dtype) -> torch.dtype:
+    """In which the gradient of the logits enters the products."""
+    return torch.float32

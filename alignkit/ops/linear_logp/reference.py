@@ -1,4 +1,4 @@
-"""Tile statistics, their logarithm and the gradient of the logits, as the formulas."""
+"""The log-softmax over the vocabulary as the formulas, in torch: statistics of tiles, rows from these, and gradients."""
 from __future__ import annotations
 
 import math
@@ -6,16 +6,13 @@ import math
 import torch
 
 from ...contract import VOCAB_TILE
+from .._calls import in_torch
 from .._common import exp
-from .host import finish, gradient, gradient_type, join, pick, put, spread, statistics, take, transform
-
-__all__ = ["exp", "finish", "gradient", "gradient_type", "join", "logits_grad", "lse", "pick", "put", "soft_cap",
-           "spread", "statistics", "take", "tile_stats", "transform"]
 
 INF = float("inf")
 
 
-def tile_stats(z: torch.Tensor, entropy: bool):
+def _tile_stats(z: torch.Tensor, entropy: bool):
     """Per row and tile of z [n, C]: m = max, q = sum of rint(2^23 e), u = sum of rint(2^23 e (m - z)), with
     e = exp(z - m). A tile without a finite maximum has q = u = 0."""
     tiles = torch.nn.functional.pad(z, (0, -z.shape[1] % VOCAB_TILE), value=-INF).unflatten(1, (-1, VOCAB_TILE))
@@ -29,20 +26,20 @@ def tile_stats(z: torch.Tensor, entropy: bool):
     return m, fixed(e), fixed(torch.where(e > 0, e * -d, 0.0)) if entropy else None
 
 
-def lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def _lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """float64 m + log(2^-39 s), the logarithm of the C library."""
     return torch.tensor([a + (math.log(b * 2.0**-39) if b > 0 else -INF) for a, b in zip(m.tolist(), s.tolist())],
-                        dtype=torch.float64)
+                        dtype=torch.float64, device=m.device)
 
 
-def soft_cap(z: torch.Tensor, cap: float) -> None:
+def _soft_cap(z: torch.Tensor, cap: float) -> None:
     """z <- cap * tanh(z / cap), tanh in double by the C library, rounded once."""
     scaled = z / cap
-    z.copy_(torch.tensor([math.tanh(v) for v in scaled.flatten().tolist()], dtype=torch.float64).float()
-            .reshape(z.shape) * cap)
+    z.copy_(torch.tensor([math.tanh(v) for v in scaled.flatten().tolist()], dtype=torch.float64,
+                         device=z.device).float().reshape(z.shape) * cap)
 
 
-def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
+def _logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
     """z <- g_logp (1[target] - p) - g_entropy p (log p + entropy)."""
     log_p = z - lse[:, None]
     p = exp(log_p)
@@ -52,3 +49,123 @@ def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
     here = column >= 0
     grad[here, column[here]] += g_logp[here]
     z.copy_(grad)
+
+
+@in_torch
+def take(x, order, target, out) -> None:
+    """out [n, D] <- the rows x[order], zeros where the target is negative."""
+    torch.index_select(x, 0, order, out=out).masked_fill_((target < 0)[:, None], 0.0)
+
+
+@in_torch
+def put(x, order, target, out) -> None:
+    """out [N, D] <- x [n, D] at the rows `order`, rounded; zeros elsewhere."""
+    out.zero_().index_copy_(0, order, x.to(out.dtype))
+
+
+@in_torch
+def transform(z: torch.Tensor, how) -> torch.Tensor | None:
+    """z <- the logits of these products, before temperature. Returns what the cap made of them, if there is one."""
+    if how.bias is not None:
+        z += how.bias
+    capped = None
+    if how.soft_cap is not None:
+        _soft_cap(z, how.soft_cap)
+        capped = z.clone()
+    if how.logit_scale is not None:
+        z *= how.logit_scale
+    return capped
+
+
+def _logits(z: torch.Tensor, how, temperature: torch.Tensor | None) -> torch.Tensor:
+    z = z.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    transform(z, how)
+    return z if temperature is None else z.div_(temperature[:, None])
+
+
+@in_torch
+def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> None:
+    """m, q, u [n, tiles] <- statistics of the tiles of products z [n, C]; column 0 is id `first`, a tile's border.
+    z_target[r] <- the logit of target[r] where it is among them."""
+    z = _logits(z, how, temperature)
+    for kept, seen in zip((m, q, u), _tile_stats(z, u is not None)):
+        if kept is not None:
+            kept.copy_(seen)
+    if target is not None:
+        column = target - first
+        here = (column >= 0) & (column < z.shape[1])
+        z_target[here] = z[here, column[here]]
+
+
+@in_torch
+def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows from their tiles: the maximum fp32 [n] (`top` if given), and int64 [3, n]: s, u and z_target's bits."""
+    n, tiles = m.shape
+    if top is None:
+        top = m.amax(dim=1) if tiles else m.new_full((n,), -INF)
+    w = exp(torch.where(m == -INF, -INF, m - top[:, None])).double()
+    sums = torch.zeros(3, n, dtype=torch.int64, device=m.device)
+    sums[0] = _whole(w * q.double())
+    if u is not None:
+        gap = torch.where(m == -INF, 0.0, top[:, None].double() - m.double())
+        sums[1] = _whole(w * (u.double() + q.double() * gap))
+    if z_target is not None:
+        sums[2] = z_target.view(torch.int32)
+    return top, sums
+
+
+def _whole(terms: torch.Tensor) -> torch.Tensor:
+    """Terms in units of 2^-23 to integers in units of 2^-39, summed over tiles. NaN counts 0: m is NaN then, and so is
+    the result."""
+    return (terms * 65536.0).round().nan_to_num(0.0).to(torch.int64).sum(dim=1)
+
+
+@in_torch
+def finish(m, sums, target, entropy: bool):
+    """logp, lse and entropy (or None), fp32 [n]."""
+    lse64 = _lse(m, sums[0])
+    logp = (sums[2].int().view(torch.float32).double() - lse64).float()
+    ent = (lse64 - m.double() + sums[1].double() / sums[0].double()).float() if entropy else None
+    return logp, lse64.float(), ent
+
+
+@in_torch
+def spread(z, temperature, m, sums, out) -> None:
+    """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
+    z = z.float() if temperature is None else z.float() / temperature[:, None]
+    out[:, :z.shape[1]] = (z.double() - _lse(m, sums[0])[:, None]).float()
+    out[:, z.shape[1]:] = -INF
+
+
+@in_torch
+def pick(z, temperature, ids, m, q, out) -> None:
+    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C], whose tiles have the statistics m and q."""
+    top, sums = join(m, q, None, None, None)
+    z = z.gather(1, ids.to(torch.int64)).float()
+    z = z if temperature is None else z / temperature[:, None]
+    out.copy_(z.double() - _lse(top, sums[0])[:, None])
+
+
+@in_torch
+def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp, g_entropy) -> None:
+    """out [n, C] <- the gradient of the products z, column 0 the id `first`. `out` may be z."""
+    x = z if z is out else z.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    capped = transform(x, how)
+    if temperature is not None:
+        x /= temperature[:, None]
+    column = target - first
+    _logits_grad(x, lse, entropy, g_logp, g_entropy,
+                 torch.where((column >= 0) & (column < x.shape[1]), column, -1))
+    if temperature is not None:
+        x /= temperature[:, None]
+    if how.logit_scale is not None:
+        x *= how.logit_scale
+    if capped is not None:
+        x *= 1.0 - (capped / how.soft_cap) ** 2
+    if x is not out:
+        out.copy_(x)
+
+
+def gradient_type(dtype: torch.dtype) -> torch.dtype:
+    """In which the gradient of the logits enters the products."""
+    return torch.float32

@@ -8,7 +8,7 @@ import torch
 
 from ...contract import VOCAB_TILE
 from ...tp import TP
-from .._common import require
+from .._common import check_int, require
 
 INF = float("inf")
 
@@ -23,10 +23,9 @@ class Shards:
     @staticmethod
     def describe(start: int, size: int, vocab_size: int | None) -> tuple[int, int, int | None]:
         """One rank's part, checked alone."""
+        start = check_int("vocab_start", start, 0)
         require(size > 0, "logits: this rank's vocabulary shard is empty")
-        require(start >= 0, f"vocab_start: {start} is negative")
-        require(vocab_size is None or vocab_size > 0, f"vocab_size: {vocab_size} is not positive")
-        return start, size, vocab_size
+        return start, size, None if vocab_size is None else check_int("vocab_size", vocab_size, 1)
 
     @classmethod
     def agree(cls, tp: TP, op: str, checks: Callable) -> Shards:

@@ -5,9 +5,11 @@ import torch
 
 from ... import backends
 from ...errors import InputError
-from .._common import check_like, check_tensor, require
+from .._calls import differentiable_once, op
+from .._common import check_device, check_flag, check_like, check_number, check_tensor, rounded
 
 
+@differentiable_once("rms_norm")
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, zero_centered):
@@ -27,17 +29,18 @@ class _RMSNorm(torch.autograd.Function):
         dx, dw = backends.select("rms_norm", dy.device).backward(
             dy.contiguous(), total, weight.contiguous(), rstd, None if d_total is None else d_total.contiguous(),
             ctx.zero_centered)
-        return dx, dx if has_residual else None, dw.to(weight.dtype), None, None
+        return dx, dx if has_residual else None, rounded(dw, weight.dtype), None, None
 
 
 def check(x, weight, eps: float, residual=None) -> None:
     """Raise InputError unless `rms_norm` takes these arguments."""
+    check_number("eps", eps)
     check_tensor("x", x)
+    check_device("x", x)
     check_tensor("weight", weight, 1)
     check_like("weight", weight, "x", x)
     if not weight.shape[0] == x.shape[-1] > 0:
         raise InputError(f"weight: shape {tuple(weight.shape)} does not fit x of shape {tuple(x.shape)}")
-    require(eps > 0, f"eps: {eps} is not positive")
     if residual is not None:
         check_tensor("residual", residual)
         check_like("residual", residual, "x", x)
@@ -45,6 +48,7 @@ def check(x, weight, eps: float, residual=None) -> None:
             raise InputError(f"residual: shape {tuple(residual.shape)} differs from x's {tuple(x.shape)}")
 
 
+@op
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *,
              zero_centered: bool = False):
     """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim; fp32 inside, one rounding.
@@ -64,4 +68,4 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         InputError: shapes, types or devices do not fit.
     """
     check(x, weight, eps, residual)
-    return _RMSNorm.apply(x, residual, weight, eps, zero_centered)
+    return _RMSNorm.apply(x, residual, weight, float(eps), check_flag("zero_centered", zero_centered))

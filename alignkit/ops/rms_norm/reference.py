@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import torch
 
+from .._calls import in_torch
 from .._common import fma, lane_sum, rows
 
 
@@ -16,6 +17,7 @@ def added(dx: torch.Tensor, d_total: torch.Tensor | None) -> torch.Tensor:
     return dx if d_total is None else dx + d_total
 
 
+@in_torch
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
             zero_centered: bool = False):
     """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
@@ -26,13 +28,14 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
     return x, (v * rstd[:, None] * scale(weight, zero_centered)).to(x.dtype).view(x.shape), rstd
 
 
+@in_torch
 def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """dx + d_total [..., H] and dweight fp32 [H]; dy is contiguous."""
     dy, v = rows(dy), rows(x).float()
     g = dy.float() * scale(weight, zero_centered)
     c = lane_sum(g, v) / v.shape[1] * rstd * rstd
     dx = rstd[:, None] * fma(-c[:, None].expand_as(v), v, g)
-    dw = torch.zeros(v.shape[1], dtype=torch.float32)
+    dw = torch.zeros(v.shape[1], dtype=torch.float32, device=v.device)
     for r in range(v.shape[0]):
         dw = fma(dy[r].float(), v[r] * rstd[r], dw)
     return added(dx.to(x.dtype).view(x.shape), d_total), dw

@@ -6,9 +6,11 @@ import functools
 import torch
 
 from ... import backends
-from .._common import check_tensor, looks, require, unit
+from .._calls import differentiable_once, op
+from .._common import InputError, check_device, check_int, check_number, check_tensor, looks, require, unit
 
 
+@differentiable_once("rope")
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, positions, table):
@@ -25,21 +27,34 @@ def _apply(x, positions, table, inverse):
 
 
 @functools.lru_cache(maxsize=8)
+def _table(head_dim: int, max_position: int, base: float, device: torch.device) -> torch.Tensor:
+    """Never handed out: whoever wrote to it would change the results of all others."""
+    with torch.inference_mode(False):
+        return backends.select("rope", "cpu").table(head_dim, max_position, base).to(device)
+
+
+@op
 def rope_table(head_dim: int, max_position: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
     """Cosines and sines of every position: fp32 [max_position, head_dim] on `device`, the cosines in the first half.
 
     Angles are ``position * base ** (-2 j / head_dim)`` in double precision, rounded once at the end; a position's row
-    does not depend on `max_position`. The table is cached: do not write to it.
+    does not depend on `max_position`. Tables are computed once, and each call gets a copy of its own.
 
     Raises:
-        InputError: head_dim is not a positive even number, max_position or base not positive.
+        InputError: head_dim is not a positive even number, max_position or base not positive, or no such device.
     """
-    require(head_dim > 0 and head_dim % 2 == 0, f"head_dim: {head_dim} is not a positive even number")
-    require(max_position > 0, f"max_position: {max_position} is not positive")
-    require(base > 0, f"base: {base} is not positive")
-    return backends.select("rope", "cpu").table(head_dim, max_position, float(base)).to(device)
+    head_dim, max_position = check_int("head_dim", head_dim, 1), check_int("max_position", max_position, 1)
+    require(head_dim % 2 == 0, f"head_dim: {head_dim} is not a positive even number")
+    base = check_number("base", base)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise InputError(f"device: {device!r} is none: {e}") from None
+    with torch.inference_mode(False):  # so that a table from a rollout may also train
+        return _table(head_dim, max_position, base, device).clone()
 
 
+@op
 def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate x by its positions: with halves a, b of a head, ``(a cos - b sin, b cos + a sin)``; one rounding.
 
@@ -59,13 +74,17 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch
     return _Rope.apply(x, positions.contiguous(), table.contiguous())
 
 
-def check(x, positions, table) -> None:
-    """Raise InputError unless `rope` takes these arguments."""
-    check_tensor("x", x, 3)
+def check(x, positions, table, name: str = "x") -> None:
+    """Raise InputError unless `rope` takes these arguments; `name` is what the caller calls x."""
+    check_tensor(name, x, 3)
+    check_device(name, x)
     check_tensor("positions", positions, 1, (torch.int64,))
     check_tensor("table", table, 2, (torch.float32,))
+    for other_name, t in (("positions", positions), ("table", table)):
+        require(t.device == x.device, f"{other_name}: device {t.device} differs from {name}'s {x.device}")
     require(positions.shape[0] == x.shape[0], f"positions: {positions.shape[0]} entries for {x.shape[0]} tokens")
-    require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from x's {x.shape[2]}")
+    require(x.shape[2] > 0 and x.shape[2] % 2 == 0, f"{name}: head_dim {x.shape[2]} is not a positive even number")
+    require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from {name}'s {x.shape[2]}")
     if positions.numel() and looks(positions.device):
         low, high = int(positions.min()), int(positions.max())
         require(0 <= low and high < table.shape[0],

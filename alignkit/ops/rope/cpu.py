@@ -13,7 +13,7 @@ def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
 
 
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     native.rope(x, positions, table, inverse, y)
     return y
 

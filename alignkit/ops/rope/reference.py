@@ -5,15 +5,18 @@ import math
 
 import torch
 
+from .._calls import in_torch
 from .._common import fma
 
 
+@in_torch
 def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
     freq = [base ** (-2.0 * j / head_dim) for j in range(head_dim // 2)]
     return torch.tensor([[math.cos(t * f) for f in freq] + [math.sin(t * f) for f in freq]
-                         for t in range(max_position)], dtype=torch.float64).float()
+                         for t in range(max_position)], dtype=torch.float64, device="cpu").float()
 
 
+@in_torch
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = (t[:, None].expand_as(a) for t in table[positions].chunk(2, dim=-1))

@@ -5,9 +5,11 @@ import torch
 
 from ... import backends
 from ...errors import InputError
-from .._common import check_like, check_tensor, rows
+from .._calls import differentiable_once, op
+from .._common import check_device, check_like, check_tensor, rows
 
 
+@differentiable_once("silu_mul")
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
@@ -21,6 +23,7 @@ class _SiluMul(torch.autograd.Function):
         return tuple(g.reshape(gate.shape) for g in grads)
 
 
+@op
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up = gate / (1 + exp(-gate)) * up`` in fp32, one rounding.
 
@@ -40,6 +43,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def check(gate, up) -> None:
     """Raise InputError unless `silu_mul` takes these arguments."""
     check_tensor("gate", gate)
+    check_device("gate", gate)
     check_tensor("up", up)
     check_like("up", up, "gate", gate)
     if gate.shape != up.shape:

@@ -7,12 +7,12 @@ from ... import native
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    y = torch.empty(gate.shape, dtype=gate.dtype)
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     native.silu_mul(gate, up, y)
     return y
 
 
 def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype) for _ in range(2))
+    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     native.silu_mul_grad(gate, up, dy, dgate, dup)
     return dgate, dup

@@ -3,14 +3,17 @@ from __future__ import annotations
 
 import torch
 
+from .._calls import in_torch
 from .._common import exp, fma
 
 
+@in_torch
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     g = gate.float()
     return (g / (1.0 + exp(-g)) * up.float()).to(gate.dtype)
 
 
+@in_torch
 def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
     g, d = gate.float(), dy.float()
     s = 1.0 / (1.0 + exp(-g))
