@@ -30,8 +30,8 @@ _names: dict[tuple[torch.device, str], str] = {}
 
 def name(device: torch.device | str = "cpu") -> str:
     """The backend that ops on `device` run on: ``cpu`` (C++), ``reference`` (torch), ``triton``, or ``cuda``, which is
-    Triton but for some ops. Raises BackendError for a device without one, for kernels that were built from other sources,
-    and where the contract's bits do not hold with the installed versions of torch and Triton."""
+    Triton but for some ops. Raises BackendError for a device without one, for kernels that were built from other
+    sources, and where the contract's bits do not hold with the installed versions of torch and Triton."""
     if not isinstance(device, torch.device):
         device = torch.device(device)
     known = _names.get((device, _choice))

@@ -1,5 +1,5 @@
-"""Loads what setup.py built, if it is of this alignkit: a library says from which sources it was built, and where the fields
-of its structs lie. Another one would compute other bits, or read arguments from the wrong places."""
+"""Loads what setup.py built, if it is of this alignkit: a library says from which sources it was built, and where the
+fields of its structs lie. Another one would compute other bits, or read arguments from the wrong places."""
 from __future__ import annotations
 
 import ctypes
@@ -9,7 +9,7 @@ from pathlib import Path
 from . import _sources
 from .errors import BackendError
 
-AGAIN = "build the kernels again (`make kernels` in a checkout, else install alignkit anew) and restart Python"
+AGAIN = "install alignkit again (in a checkout: `make kernels`) and restart Python"
 
 
 class _Field(ctypes.Structure):
@@ -43,8 +43,8 @@ def _expected(part: str) -> str:
     try:
         return json.loads(Path(__file__).with_name(_sources.BUILT).read_text())[part]
     except (OSError, ValueError, KeyError):
-        raise BackendError(f"{_sources.BUILT} of the package does not say from which sources the kernels of {part} were "
-                           f"built: {AGAIN}") from None
+        raise BackendError(f"{_sources.BUILT} of the package does not say from which sources the kernels of {part} "
+                           f"were built: {AGAIN}") from None
 
 
 def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> None:
@@ -59,6 +59,7 @@ def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) ->
     fields = [(field[0], getattr(struct, field[0])) for field in struct._fields_]
     here = [("", 0, ctypes.sizeof(struct)), *((field, at.offset, at.size) for field, at in fields)]
     if here != there:
-        different = [f"{what or 'the whole'} at {offset}, {size} bytes" for what, offset, size in set(here) ^ set(there)]
+        different = sorted(f"{what or 'the whole'} at {offset}, {size} bytes"
+                           for what, offset, size in set(here) ^ set(there))
         raise BackendError(f"{name}: Python and the library disagree about the fields of this struct "
-                           f"({'; '.join(sorted(different)) or 'their order'}): {AGAIN}")
+                           f"({'; '.join(different) or 'their order'}): {AGAIN}")

@@ -23,8 +23,8 @@ ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library. Raises BackendError where the package was installed without it, and for one that was built from
-    other sources."""
+    """The kernel library. Raises BackendError where the package was installed without it, and for one that was built
+    from other sources."""
     if not LIBRARY.exists():
         raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}")
     lib = built.load(LIBRARY, "sm90")

@@ -58,15 +58,15 @@ def facts() -> Iterator[str]:
 
 
 def devices() -> list[str]:
-    """The kinds of device that ops are for here: ``cpu``, and ``cuda`` if the first GPU is of the contract's kind; unless
-    ALIGNKIT_BACKEND is for the other kind."""
+    """The kinds of device that ops are for here: ``cpu``, and ``cuda`` if the first GPU is of the contract's kind;
+    unless ALIGNKIT_BACKEND is for the other kind."""
     present = ["cpu"] + (["cuda:0"] if torch.cuda.is_available() else [])
     return [device.partition(":")[0] for device in present if _admitted(device)]
 
 
 def self_test() -> Iterator[tuple[str, str | None]]:
-    """Computes the golden bits, and runs each op on the same rows in different company. Yields (what must hold, None or what
-    did not)."""
+    """Computes the golden bits, and runs each op on the same rows in different company. Yields (what must hold, None or
+    what did not)."""
     for device in devices():
         yield f"golden bits on {device}: those of the contract", _attempt(_golden, device)
         if _backend("linear", device) == "none":

@@ -114,7 +114,8 @@ def load(family: str) -> dict[str, list[str]]:
     """The hashes of each case's tensors. Raises BackendError where they are not those of this contract."""
     kept = json.loads(path(family).read_text())
     if kept["contract"] != contract_id(family):
-        raise BackendError(f"{path(family).name} holds the bits of {kept['contract']}, but this is {contract_id(family)}")
+        raise BackendError(f"{path(family).name} holds the bits of {kept['contract']}, "
+                           f"but this is {contract_id(family)}")
     return kept["sha256"]
 
 
@@ -126,10 +127,10 @@ def hashes(case: str, device: torch.device | str) -> list[str]:
 
 
 def difference(device: torch.device, backend: str) -> str | None:
-    """The first golden that `device` gives otherwise, by `backend`, which is the one that is chosen; None if all hold."""
+    """The first golden that `device` gives otherwise, by `backend`, which must be the chosen one; None if all hold."""
     kept = load("sm90" if device.type == "cuda" else "cpu")
     for case in CASES:
-        if backend == "reference" and CASES[case][0] is large_head:  # it takes minutes, and no arithmetic that head has not
+        if backend == "reference" and CASES[case][0] is large_head:  # minutes, for the arithmetic that head has too
             continue
         if case not in kept:
             return f"{case}: no bits are kept"

@@ -25,8 +25,8 @@ ROUNDED = DTYPES | {torch.float16: 2}
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library. Raises BackendError where the package was installed without it, for one that was built from other
-    sources, and where ALIGNKIT_CPU_ISA names no instruction set of this machine."""
+    """The kernel library. Raises BackendError where the package was installed without it, for one that was built from
+    other sources, and where ALIGNKIT_CPU_ISA names no instruction set of this machine."""
     if not LIBRARY.exists():
         raise BackendError("alignkit's CPU kernels were not built: install alignkit where a C++17 compiler is "
                            "found, or choose ALIGNKIT_BACKEND=reference (same bits, very slow)")

@@ -1,9 +1,9 @@
-"""With which versions of torch and Triton the contract's bits were shown: all tests of a device family passed with these.
+"""With which versions of torch and Triton the contract's bits were shown: all tests of a family passed with these.
 
 Some of the bits are made by torch's own arithmetic, and on a GPU by what Triton makes of an expression. So with other
-versions nothing is assumed: where an op is first called, the golden bits of the family (`alignkit.golden`) are computed on
-that device, and unless every one holds, the op raises. That takes seconds, once per installation: what passed is remembered
-under ``$XDG_CACHE_HOME/alignkit`` (``~/.cache/alignkit``).
+versions nothing is assumed: where an op is first called, the golden bits of the family (`alignkit.golden`) are computed
+on that device, and unless every one holds, the op raises. That takes seconds, once per installation: what passed is
+remembered under ``$XDG_CACHE_HOME/alignkit`` (``~/.cache/alignkit``).
 """
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def installed(family: str) -> dict[str, str]:
 
 
 def require(device: torch.device, backend: str) -> str:
-    """How it is known that `backend` keeps the contract on `device` with what is installed; "" within `unchecked`, where
-    it may not. Raises BackendError where it does not, and where it would have to be tested while a CUDA
-    graph is captured."""
+    """How it is known that `backend` keeps the contract on `device` with what is installed; "" within `unchecked`,
+    where it may not. Raises BackendError where it does not, and where it would have to be tested while a CUDA graph is
+    captured."""
     if getattr(_thread, "unchecked", False):
         return ""
     family = "sm90" if device.type == "cuda" else "cpu"
@@ -64,8 +64,8 @@ def require(device: torch.device, backend: str) -> str:
             _verdicts[key] = None
         if key not in _verdicts:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise BackendError(f"device: the bits of {contract_id(family)} were {other}they must be tested, which cannot "
-                                   "be while a CUDA graph is captured: call an op before")
+                raise BackendError(f"device: the bits of {contract_id(family)} were {other}they must be tested, which "
+                                   "cannot be while a CUDA graph is captured: call an op before")
             _verdicts[key] = test(device, backend)
             if _verdicts[key] is None:
                 _remember(key)
@@ -87,8 +87,8 @@ def unchecked() -> Iterator[None]:
 def test(device: torch.device, backend: str) -> str | None:
     """The first golden that differs on `device`, or None.
 
-    On a thread of its own, where the caller's modes (inference, autocast, default device, stream, torch functions) are not
-    in force; and its backwards run there too, as `unchecked` is for that thread alone."""
+    On a thread of its own, where the caller's modes (inference, autocast, default device, stream, torch functions) are
+    not in force; and its backwards run there too, as `unchecked` is for that thread alone."""
     from . import golden
     found: list[str | None] = []
 

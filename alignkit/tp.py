@@ -167,7 +167,7 @@ class TP:
             self.check_same(op, lambda: {f"{name}, its values": _digest(t) for name, t in given.items()})
             return
         sums = torch.stack([_value_sum(t) for t in given.values()])
-        seen = self.gather(sums[None])
+        seen = torch.stack(self.all_gather(sums))
         for name, same in zip(given, (seen == seen[0]).all(dim=0).unbind(), strict=True):
             torch._assert_async(same, f"{name}: its values differ between the ranks of the tensor-parallel group in {op}")
 

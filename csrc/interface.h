@@ -1,5 +1,5 @@
-// What a library says of itself, for alignkit/built.py to compare with what it expects: the sources it was built from, and
-// where each field of a struct lies that Python fills.
+// What a library says of itself, for alignkit/built.py to compare with what it expects: the sources it was built from,
+// and where each field of a struct lies that Python fills.
 #pragma once
 #include <cstddef>
 
@@ -31,8 +31,8 @@ struct AlignkitField {
 #define ALIGNKIT_EACH(f, ...) ALIGNKIT_TWICE_0(ALIGNKIT_STEP(f, __VA_ARGS__))
 #define ALIGNKIT_FIELD(s, x) {#x, offsetof(s, x), sizeof(s::x)},
 
-// ALIGNKIT_LAYOUT(Struct, each, of, its, fields): exports them as alignkit_layout_Struct, after the struct itself, named "".
-// A field that is left out does not compile.
+// ALIGNKIT_LAYOUT(Struct, each, of, its, fields): exports them as alignkit_layout_Struct, after the struct itself, named
+// "". A field that is left out does not compile.
 #define ALIGNKIT_LAYOUT(s, ...)                                                    \
     [[maybe_unused]] static void alignkit_all_fields_of_##s(const s& value) {      \
         [[maybe_unused]] const auto& [__VA_ARGS__] = value;                        \

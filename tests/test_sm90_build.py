@@ -193,7 +193,8 @@ def test_with_nvcc(tmp_path, monkeypatch):
     source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
     library = build(source, tmp_path)
     built.load(library, "sm90")
-    assert json.loads(library.with_name("built.json").read_text()) == {part: _sources.of(part) for part in ("cpu", "sm90")}
+    said = json.loads(library.with_name("built.json").read_text())
+    assert said == {part: _sources.of(part) for part in ("cpu", "sm90")}
     made = library.stat().st_mtime_ns
     build(source, tmp_path)
     assert library.stat().st_mtime_ns == made
@@ -207,7 +208,7 @@ def test_with_nvcc(tmp_path, monkeypatch):
 
 
 def test_the_cpu_kernels_are_built_by_their_sources(tmp_path, monkeypatch):
-    """One library for every Python; one in the checkout that is of other sources goes, though it is newer than those."""
+    """One library for every Python; one of other sources in the checkout goes, though it is newer than those."""
     source, package = tmp_path / "kernel.cpp", tmp_path / "alignkit"
     source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
     package.mkdir()

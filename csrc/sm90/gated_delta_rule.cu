@@ -37,8 +37,8 @@ struct AlignkitDelta {
   float scale, unit;  // unit: what makes a gate a logarithm to base 2
   int wide, half, v_first, columns;  // of cu_seqlens, 64 bits; fp16; states [V, K]; of V, of a block, 0: as is best
 };
-ALIGNKIT_LAYOUT(AlignkitDelta, q, k, w, d_o, dv, strides, g, gk, dht, cu_seqlens, dh, dh0, dv2, taken, batch, rows, heads,
-                key_heads, key_dim, value_dim, sequences, chunks, scale, unit, wide, half, v_first, columns)
+ALIGNKIT_LAYOUT(AlignkitDelta, q, k, w, d_o, dv, strides, g, gk, dht, cu_seqlens, dh, dh0, dv2, taken, batch, rows,
+                heads, key_heads, key_dim, value_dim, sequences, chunks, scale, unit, wide, half, v_first, columns)
 
 namespace alignkit {
 namespace {

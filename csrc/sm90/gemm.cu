@@ -142,8 +142,8 @@ struct AlignkitHeadProducts {
   int64_t dweight_pitch;
   int rounded, add;
 };
-ALIGNKIT_LAYOUT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch, hidden_pitch, rows, ids, d, count, before,
-                dhidden, dhidden_pitch, resume, dweight, dweight_pitch, rounded, add)
+ALIGNKIT_LAYOUT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch, hidden_pitch, rows, ids, d, count,
+                before, dhidden, dhidden_pitch, resume, dweight, dweight_pitch, rounded, add)
 
 // dhidden [rows, d] = dz [rows, ids] . weight [ids, d], which goes on from what dhidden holds if `resume`, and dweight [ids, d]
 // = dz^T . hidden [rows, d], bf16 if `rounded` (and contiguous), else added to what it holds if `add`; either may be null. Of

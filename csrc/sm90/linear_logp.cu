@@ -287,8 +287,8 @@ struct AlignkitHead {
   const int64_t* target;
   int64_t first;
 };
-ALIGNKIT_LAYOUT(AlignkitHead, hidden, weight, hidden_pitch, weight_pitch, rows, ids, k, count, before, bias, temperature, cap,
-                scale, capped, scaled, target, first)
+ALIGNKIT_LAYOUT(AlignkitHead, hidden, weight, hidden_pitch, weight_pitch, rows, ids, k, count, before, bias, temperature,
+                cap, scale, capped, scaled, target, first)
 
 namespace {
 Transform transform_of(const AlignkitHead& h) {

@@ -3,12 +3,12 @@ current one, runs on the stream of the tensors' GPU, and leaves the current one 
 import pytest
 import torch
 
-from alignkit import backends, cuda, ops
+from alignkit import backends, cuda, golden, ops
 from alignkit.ops import library
 from alignkit.ops.linear import matmul
 from alignkit.testing import assert_bitwise_equal
 
-from . import test_gated_delta_rule, test_golden
+from . import test_gated_delta_rule
 from .helpers import CPU, randn
 
 pytestmark = pytest.mark.skipif(CPU or torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -57,13 +57,8 @@ def picked(on):
 
 
 CASES = {f.__name__: f for f in (products, delta_rule, both_rotated, picked)}
-CASES |= {name: lambda on, name=name: _golden(*test_golden.CASES[name], on) for name in test_golden.CASES}
-
-
-def _golden(function, dtype, on):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_golden, "DEVICE", on)
-        return function(dtype)
+CASES |= {name: lambda on, function=function, dtype=dtype: function(golden.Inputs(on, dtype))
+          for name, (function, dtype) in golden.CASES.items()}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

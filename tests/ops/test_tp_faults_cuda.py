@@ -20,8 +20,8 @@ from tests.megatron.gpus import join
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 3
-STOPPED = 3
-"""The exit status of a rank whose device was stopped."""
+STOPPED = 3, -signal.SIGABRT
+"""The exit status of a rank whose device was stopped: ours, or that of NCCL's watchdog, where that saw it first."""
 LATE = 2_000_000_000
 """Cycles, about a second."""
 
@@ -134,7 +134,7 @@ def main(case, rank, port):
         torch.cuda.synchronize()
     except RuntimeError:
         traceback.print_exc()
-        status = STOPPED
+        status = STOPPED[0]
     ctypes.CDLL(None).fflush(None)  # of the C library, to which the driver prints
     os._exit(status)
 
@@ -164,25 +164,25 @@ def ranks(case):
 def test_a_rank_that_has_died(case):
     (status, said), (other, _) = ranks(case)
     assert other == -signal.SIGKILL
-    assert status == STOPPED and f"alignkit: rank 0 waited {PATIENCE} s for rank 1 at the first meeting" in said, said
+    assert status in STOPPED and f"alignkit: rank 0 waited {PATIENCE} s for rank 1 at the first meeting" in said, said
     assert "ALIGNKIT_SYMMETRIC_TIMEOUT" in said
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_add_different_things(what):
     for rank, (status, said) in enumerate(ranks(what)):
-        assert status == STOPPED and f"alignkit: ranks {rank} and {1 - rank} do not add the same thing" in said, said
+        assert status in STOPPED and f"alignkit: ranks {rank} and {1 - rank} do not add the same thing" in said, said
 
 
 def test_sums_that_overlap():
     (status, said), (other, _) = ranks("overlaps")
-    assert status == STOPPED and "a sum began while another was running" in said, said
-    assert other == STOPPED  # it waited for the first
+    assert status in STOPPED and "a sum began while another was running" in said, said
+    assert other in STOPPED  # it waited for the first
 
 
 def test_a_sum_between_those_of_a_graph():
     for status, said in ranks("comes_between"):
-        assert status == STOPPED and "found that another came between" in said, said
+        assert status in STOPPED and "found that another came between" in said, said
 
 
 def test_streams_that_wait_for_each_other():
