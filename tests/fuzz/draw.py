@@ -98,6 +98,10 @@ def draw(seed: int, index: int) -> Draw:
                         (10, 10, 7, 5, 8, 1))[0](d, s)
     if d.leaves and s.chance(0.08):
         _wrong_backward(d, s)
+    elif p.schema and s.chance(0.08) and not set(d.forward) & set(modes.FORWARD):
+        d.leaves = [n for n, t in p.tensors().items() if t.leaf]  # it has no gradients
+        d.worst(REFUSE)
+        d.names |= {p.op, "backward", "gradient"}
     d.names |= {"device"}
     for n in d.leaves:
         for args in (d.args, d.twin):

@@ -479,7 +479,7 @@ def gated_delta_rule(s: Source) -> Problem:
 # torch.ops.alignkit: what engines that compile call.
 
 def _custom(name: str, given: dict, reference: Callable, faults=()) -> Problem:
-    return Problem(f"torch.ops.alignkit.{name}", getattr(torch.ops.alignkit, name), given, list(faults), reference,
+    return Problem(f"alignkit::{name}", getattr(torch.ops.alignkit, name), given, list(faults), reference,
                    forward_only=True, schema=f"alignkit::{name}")
 
 

@@ -18,6 +18,8 @@ from .judge import GOOD, VERDICTS
 
 CALL_LIMIT = 30.0
 """Seconds that a call may take; most take some milliseconds."""
+SHOWN = 20
+"""Failures that are printed."""
 MEGATRON = importlib.util.find_spec("megatron") is not None
 
 
@@ -50,8 +52,9 @@ class Tally:
     def told(self) -> str:
         """The failures, for a person."""
         counts = ", ".join(f"{n} {v}" for v, n in self.totals().items())
-        return "\n".join([counts, *(f"{f['verdict']}: {f['draw']}\n    {f['detail']}\n    {f['repeat']}"
-                                    for f in self.failures[:20])])
+        lines = [f"{f['verdict']}: {f['draw']}\n    {f['detail']}\n    {f['repeat']}" for f in self.failures[:SHOWN]]
+        more = [f"and {len(self.failures) - SHOWN} more"] if len(self.failures) > SHOWN else []
+        return "\n".join([counts, *lines, *more])
 
 
 def calls(seed: int, numbers: Iterable[int], workers: int | None = None, done: Callable = lambda: None) -> Tally:
