@@ -33,6 +33,8 @@ class Draw:
     twin: dict[str, Any]
     leaves: list[str]
     must: str = ANSWER
+    touched: set[str] = field(default_factory=set)
+    """Arguments that are wrong."""
     names: set[str] = field(default_factory=set)
     """What the message of an error may begin with."""
     what: list[str] = field(default_factory=list)
@@ -94,8 +96,9 @@ def draw(seed: int, index: int) -> Draw:
     fault = rng.random()
     if fault < 0.5:
         for _ in range(1 if fault < 0.42 else 2):
-            rng.choices((_wrong_scalar, _wrong_tensor, _wrong_shape, _wrong_dtype, _own_fault, _transform),
-                        (10, 10, 7, 5, 8, 1))[0](d, s)
+            rng.choices((_wrong_scalar, _wrong_tensor, _wrong_shape, _wrong_dtype, _own_fault), (10, 10, 7, 5, 8))[0](d, s)
+    elif fault < 0.52:
+        _transform(d, s)
     if d.leaves and s.chance(0.08):
         _wrong_backward(d, s)
     elif p.schema and s.chance(0.08) and not set(d.forward) & set(modes.FORWARD):
@@ -180,6 +183,9 @@ def _stride(d: Draw, s: Source) -> None:
         return
     d.args[name] = t
     d.what.append(f"{name}: {how}")
+    if how in ("negative bit", "imaginary part"):
+        d.worst(EITHER)  # its memory does not hold its values
+        d.names.add(name)
     if name in ("k_cache", "v_cache") and how in ("transposed", "stepped", "imaginary part", "expanded", "windows"):
         d.worst(EITHER)  # some cannot be viewed as rows
         d.names |= {name, "k_cache, v_cache"}
@@ -276,7 +282,7 @@ RELATED = {"ignore_index": ("target",), "vocab_size": ("target",), "num_chunks":
 
 def _wrong_scalar(d: Draw, s: Source) -> None:
     """Another kind of thing where a number or flag is taken, or one out of range."""
-    scalars = {n: a for n, a in d.problem.given.items() if isinstance(a, Scalar)}
+    scalars = {n: a for n, a in d.problem.given.items() if isinstance(a, Scalar) and n not in d.touched}
     if not scalars:
         return
     name = s.rng.choice(list(scalars))
@@ -320,6 +326,7 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
                 return
     d.args[name] = put
     d.worst(must)
+    d.touched.add(name)
     d.names |= {name, *RELATED.get(name, ())}
     d.what.append(f"{name}: {describe(put)}")
 
@@ -388,7 +395,7 @@ ODD_FORMS = {"subclass": lambda t: t.as_subclass(Subclass), "functional": _funct
 
 def _wrong_tensor(d: Draw, s: Source) -> None:
     """Something else in the place of a tensor."""
-    names = [n for n, a in d.problem.given.items() if isinstance(a, Tensor)]
+    names = [n for n, a in d.problem.given.items() if isinstance(a, Tensor) and n not in d.touched]
     if not names:
         return
     name = s.rng.choice(names)
@@ -415,10 +422,8 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
             d.args[name] = (FORMS | ODD_FORMS)[how](t)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return  # torch has no such form of it
-    if how in ODD_FORMS:
-        d.worst(EITHER)
-    else:
-        d.worst(REFUSE)
+    d.worst(EITHER if how in ODD_FORMS else REFUSE)
+    d.touched.add(name)
     d.names.add(name)
     if how in ("meta", "fake"):
         d.names |= set(d.problem.given)
@@ -428,7 +433,7 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
 def _wrong_shape(d: Draw, s: Source) -> None:
     """A tensor of another shape."""
     fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and (t.bound or t.ndim)
-           and d.args[n].layout == torch.strided}
+           and n not in d.touched}
     if not fit:
         return
     name = s.rng.choice(list(fit))
@@ -447,6 +452,7 @@ def _wrong_shape(d: Draw, s: Source) -> None:
     else:
         d.args[name] = torch.zeros(shape, dtype=t.dtype, device="cpu")
     d.worst(REFUSE)
+    d.touched.add(name)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)} | {"k_cache, v_cache", "num_chunks"}
     d.what.append(f"{name}: shape {tuple(shape)} instead of {tuple(t.shape)}")
 
@@ -457,7 +463,7 @@ STRANGE = [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int8, to
 
 def _wrong_dtype(d: Draw, s: Source) -> None:
     """A tensor, or all of its group, of another type."""
-    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor}
+    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and n not in d.touched}
     if not fit:
         return
     name = s.rng.choice(list(fit))
@@ -469,6 +475,7 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
     for n in group if together else (name,):
         t = d.args[n]
         d.args[n] = (t.clone() if t.is_inference() else t).detach().to(dtype)
+        d.touched.add(n)
     d.worst(REFUSE)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
     d.what.append(f"{'all of ' if together else ''}{name}: {dtype}")
@@ -476,13 +483,11 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
 
 def _own_fault(d: Draw, s: Source) -> None:
     """A wrong value of this op's own."""
-    if d.problem.faults:
+    if d.problem.faults and not d.touched:
         what, put, names = s.rng.choice(d.problem.faults)
-        try:
-            put(d.args)
-        except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):
-            return  # something else is wrong with this argument already
+        put(d.args)
         d.worst(REFUSE)
+        d.touched |= set(d.args)
         d.names |= set(names)
         d.what.append(what)
 
@@ -500,7 +505,7 @@ def _wrong_backward(d: Draw, s: Source) -> None:
 
 def _transform(d: Draw, s: Source) -> None:
     """A call inside one of torch's function transforms."""
-    floating = [n for n, t in d.problem.tensors().items() if isinstance(d.args[n], torch.Tensor) and not t.written
+    floating = [n for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and not t.written
                 and d.args[n].dtype.is_floating_point]
     if not floating or d.problem.schema:  # the dispatcher knows what its ops are in these
         return
@@ -508,6 +513,7 @@ def _transform(d: Draw, s: Source) -> None:
     d.wrap = s.rng.choice(("vmap", "func.grad", "fake mode", "forward AD"))
     lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf
     d.worst(REFUSE if d.wrap == "fake mode" or lost else EITHER)
-    d.names |= {d.wrap, d.problem.op, "torch.func", "vmap", "forward", *d.problem.given}
+    call = getattr(d.problem.call, "__name__", "")
+    d.names |= {d.wrap, d.problem.op, call, "rope_table", "torch.func", "vmap", "forward", *d.problem.given}
     d.leaves, d.twice = [], ""
     d.what.append(f"{d.wrap} of {d.wrapped}")
