@@ -1,5 +1,5 @@
-"""``python -m tests.fuzz``: drawn calls of the ops, each right to the bit or one clear error, and two tensor-parallel ranks
-of which one is given something else. Exit status 1 if there was anything but these."""
+"""``python -m tests.fuzz``: drawn calls of the ops, each right to the bit or one clear error, and two tensor-parallel
+ranks of which one is given something else. Exit status 1 if there was anything but these."""
 from __future__ import annotations
 
 import argparse

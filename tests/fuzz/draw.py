@@ -96,7 +96,7 @@ def draw(seed: int, index: int) -> Draw:
     fault = rng.random()
     if fault < 0.5:
         for _ in range(1 if fault < 0.42 else 2):
-            rng.choices((_wrong_scalar, _wrong_tensor, _wrong_shape, _wrong_dtype, _own_fault), (10, 10, 7, 5, 8))[0](d, s)
+            rng.choices(list(FAULTS), list(FAULTS.values()))[0](d, s)
     elif fault < 0.52:
         _transform(d, s)
     if d.leaves and s.chance(0.08):
@@ -142,8 +142,8 @@ def _stride(d: Draw, s: Source) -> None:
     t = d.args[name]
     if t.dtype == torch.bool or t.layout != torch.strided or t.device.type != "cpu" or t.is_inference():
         return
-    how = s.rng.choice(("transposed", "stepped", "offset", "negative bit", "imaginary part", "expanded", "windows", "view",
-                        "inference tensor", "parameter"))
+    how = s.rng.choice(("transposed", "stepped", "offset", "negative bit", "imaginary part", "expanded", "windows",
+                        "view", "inference tensor", "parameter"))
     floating = t.dtype.is_floating_point
     if how == "transposed" and t.ndim > 1:
         a, b = s.rng.sample(range(t.ndim), 2)
@@ -194,9 +194,9 @@ def _stride(d: Draw, s: Source) -> None:
 def _alias(d: Draw, s: Source) -> None:
     """The same tensor for two arguments."""
     tensors = [n for n, t in d.problem.tensors().items() if not t.written]
-    pairs = [(a, b) for a in tensors for b in tensors if a < b and type(d.args[a]) is type(d.args[b]) is torch.Tensor
-             and d.args[a].shape == d.args[b].shape and d.args[a].dtype == d.args[b].dtype
-             and not (d.problem.given[a].finite ^ d.problem.given[b].finite) and a not in d.leaves and b not in d.leaves]
+    free = [n for n in tensors if type(d.args[n]) is torch.Tensor and n not in d.leaves]
+    pairs = [(a, b) for a in free for b in free if a < b and d.args[a].shape == d.args[b].shape
+             and d.args[a].dtype == d.args[b].dtype and d.problem.given[a].finite == d.problem.given[b].finite]
     if pairs:
         a, b = s.rng.choice(pairs)
         if d.args[a].dtype.is_floating_point:
@@ -257,8 +257,8 @@ NUMBERS = [np.float64, np.float32, lambda v: torch.tensor(v, dtype=torch.float64
            lambda v: torch.tensor([v], dtype=torch.float64), lambda v: np.array(v), lambda v: True,
            lambda v: torch.tensor(True)]
 """Other forms of a float."""
-WHOLE = [np.int64, np.int32, lambda v: torch.tensor(v), float, lambda v: torch.tensor([v]), fractions.Fraction, np.array,
-         lambda v: True]
+WHOLE = [np.int64, np.int32, lambda v: torch.tensor(v), float, lambda v: torch.tensor([v]), fractions.Fraction,
+         np.array, lambda v: True]
 """Other forms of an int."""
 KINDS = {
     "positive": [-1.0, 0.0, -0.0, 0, -10**400, False],
@@ -275,8 +275,9 @@ KINDS = {
 """By kind: values that are refused."""
 
 
-RELATED = {"ignore_index": ("target",), "vocab_size": ("target",), "num_chunks": ("cu_seqlens",), "state_v_first": ("dht",),
-           "sequence_parallel": ("x",), "head_dim": ("table",), "max_position": ("positions",)}
+RELATED = {"ignore_index": ("target",), "vocab_size": ("target",), "num_chunks": ("cu_seqlens",),
+           "state_v_first": ("dht",), "sequence_parallel": ("x",), "head_dim": ("table",),
+           "max_position": ("positions",)}
 """What a value of an argument may make wrong."""
 
 
@@ -381,12 +382,14 @@ def _mkldnn(t):
 
 FORMS = {
     "None": lambda t: None, "a string": lambda t: "x", "a number": lambda t: 1.0, "a list": lambda t: t.tolist(),
-    "numpy": lambda t: t.float().numpy(), "meta": lambda t: t.to("meta"), "nested": lambda t: torch.nested.nested_tensor([t]),
+    "numpy": lambda t: t.float().numpy(), "meta": lambda t: t.to("meta"),
+    "nested": lambda t: torch.nested.nested_tensor([t]),
     "jagged": _jagged, "sparse": lambda t: t.to_sparse(), "csr": lambda t: t.to_sparse_csr(), "quantized": _quantized,
     "mkldnn": _mkldnn, "fake": _fake, "complex": lambda t: t.to(torch.complex64),
     "conjugated": lambda t: t.to(torch.complex64).conj(), "freed": _freed,
     "uninitialized": lambda t: torch.nn.UninitializedParameter(), "opaque": lambda t: _Opaque(t),
-    "a module": lambda t: torch.nn.Linear(1, 1), "looks like a tensor": _Duck, "an object that raises": lambda t: _Raises(),
+    "a module": lambda t: torch.nn.Linear(1, 1), "looks like a tensor": _Duck,
+    "an object that raises": lambda t: _Raises(),
 }
 """By name: what is no tensor that an op can take."""
 ODD_FORMS = {"subclass": lambda t: t.as_subclass(Subclass), "functional": _functional}
@@ -444,7 +447,8 @@ def _wrong_shape(d: Draw, s: Source) -> None:
                           if m not in (t.shape[dim], -1)])
         shape = [n if i == dim else m for i, m in enumerate(t.shape)]
     elif a.ndim:
-        shape = s.rng.choice(([*t.shape, 1], [1, *t.shape], [*t.shape[:-2], t.shape[-2:].numel()] if t.ndim > 1 else []))
+        fewer = [*t.shape[:-2], t.shape[-2:].numel()] if t.ndim > 1 else []
+        shape = s.rng.choice(([*t.shape, 1], [1, *t.shape], fewer))
     else:
         return
     if t.dtype.is_floating_point:
@@ -468,6 +472,8 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
         return
     name = s.rng.choice(list(fit))
     a = fit[name]
+    if name == "temperature" and not a.value.ndim:  # a number of any type
+        return
     group = [n for n, t in fit.items() if t.group == a.group]
     together = s.chance(0.5)
     dtypes = [t for t in STRANGE if t not in a.dtypes or not together and len(group) > 1 and t != a.value.dtype]
@@ -511,9 +517,13 @@ def _transform(d: Draw, s: Source) -> None:
         return
     d.wrapped = s.rng.choice(floating)
     d.wrap = s.rng.choice(("vmap", "func.grad", "fake mode", "forward AD"))
-    lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf
+    lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf and "inference mode" not in d.forward
     d.worst(REFUSE if d.wrap == "fake mode" or lost else EITHER)
     call = getattr(d.problem.call, "__name__", "")
     d.names |= {d.wrap, d.problem.op, call, "rope_table", "torch.func", "vmap", "forward", *d.problem.given}
     d.leaves, d.twice = [], ""
     d.what.append(f"{d.wrap} of {d.wrapped}")
+
+
+FAULTS = {_wrong_scalar: 10, _wrong_tensor: 10, _wrong_shape: 7, _wrong_dtype: 5, _own_fault: 8}
+"""How often each is drawn."""

@@ -195,7 +195,8 @@ def _of_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
             x, y = (t.detach().double().flatten() for t in (a.as_subclass(torch.Tensor), b))
             differ = ((x != y) & ~(x.isnan() & y.isnan())).nonzero().flatten()
             at = int(differ[0]) if len(differ) else 0
-            return "wrong", f"{name}: {len(differ) or 'zeros of'} {x.numel()} differ, {x[at].item()!r} is not {y[at].item()!r}"
+            return "wrong", (f"{name}: {len(differ) or 'zeros of'} {x.numel()} differ, {x[at].item()!r} is not "
+                             f"{y[at].item()!r}")
     if d.problem.schema:
         inputs = {v.untyped_storage().data_ptr() for v in d.args.values() if type(v) is torch.Tensor and v.numel()
                   and not torch._is_functional_tensor(v)}

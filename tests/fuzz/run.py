@@ -35,8 +35,8 @@ class Tally:
     def add(self, group: str, verdict: str, draw: str, text: str, detail: str) -> None:
         self.by[group][verdict] += 1
         if verdict not in GOOD:
-            self.failures.append({"verdict": verdict, "by": group, "repeat": f"python -m tests.fuzz {self.option} {draw}",
-                                  "draw": text, "detail": detail})
+            self.failures.append({"verdict": verdict, "by": group, "draw": text, "detail": detail,
+                                  "repeat": f"python -m tests.fuzz {self.option} {draw}"})
 
     def totals(self) -> Counter:
         return sum(self.by.values(), Counter())
@@ -60,8 +60,8 @@ class Tally:
 def calls(seed: int, numbers: Iterable[int], workers: int | None = None, done: Callable = lambda: None) -> Tally:
     """Calls `numbers` of the population `seed`, in a process for each core or `workers`; `done()` after each."""
     tally, started = Tally("--only"), time.monotonic()
-    jobs = ((seed, i) for i in numbers)
-    for job, how, value in pool.outcomes("tests.fuzz.judge:judge", jobs, workers or len(os.sched_getaffinity(0)), CALL_LIMIT):
+    jobs, workers = ((seed, i) for i in numbers), workers or len(os.sched_getaffinity(0))
+    for job, how, value in pool.outcomes("tests.fuzz.judge:judge", jobs, workers, CALL_LIMIT):
         name = "{}:{}".format(*job)
         if how == "failed":
             raise RuntimeError(f"the fuzz itself failed at --only {name}:\n{value}")

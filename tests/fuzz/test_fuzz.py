@@ -1,5 +1,5 @@
-"""The fuzz's short form; ``make fuzz`` is the long one. ALIGNKIT_FUZZ_SEED chooses another population, ALIGNKIT_FUZZ_CALLS
-and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the fuzz sees what it looks for."""
+"""The fuzz's short form; ``make fuzz`` is the long one. ALIGNKIT_FUZZ_SEED chooses another population,
+ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the fuzz sees what it looks for."""
 import ctypes
 import os
 import time
@@ -16,7 +16,8 @@ SEED = int(os.environ.get("ALIGNKIT_FUZZ_SEED", "17"))
 CALLS = int(os.environ.get("ALIGNKIT_FUZZ_CALLS", "3000"))
 FAULTS = int(os.environ.get("ALIGNKIT_FUZZ_FAULTS", "60"))
 
-pytestmark = pytest.mark.skipif(os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu", reason="its calls are on the CPU")
+pytestmark = pytest.mark.skipif(os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu",
+                                reason="its calls are on the CPU")
 X = torch.tensor([1.0, -2.0, 3.0])
 
 
