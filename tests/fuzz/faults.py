@@ -402,5 +402,5 @@ def _another(fault: Fault, rng: random.Random) -> None:
 FAULTS: dict[str, tuple[Callable, int]] = {
     "other values": (_value, 30), "another kind of thing": (_kind, 22), "another shape": (_shape, 8),
     "the same in another form": (_same, 12), "a setting of the model": (_model, 12), "the model's type": (_dtype, 4),
-    "the cross-entropy by itself": (_after, 5), "an exception of its own": (_raises, 6), "another call": (_another, 3)}
+    "the cross-entropy by itself": (_after, 30), "an exception of its own": (_raises, 6), "another call": (_another, 3)}
 """By name: what draws it, and how often."""

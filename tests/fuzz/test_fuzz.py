@@ -26,7 +26,7 @@ def verdict(call, must=draw.ANSWER, names=("x",), leaves=(), **twists):
     problem = Problem("double", call, {"x": Tensor(X, leaf=True), "by": Scalar(2.0, "positive")},
                       reference=lambda x, by: x * by)
     args, twin = ({"x": X.clone().requires_grad_("x" in leaves), "by": 2.0} for _ in range(2))
-    made = draw.Draw(problem, args, twin, list(leaves), must, set(names), **twists)
+    made = draw.Draw(problem, args, twin, list(leaves), must, names=set(names), **twists)
     return judge._verdict(made)[0]
 
 
