@@ -207,7 +207,8 @@ def outcomes(numbers: Iterable[tuple[int, int]], device: str, checkpoints: dict[
                 if fault.rebuild:
                     pair.ask("build", fault, SETUP)
                 after = pair.ask("control", fault, limit)
-                if after != before:
+                kept = 3 if device == "cpu" else 2  # a GPU adds the embedding's gradient in any order
+                if [a[:kept] for a in after] != [a[:kept] for a in before]:
                     broken = True
                     if verdict in ("right", "clear error"):
                         verdict = "wrong"
