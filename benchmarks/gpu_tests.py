@@ -39,6 +39,7 @@ SUITES = {
     "ops": ("tests/ops/test_*.py", {"ALIGNKIT_TEST_DEVICE": "cuda"}),  # the default device of the whole process
     "vllm": ("tests/vllm/test_cuda.py", {}),
     "megatron": ("tests/megatron/test_cuda.py", {}),
+    "fuzz": ("tests/fuzz/test_cuda.py", {}),
 }
 """Files, and environment, of each."""
 NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}

@@ -1,12 +1,11 @@
-"""``python -m tests.fuzz``: drawn calls of the ops, each right to the bit or one clear error, and two tensor-parallel ranks
-of which one is given something else. Exit status 1 if there was anything but these."""
+"""``python -m tests.fuzz``: drawn calls of the ops, each right to the bit or one clear error, and two tensor-parallel
+ranks of which one is given something else. Exit status 1 if there was anything but these."""
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
 
-import rich
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -37,10 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     tallies = {}
     if options.only:
         tallies["calls"] = run.calls(options.only[0], [options.only[1]], 1)
-        rich.print(draw.draw(*options.only).text())
+        print(draw.draw(*options.only).text())
     elif options.only_fault:
         tallies["rank faults"] = run.rank_faults(options.only_fault[0], [options.only_fault[1]], options.device)
-        rich.print(faults.draw(*options.only_fault).text())
+        print(faults.draw(*options.only_fault).text())
     else:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -54,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
                 tallies["rank faults"] = run.rank_faults(options.seed, range(options.rank_faults), options.device,
                                                          step("rank faults", options.rank_faults))
     for name, tally in tallies.items():
-        rich.print(_table(name, tally))
-        for failure in tally.failures:
-            print(f"{failure['verdict']}: {failure['draw']}\n    {failure['detail']}\n    {failure['repeat']}")
+        Console(width=None if sys.stdout.isatty() else 100).print(_table(name, tally))
+        if tally.failures:
+            print(tally.told())
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.out, machine() | {"seed": options.seed, "device": options.device} | {

@@ -33,6 +33,8 @@ class Draw:
     twin: dict[str, Any]
     leaves: list[str]
     must: str = ANSWER
+    touched: set[str] = field(default_factory=set)
+    """Arguments that are wrong."""
     names: set[str] = field(default_factory=set)
     """What the message of an error may begin with."""
     what: list[str] = field(default_factory=list)
@@ -94,10 +96,15 @@ def draw(seed: int, index: int) -> Draw:
     fault = rng.random()
     if fault < 0.5:
         for _ in range(1 if fault < 0.42 else 2):
-            rng.choices((_wrong_scalar, _wrong_tensor, _wrong_shape, _wrong_dtype, _own_fault, _transform),
-                        (10, 10, 7, 5, 8, 1))[0](d, s)
+            rng.choices(list(FAULTS), list(FAULTS.values()))[0](d, s)
+    elif fault < 0.52:
+        _transform(d, s)
     if d.leaves and s.chance(0.08):
         _wrong_backward(d, s)
+    elif p.schema and s.chance(0.08) and not set(d.forward) & set(modes.FORWARD):
+        d.leaves = [n for n, t in p.tensors().items() if t.leaf]  # it has no gradients
+        d.worst(REFUSE)
+        d.names |= {p.op, "backward", "gradient"}
     d.names |= {"device"}
     for n in d.leaves:
         for args in (d.args, d.twin):
@@ -135,8 +142,8 @@ def _stride(d: Draw, s: Source) -> None:
     t = d.args[name]
     if t.dtype == torch.bool or t.layout != torch.strided or t.device.type != "cpu" or t.is_inference():
         return
-    how = s.rng.choice(("transposed", "stepped", "offset", "negative bit", "imaginary part", "expanded", "windows", "view",
-                        "inference tensor", "parameter"))
+    how = s.rng.choice(("transposed", "stepped", "offset", "negative bit", "imaginary part", "expanded", "windows",
+                        "view", "inference tensor", "parameter"))
     floating = t.dtype.is_floating_point
     if how == "transposed" and t.ndim > 1:
         a, b = s.rng.sample(range(t.ndim), 2)
@@ -176,6 +183,9 @@ def _stride(d: Draw, s: Source) -> None:
         return
     d.args[name] = t
     d.what.append(f"{name}: {how}")
+    if how in ("negative bit", "imaginary part"):
+        d.worst(EITHER)  # its memory does not hold its values
+        d.names.add(name)
     if name in ("k_cache", "v_cache") and how in ("transposed", "stepped", "imaginary part", "expanded", "windows"):
         d.worst(EITHER)  # some cannot be viewed as rows
         d.names |= {name, "k_cache, v_cache"}
@@ -184,9 +194,9 @@ def _stride(d: Draw, s: Source) -> None:
 def _alias(d: Draw, s: Source) -> None:
     """The same tensor for two arguments."""
     tensors = [n for n, t in d.problem.tensors().items() if not t.written]
-    pairs = [(a, b) for a in tensors for b in tensors if a < b and type(d.args[a]) is type(d.args[b]) is torch.Tensor
-             and d.args[a].shape == d.args[b].shape and d.args[a].dtype == d.args[b].dtype
-             and not (d.problem.given[a].finite ^ d.problem.given[b].finite) and a not in d.leaves and b not in d.leaves]
+    free = [n for n in tensors if type(d.args[n]) is torch.Tensor and n not in d.leaves]
+    pairs = [(a, b) for a in free for b in free if a < b and d.args[a].shape == d.args[b].shape
+             and d.args[a].dtype == d.args[b].dtype and d.problem.given[a].finite == d.problem.given[b].finite]
     if pairs:
         a, b = s.rng.choice(pairs)
         if d.args[a].dtype.is_floating_point:
@@ -247,8 +257,8 @@ NUMBERS = [np.float64, np.float32, lambda v: torch.tensor(v, dtype=torch.float64
            lambda v: torch.tensor([v], dtype=torch.float64), lambda v: np.array(v), lambda v: True,
            lambda v: torch.tensor(True)]
 """Other forms of a float."""
-WHOLE = [np.int64, np.int32, lambda v: torch.tensor(v), float, lambda v: torch.tensor([v]), fractions.Fraction, np.array,
-         lambda v: True]
+WHOLE = [np.int64, np.int32, lambda v: torch.tensor(v), float, lambda v: torch.tensor([v]), fractions.Fraction,
+         np.array, lambda v: True]
 """Other forms of an int."""
 KINDS = {
     "positive": [-1.0, 0.0, -0.0, 0, -10**400, False],
@@ -265,14 +275,15 @@ KINDS = {
 """By kind: values that are refused."""
 
 
-RELATED = {"ignore_index": ("target",), "vocab_size": ("target",), "num_chunks": ("cu_seqlens",), "state_v_first": ("dht",),
-           "sequence_parallel": ("x",), "head_dim": ("table",), "max_position": ("positions",)}
+RELATED = {"ignore_index": ("target",), "vocab_size": ("target",), "num_chunks": ("cu_seqlens",),
+           "state_v_first": ("dht",), "sequence_parallel": ("x",), "head_dim": ("table",),
+           "max_position": ("positions",)}
 """What a value of an argument may make wrong."""
 
 
 def _wrong_scalar(d: Draw, s: Source) -> None:
     """Another kind of thing where a number or flag is taken, or one out of range."""
-    scalars = {n: a for n, a in d.problem.given.items() if isinstance(a, Scalar)}
+    scalars = {n: a for n, a in d.problem.given.items() if isinstance(a, Scalar) and n not in d.touched}
     if not scalars:
         return
     name = s.rng.choice(list(scalars))
@@ -316,6 +327,7 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
                 return
     d.args[name] = put
     d.worst(must)
+    d.touched.add(name)
     d.names |= {name, *RELATED.get(name, ())}
     d.what.append(f"{name}: {describe(put)}")
 
@@ -370,12 +382,14 @@ def _mkldnn(t):
 
 FORMS = {
     "None": lambda t: None, "a string": lambda t: "x", "a number": lambda t: 1.0, "a list": lambda t: t.tolist(),
-    "numpy": lambda t: t.float().numpy(), "meta": lambda t: t.to("meta"), "nested": lambda t: torch.nested.nested_tensor([t]),
+    "numpy": lambda t: t.float().numpy(), "meta": lambda t: t.to("meta"),
+    "nested": lambda t: torch.nested.nested_tensor([t]),
     "jagged": _jagged, "sparse": lambda t: t.to_sparse(), "csr": lambda t: t.to_sparse_csr(), "quantized": _quantized,
     "mkldnn": _mkldnn, "fake": _fake, "complex": lambda t: t.to(torch.complex64),
     "conjugated": lambda t: t.to(torch.complex64).conj(), "freed": _freed,
     "uninitialized": lambda t: torch.nn.UninitializedParameter(), "opaque": lambda t: _Opaque(t),
-    "a module": lambda t: torch.nn.Linear(1, 1), "looks like a tensor": _Duck, "an object that raises": lambda t: _Raises(),
+    "a module": lambda t: torch.nn.Linear(1, 1), "looks like a tensor": _Duck,
+    "an object that raises": lambda t: _Raises(),
 }
 """By name: what is no tensor that an op can take."""
 ODD_FORMS = {"subclass": lambda t: t.as_subclass(Subclass), "functional": _functional}
@@ -384,7 +398,7 @@ ODD_FORMS = {"subclass": lambda t: t.as_subclass(Subclass), "functional": _funct
 
 def _wrong_tensor(d: Draw, s: Source) -> None:
     """Something else in the place of a tensor."""
-    names = [n for n, a in d.problem.given.items() if isinstance(a, Tensor)]
+    names = [n for n, a in d.problem.given.items() if isinstance(a, Tensor) and n not in d.touched]
     if not names:
         return
     name = s.rng.choice(names)
@@ -411,10 +425,8 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
             d.args[name] = (FORMS | ODD_FORMS)[how](t)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return  # torch has no such form of it
-    if how in ODD_FORMS:
-        d.worst(EITHER)
-    else:
-        d.worst(REFUSE)
+    d.worst(EITHER if how in ODD_FORMS else REFUSE)
+    d.touched.add(name)
     d.names.add(name)
     if how in ("meta", "fake"):
         d.names |= set(d.problem.given)
@@ -424,7 +436,7 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
 def _wrong_shape(d: Draw, s: Source) -> None:
     """A tensor of another shape."""
     fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and (t.bound or t.ndim)
-           and d.args[n].layout == torch.strided}
+           and n not in d.touched}
     if not fit:
         return
     name = s.rng.choice(list(fit))
@@ -435,7 +447,8 @@ def _wrong_shape(d: Draw, s: Source) -> None:
                           if m not in (t.shape[dim], -1)])
         shape = [n if i == dim else m for i, m in enumerate(t.shape)]
     elif a.ndim:
-        shape = s.rng.choice(([*t.shape, 1], [1, *t.shape], [*t.shape[:-2], t.shape[-2:].numel()] if t.ndim > 1 else []))
+        fewer = [*t.shape[:-2], t.shape[-2:].numel()] if t.ndim > 1 else []
+        shape = s.rng.choice(([*t.shape, 1], [1, *t.shape], fewer))
     else:
         return
     if t.dtype.is_floating_point:
@@ -443,6 +456,7 @@ def _wrong_shape(d: Draw, s: Source) -> None:
     else:
         d.args[name] = torch.zeros(shape, dtype=t.dtype, device="cpu")
     d.worst(REFUSE)
+    d.touched.add(name)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)} | {"k_cache, v_cache", "num_chunks"}
     d.what.append(f"{name}: shape {tuple(shape)} instead of {tuple(t.shape)}")
 
@@ -453,11 +467,13 @@ STRANGE = [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int8, to
 
 def _wrong_dtype(d: Draw, s: Source) -> None:
     """A tensor, or all of its group, of another type."""
-    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor}
+    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and n not in d.touched}
     if not fit:
         return
     name = s.rng.choice(list(fit))
     a = fit[name]
+    if name == "temperature" and not a.value.ndim:  # a number of any type
+        return
     group = [n for n, t in fit.items() if t.group == a.group]
     together = s.chance(0.5)
     dtypes = [t for t in STRANGE if t not in a.dtypes or not together and len(group) > 1 and t != a.value.dtype]
@@ -465,6 +481,7 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
     for n in group if together else (name,):
         t = d.args[n]
         d.args[n] = (t.clone() if t.is_inference() else t).detach().to(dtype)
+        d.touched.add(n)
     d.worst(REFUSE)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
     d.what.append(f"{'all of ' if together else ''}{name}: {dtype}")
@@ -472,13 +489,11 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
 
 def _own_fault(d: Draw, s: Source) -> None:
     """A wrong value of this op's own."""
-    if d.problem.faults:
+    if d.problem.faults and not d.touched:
         what, put, names = s.rng.choice(d.problem.faults)
-        try:
-            put(d.args)
-        except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):
-            return  # something else is wrong with this argument already
+        put(d.args)
         d.worst(REFUSE)
+        d.touched |= set(d.args)
         d.names |= set(names)
         d.what.append(what)
 
@@ -496,14 +511,19 @@ def _wrong_backward(d: Draw, s: Source) -> None:
 
 def _transform(d: Draw, s: Source) -> None:
     """A call inside one of torch's function transforms."""
-    floating = [n for n, t in d.problem.tensors().items() if isinstance(d.args[n], torch.Tensor) and not t.written
+    floating = [n for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and not t.written
                 and d.args[n].dtype.is_floating_point]
     if not floating or d.problem.schema:  # the dispatcher knows what its ops are in these
         return
     d.wrapped = s.rng.choice(floating)
     d.wrap = s.rng.choice(("vmap", "func.grad", "fake mode", "forward AD"))
-    lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf
+    lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf and "inference mode" not in d.forward
     d.worst(REFUSE if d.wrap == "fake mode" or lost else EITHER)
-    d.names |= {d.wrap, d.problem.op, "torch.func", "vmap", "forward", *d.problem.given}
+    call = getattr(d.problem.call, "__name__", "")
+    d.names |= {d.wrap, d.problem.op, call, "rope_table", "torch.func", "vmap", "forward", *d.problem.given}
     d.leaves, d.twice = [], ""
     d.what.append(f"{d.wrap} of {d.wrapped}")
+
+
+FAULTS = {_wrong_scalar: 10, _wrong_tensor: 10, _wrong_shape: 7, _wrong_dtype: 5, _own_fault: 8}
+"""How often each is drawn."""

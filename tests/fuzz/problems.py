@@ -59,7 +59,7 @@ class Problem:
     call: Callable
     given: dict[str, Tensor | Scalar]
     faults: list[tuple[str, Callable[[dict], None], tuple[str, ...]]] = field(default_factory=list)
-    """Wrong values of this op's own: what, a function that puts them into the arguments, and which of them it may blame."""
+    """Wrong values of this op's own: what, a function that puts them into the arguments, and which may be blamed."""
     reference: Callable | None = None
     """What gives the expected result; `call` if None."""
     forward_only: bool = False
@@ -241,7 +241,8 @@ def rope_of_table(s: Source) -> Problem:
 
 def silu_mul(s: Source) -> Problem:
     dtype, shape = s.dtype(), [*s.lead(), s.size(40, 0)]
-    given = {name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True) for name in ("gate", "up")}
+    given = {name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True)
+             for name in ("gate", "up")}
     return Problem("silu_mul", ops.silu_mul, given)
 
 
@@ -320,7 +321,8 @@ def paged_attention(s: Source) -> Problem:
             args["seq_lens"][at] = queries[at] - 1
         faults.append(("a length below its queries", short, ("seq_lens",)))
     if used and out is not None:
-        for what, alias in (("q", lambda a: a["q"].detach()), ("k_cache", lambda a: a["k_cache"].flatten()[:out.numel()])):
+        for what, alias in (("q", lambda a: a["q"].detach()),
+                            ("k_cache", lambda a: a["k_cache"].flatten()[:out.numel()])):
             if what == "q" or given["k_cache"].value.numel() >= out.numel():
                 faults.append((f"out shares memory with {what}", lambda a, f=alias: a.update(out=f(a).view(out.shape)),
                                ("out",)))
@@ -387,7 +389,8 @@ def linear_logp(s: Source) -> Problem:
              "soft_cap": Scalar(s.rng.choice((None, None, s.rng.uniform(1, 50))), "positive", optional=True),
              "logit_scale": Scalar(s.rng.choice((1.0, 1.0, s.rng.uniform(-2, 2))), "finite"),
              "keep_logits": Scalar(s.chance(0.3), "flag"),
-             "main_grad": Tensor(main_grad, (0, 1), (torch.float32,), "main_grad", ndim=True, optional=True, written=True),
+             "main_grad": Tensor(main_grad, (0, 1), (torch.float32,), "main_grad", ndim=True, optional=True,
+                                 written=True),
              "workspace": Scalar(s.rng.choice((None, None, s.rng.randint(1, 10**5))), "positive int", optional=True),
              **per_row}
     limit = per_row["vocab_size"].value or vocab
@@ -479,7 +482,7 @@ def gated_delta_rule(s: Source) -> Problem:
 # torch.ops.alignkit: what engines that compile call.
 
 def _custom(name: str, given: dict, reference: Callable, faults=()) -> Problem:
-    return Problem(f"torch.ops.alignkit.{name}", getattr(torch.ops.alignkit, name), given, list(faults), reference,
+    return Problem(f"alignkit::{name}", getattr(torch.ops.alignkit, name), given, list(faults), reference,
                    forward_only=True, schema=f"alignkit::{name}")
 
 
@@ -513,9 +516,9 @@ def custom_silu_mul(s: Source) -> Problem:
 
 
 PROBLEMS: dict[Callable[[Source], Problem], int] = {
-    linear: 12, rms_norm: 9, rope_table: 4, rope: 7, rope_of_table: 4, silu_mul: 7, attention: 10, paged_attention: 10, linear_logp: 14,
-    logp_from_logits: 9, head_logits: 5, log_softmax: 5, token_logp_: 6, gated_delta_rule: 6, custom_linear: 5,
-    custom_rms_norm: 4, custom_rope_qk: 4, custom_silu_mul: 3}
+    linear: 12, rms_norm: 9, rope_table: 4, rope: 7, rope_of_table: 4, silu_mul: 7, attention: 10, paged_attention: 10,
+    linear_logp: 14, logp_from_logits: 9, head_logits: 5, log_softmax: 5, token_logp_: 6, gated_delta_rule: 6,
+    custom_linear: 5, custom_rms_norm: 4, custom_rope_qk: 4, custom_silu_mul: 3}
 """How often each is drawn."""
 
 

@@ -18,6 +18,8 @@ from .judge import GOOD, VERDICTS
 
 CALL_LIMIT = 30.0
 """Seconds that a call may take; most take some milliseconds."""
+SHOWN = 20
+"""Failures that are printed."""
 MEGATRON = importlib.util.find_spec("megatron") is not None
 
 
@@ -33,8 +35,8 @@ class Tally:
     def add(self, group: str, verdict: str, draw: str, text: str, detail: str) -> None:
         self.by[group][verdict] += 1
         if verdict not in GOOD:
-            self.failures.append({"verdict": verdict, "by": group, "repeat": f"python -m tests.fuzz {self.option} {draw}",
-                                  "draw": text, "detail": detail})
+            self.failures.append({"verdict": verdict, "by": group, "draw": text, "detail": detail,
+                                  "repeat": f"python -m tests.fuzz {self.option} {draw}"})
 
     def totals(self) -> Counter:
         return sum(self.by.values(), Counter())
@@ -50,15 +52,16 @@ class Tally:
     def told(self) -> str:
         """The failures, for a person."""
         counts = ", ".join(f"{n} {v}" for v, n in self.totals().items())
-        return "\n".join([counts, *(f"{f['verdict']}: {f['draw']}\n    {f['detail']}\n    {f['repeat']}"
-                                    for f in self.failures[:20])])
+        lines = [f"{f['verdict']}: {f['draw']}\n    {f['detail']}\n    {f['repeat']}" for f in self.failures[:SHOWN]]
+        more = [f"and {len(self.failures) - SHOWN} more"] if len(self.failures) > SHOWN else []
+        return "\n".join([counts, *lines, *more])
 
 
 def calls(seed: int, numbers: Iterable[int], workers: int | None = None, done: Callable = lambda: None) -> Tally:
     """Calls `numbers` of the population `seed`, in a process for each core or `workers`; `done()` after each."""
     tally, started = Tally("--only"), time.monotonic()
-    jobs = ((seed, i) for i in numbers)
-    for job, how, value in pool.outcomes("tests.fuzz.judge:judge", jobs, workers or len(os.sched_getaffinity(0)), CALL_LIMIT):
+    jobs, workers = ((seed, i) for i in numbers), workers or len(os.sched_getaffinity(0))
+    for job, how, value in pool.outcomes("tests.fuzz.judge:judge", jobs, workers, CALL_LIMIT):
         name = "{}:{}".format(*job)
         if how == "failed":
             raise RuntimeError(f"the fuzz itself failed at --only {name}:\n{value}")

@@ -1,4 +1,4 @@
-"""The faults of `test_fuzz.py` on two GPUs: a wrong value may end in an assertion on the device, which ends the process."""
+"""The faults of `test_fuzz.py` on two GPUs: a wrong value may end in an assertion on the device, and the process."""
 import os
 
 import pytest

@@ -1,5 +1,5 @@
-"""The fuzz's short form; ``make fuzz`` is the long one. ALIGNKIT_FUZZ_SEED chooses another population, ALIGNKIT_FUZZ_CALLS
-and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the fuzz sees what it looks for."""
+"""The fuzz's short form; ``make fuzz`` is the long one. ALIGNKIT_FUZZ_SEED chooses another population,
+ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the fuzz sees what it looks for."""
 import ctypes
 import os
 import time
@@ -16,7 +16,8 @@ SEED = int(os.environ.get("ALIGNKIT_FUZZ_SEED", "17"))
 CALLS = int(os.environ.get("ALIGNKIT_FUZZ_CALLS", "3000"))
 FAULTS = int(os.environ.get("ALIGNKIT_FUZZ_FAULTS", "60"))
 
-pytestmark = pytest.mark.skipif(os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu", reason="its calls are on the CPU")
+pytestmark = pytest.mark.skipif(os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu",
+                                reason="its calls are on the CPU")
 X = torch.tensor([1.0, -2.0, 3.0])
 
 
@@ -25,7 +26,7 @@ def verdict(call, must=draw.ANSWER, names=("x",), leaves=(), **twists):
     problem = Problem("double", call, {"x": Tensor(X, leaf=True), "by": Scalar(2.0, "positive")},
                       reference=lambda x, by: x * by)
     args, twin = ({"x": X.clone().requires_grad_("x" in leaves), "by": 2.0} for _ in range(2))
-    made = draw.Draw(problem, args, twin, list(leaves), must, set(names), **twists)
+    made = draw.Draw(problem, args, twin, list(leaves), must, names=set(names), **twists)
     return judge._verdict(made)[0]
 
 
