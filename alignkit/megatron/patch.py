@@ -267,6 +267,7 @@ class Patch:
             def checks() -> None:
                 running.check_in_force(self._running)
                 running.watch_hooks("", model)
+                running.watch_global_hooks()
                 if kwargs.get("extra_block_kwargs"):
                     raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
             try:

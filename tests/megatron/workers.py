@@ -1,5 +1,6 @@
 """What the tests run on each tensor-parallel rank; all with real Megatron-core."""
 import contextlib
+import copy
 
 import torch
 
@@ -28,6 +29,12 @@ def build(model_dir, dtype, sequence_parallel=False, **overrides):
     from alignkit.megatron.build import gpt_model
 
     return gpt_model(model_dir, dtype, sequence_parallel=sequence_parallel, **overrides)
+
+
+def copied(model):
+    """A deep copy with the same process groups, which cannot be copied."""
+    groups = [*vars(model.pg_collection).values(), *(vars(m).get("tp_group") for m in model.modules())]
+    return copy.deepcopy(model, {id(group): group for group in groups})
 
 
 def as_logprobs(rows):
