@@ -50,7 +50,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
 
     def _forward_impl(self, input, weight, bias=None, *, sequence_parallel=False, **_):
         return ops.linear(input, weight, bias, tp=TP(self.tp_group), sequence_parallel=sequence_parallel,
-                          out_dtype=self.out_dtype)
+                          out_dtype=type(self).out_dtype)
 
 
 class OutputLayer(ColumnParallelLinear):

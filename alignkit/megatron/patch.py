@@ -72,7 +72,7 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
               "seams": _active.names,
               "classes": {stock.__name__: aligned.op for stock, aligned in _active.aligned_class.items()}}
     if model is not None:
-        report["aligned"] = {path: module.op for path, module in model.named_modules()
+        report["aligned"] = {path: type(module).op for path, module in model.named_modules()
                              if type(module) in modules.ALIGNED}
         report["stock"] = [path for path, module in model.named_modules()
                            if type(module) in _active.aligned_class]
