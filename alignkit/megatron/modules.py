@@ -1,8 +1,8 @@
 """Megatron-core's modules with their arithmetic replaced by alignkit's ops.
 
 Each class replaces the class of a module that already exists (`module.__class__`), so that parameters, hooks,
-checkpoints and `isinstance` stay as they are. Nothing else of the module is changed: what a class needs beside the
-module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
+checkpoints and `isinstance` stay as they are. Nothing else of a module is changed, but for `running.LOOK`: what a class
+needs beside the module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
 column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
 """
 from __future__ import annotations
@@ -194,8 +194,8 @@ class TransformerBlock(transformer_block.TransformerBlock):
         def checks() -> dict:
             running.check_hooks()
             if self not in begun:
-                raise UnsupportedError("TransformerBlock: called outside of a GPTModel's forward, where alignkit checks "
-                                       "the model")
+                raise UnsupportedError("TransformerBlock: called outside of a GPTModel's forward, where alignkit "
+                                       "checks the model")
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
             return supported.check_call(s, b, attention_mask, **kwargs)
@@ -223,10 +223,10 @@ def stock_class(cls: type) -> type:
 
 
 def _copied(self, state: dict) -> None:
-    """``__setstate__`` of all `ALIGNED`: a copy, or what was pickled, is known to the patch; without one it is stock."""
+    """``__setstate__`` of all `ALIGNED`: the patch knows of a copy, or of what was pickled; without one it is stock."""
     from . import patch
 
-    stock_class(type(self)).__setstate__(self, state)
+    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != running.LOOK})
     if patch.is_active():
         running.adopted.add(self)
     else:

@@ -28,17 +28,28 @@ _UNUSED = frozenset({"_apply_output_gate", "compute_mtp_single_step"})
 
 
 CHECKED = frozenset({
-    "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "training", "config", "p", "eps", "bias",
-    "weight", "sequence_parallel", "gather_output", "input_is_parallel", "is_expert", "disable_grad_reduce",
+    "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "training", "config", "p", "eps",
+    "bias", "weight", "sequence_parallel", "gather_output", "input_is_parallel", "is_expert", "disable_grad_reduce",
     "gtp_remat_size", "attn_mask_type", "self_attn_bda", "mlp_bda", "bias_dropout_add_exec_handler", "off_interface"})
 """Attributes of modules that `supported` and `fingerprint` look at."""
 
 
+LOOK = "_alignkit_look"
+"""The one attribute that is set, of a model's decoder. A `Look` refers to the whole model, so anywhere else it would keep
+a model that nobody uses any more."""
+
+
 class Look:
     """What was seen of a model's modules when they were checked: which they are, their classes, those of their
-    attributes that were checked, and what parameters and buffers are."""
+    attributes that were checked, and what parameters and buffers are.
 
-    def __init__(self, model: torch.nn.Module):
+    facts: what the caller made of it. keep: for `Look.of`.
+    """
+
+    def __init__(self, model: torch.nn.Module, facts: dict[str, str], keep: bool):
+        self.facts = facts
+        if keep:  # before the attributes are looked at
+            vars(model.decoder)[LOOK] = self
         self.found = list(model.named_modules())
         self._modules = [module for _, module in self.found]
         self._classes = list(map(type, self._modules))
@@ -55,6 +66,15 @@ class Look:
                          if t is not None]
         self._facts = tensor_facts(self._tensors)
         self._hooks = [own[name] for own in self._own for name in ("_forward_pre_hooks", "_forward_hooks")]
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> Look | None:
+        """The last one that was kept."""
+        look = vars(model.decoder).get(LOOK)
+        return look if look is not None and look.found[0][1] is model else None
+
+    def __reduce__(self):
+        return types.NoneType, ()  # a copy of the model has not been looked at
 
     def _checked(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(map(operator.call, self._getters, self._own))
@@ -125,7 +145,8 @@ class Methods:
         if names is None:
             names = self._names[cls] = frozenset(
                 name for base in cls.__mro__ for name, value in vars(base).items()
-                if _runs(base, name) and (callable(value) or isinstance(value, classmethod) or name == "_compiled_call_impl"))
+                if _runs(base, name) and (callable(value) or isinstance(value, classmethod)
+                                          or name == "_compiled_call_impl"))
         return None if names.isdisjoint(own) else sorted(names.intersection(own))[0]
 
 
@@ -184,7 +205,8 @@ def check_in_force(replaced: Iterable[tuple[Any, str, Any]]) -> None:
     """UnsupportedError naming the first of `replaced` (owner, name, the patch's value) that is not the patch's now."""
     for owner, name, value in replaced:
         if (now := vars(owner).get(name)) is not value:
-            raise UnsupportedError(f"{_path(owner)}.{name}: has been replaced since patch_megatron, by {_described(now)}")
+            raise UnsupportedError(
+                f"{_path(owner)}.{name}: has been replaced since patch_megatron, by {_described(now)}")
 
 
 # Hooks.

@@ -217,8 +217,8 @@ def _tensor(name: str, t, dtypes: tuple[torch.dtype, ...], shape: tuple, device:
         raise InputError(f"{name}: on {t.device}, but the model is on {device}")
 
 
-def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, decoder_input=None, inference_context=None,
-                packed_seq_params=None, padding_mask=None, **_) -> dict:
+def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, decoder_input=None,
+                inference_context=None, packed_seq_params=None, padding_mask=None, **_) -> dict:
     """Checks what GPTModel._preprocess is called with, and returns what must agree between ranks."""
     if inference_context is not None or _inferring():
         raise UnsupportedError("inference_context: Megatron's inference is not supported")
@@ -234,7 +234,7 @@ def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, de
     if not s or not b:
         raise InputError(f"{given}: an empty micro-batch, {b} rows of {s} tokens")
     if s % ranks:
-        raise InputError(f"{given}: {s} tokens in a row do not divide over {ranks} ranks, as sequence parallelism needs")
+        raise InputError(f"{given}: {s} tokens in a row do not divide over {ranks} ranks (sequence parallelism)")
     if decoder_input is None:
         low, high = input_ids.aminmax()
         # With tensor parallelism Megatron embeds a token outside the vocabulary as zeros.

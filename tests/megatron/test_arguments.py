@@ -183,8 +183,8 @@ def test_an_output_layer_of_another_model(model):
 
 
 @pytest.mark.parametrize("logits, target, smoothing, named", [
-    (None, TOKENS, 0.0, "logits"), (torch.zeros(()), TOKENS, 0.0, "logits"), (torch.zeros(2, 3, 384), None, 0.0, "target"),
-    (torch.zeros(2, 3, 384), TOKENS, "x", "label_smoothing")])
+    (None, TOKENS, 0.0, "logits"), (torch.zeros(()), TOKENS, 0.0, "logits"),
+    (torch.zeros(2, 3, 384), None, 0.0, "target"), (torch.zeros(2, 3, 384), TOKENS, "x", "label_smoothing")])
 def test_cross_entropy(logits, target, smoothing, named, model):
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 

@@ -105,7 +105,7 @@ def test_a_method_of_a_class(owner, name, how, model, monkeypatch):
 
 def test_a_method_of_a_class_before_the_patch(world, monkeypatch):
     monkeypatch.setattr(SelfAttention, "forward", wrapped(SelfAttention.forward))
-    with pytest.raises(UnsupportedError, match="SelfAttention.forward: .*by wrapped.<locals>.wrapper of .*test_replaced"):
+    with pytest.raises(UnsupportedError, match="SelfAttention.forward: .*by wrapped.<locals>.wrapper of .*test_rep"):
         patch_megatron(300)
     monkeypatch.undo()
     with patch_megatron(300):
@@ -120,7 +120,7 @@ def test_a_method_that_a_class_had_inherited(model, monkeypatch):
 
 def test_names_that_the_patch_has_replaced(model, monkeypatch):
     monkeypatch.setattr(attention, "apply_rotary_pos_emb", lambda t, *args, **kwargs: t)
-    with pytest.raises(UnsupportedError, match="attention.apply_rotary_pos_emb: has been replaced since patch_megatron"):
+    with pytest.raises(UnsupportedError, match="attention.apply_rotary_pos_emb: has been replaced since patch"):
         model(TOKENS, None, None)
 
 
@@ -202,7 +202,7 @@ def test_a_pre_hook_that_returns_something(where, with_kwargs, model):
         lambda module, args: (*args, None))
     handle = model.get_submodule(where).register_forward_pre_hook(hook, with_kwargs=with_kwargs)
     for forward in forwards(model):
-        with pytest.raises(UnsupportedError, match=f"{where or 'model'}: the forward pre-hook .* returned another input"):
+        with pytest.raises(UnsupportedError, match=f"{where or 'model'}: the forward pre-hook .* returned another inp"):
             forward()
     handle.remove()
     for forward in forwards(model):
@@ -286,7 +286,7 @@ def test_nothing_is_looked_at_twice_without_a_change(model, monkeypatch):
     """What is slow is done once, and again after a change."""
     looked = []
     stock = running.Look.__init__
-    monkeypatch.setattr(running.Look, "__init__", lambda look, model: looked.append(1) or stock(look, model))
+    monkeypatch.setattr(running.Look, "__init__", lambda *args, **kw: looked.append(1) or stock(*args, **kw))
     for forward in forwards(model):
         forward()
     model.train()
