@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib
 
+from alignkit.errors import UnsupportedError
+
 _WHERE = {
     "patch_megatron": "patch",
     "status": "patch",
@@ -21,4 +23,9 @@ __all__ = list(_WHERE)
 def __getattr__(name: str):
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != "megatron":
+            raise
+        raise UnsupportedError(f"{name}: Megatron-core is not installed ({e})") from None

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 
 _FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
-           "params_dtype", "tensor_model_parallel_size", "sequence_parallel", "recompute_granularity", "recompute_method",
-           "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
+           "params_dtype", "tensor_model_parallel_size", "sequence_parallel", "recompute_granularity",
+           "recompute_method", "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
 """Fields of the TransformerConfig that change numbers or which collectives run. Those that are not free are at their
 defaults on each rank."""
 

@@ -83,7 +83,8 @@ def asked_for(context: Any) -> LogProbsRequest:
         temperature = context.temperature
     except AttributeError:
         raise InputError(f"output_processor_context: a {type(context).__name__} has no temperature") from None
-    return LogProbsRequest(temperature, getattr(context, "return_entropy", True), getattr(context, "ignore_index", -100))
+    return LogProbsRequest(temperature, getattr(context, "return_entropy", True),
+                           getattr(context, "ignore_index", -100))
 
 
 def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None,

@@ -1,8 +1,8 @@
 """Megatron-core's modules with their arithmetic replaced by alignkit's ops.
 
 Each class replaces the class of a module that already exists (`module.__class__`), so that parameters, hooks,
-checkpoints and `isinstance` stay as they are. Nothing else of the module is changed: what a class needs beside the
-module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
+checkpoints and `isinstance` stay as they are. Nothing else of a module is changed, but for `running.LOOK`: what a class
+needs beside the module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
 column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
 """
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
     """The ranks agreed on the model and its input where its forward began, and all that a layer is called with follows."""
 
     def _forward_impl(self, input, weight, bias=None, *, sequence_parallel=False, **_):
-        return ops.linear(input, weight, bias, tp=TP(self.tp_group, agreed=self.agreed),
-                          sequence_parallel=sequence_parallel, out_dtype=self.out_dtype)
+        return ops.linear(input, weight, bias, tp=TP(self.tp_group, agreed=type(self).agreed),
+                          sequence_parallel=sequence_parallel, out_dtype=type(self).out_dtype)
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -197,8 +197,8 @@ class TransformerBlock(transformer_block.TransformerBlock):
         def checks() -> dict:
             running.check_hooks()
             if self not in begun:
-                raise UnsupportedError("TransformerBlock: called outside of a GPTModel's forward, where alignkit checks "
-                                       "the model")
+                raise UnsupportedError("TransformerBlock: called outside of a GPTModel's forward, where alignkit "
+                                       "checks the model")
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
             return supported.check_call(s, b, attention_mask, **kwargs)
@@ -228,10 +228,10 @@ def stock_class(cls: type) -> type:
 
 
 def _copied(self, state: dict) -> None:
-    """``__setstate__`` of all `ALIGNED`: a copy, or what was pickled, is known to the patch; without one it is stock."""
+    """``__setstate__`` of all `ALIGNED`: the patch knows of a copy, or of what was pickled; without one it is stock."""
     from . import patch
 
-    stock_class(type(self)).__setstate__(self, state)
+    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != running.LOOK})
     if patch.is_active():
         running.adopted.add(self)
     else:

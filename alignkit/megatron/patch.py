@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,9 +27,9 @@ def patch_megatron(vocab_size: int) -> Patch:
     Call it in every process.
 
     Returns the handle that undoes it; a second call with the same `vocab_size` returns the same handle.
-    Raises UnsupportedError for an unknown Megatron-core version, or none, and for a method of its classes that has been
-    replaced; InputError for another `vocab_size` than the patch in force. What cannot be kept aligned in a model raises UnsupportedError when the model is built or
-    called, on all tensor-parallel ranks.
+    Raises UnsupportedError for an unknown Megatron-core version, or none, and for a method of its classes that has
+    been replaced; InputError for another `vocab_size` than the patch in force. What cannot be kept aligned in a model
+    raises UnsupportedError when the model is built or called, on all tensor-parallel ranks.
     """
     global _active
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -72,7 +72,7 @@ def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
     if model is not None:
         device = next(model.parameters()).device  # without a model nothing says what will compute
         report["contract"], report["backend"] = contract.contract_id(device), backends.name(device)
-        report["aligned"] = {path: module.op for path, module in model.named_modules()
+        report["aligned"] = {path: type(module).op for path, module in model.named_modules()
                              if type(module) in modules.ALIGNED}
         report["stock"] = [path for path, module in model.named_modules()
                            if type(module) in _active.aligned_class]
@@ -95,9 +95,8 @@ class Patch:
         self.names: list[str] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         """Owner, name, what was there (None if it was inherited), what is there now."""
-        self._looks: weakref.WeakKeyDictionary[torch.nn.Module, tuple[running.Look, dict[str, str]]] = (
-            weakref.WeakKeyDictionary())
-        """By model: what was seen of its modules when they were last checked, and the fingerprint of that."""
+        self._met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Models whose ranks have met, or begun to, in the forward that is running."""
         self._load()
         try:
             self._methods.check()
@@ -136,6 +135,7 @@ class Patch:
         for module in list(running.adopted):
             if type(module) in modules.ALIGNED:
                 module.__class__ = modules.stock_class(type(module))
+            vars(module).pop(running.LOOK, None)
         for kept in (running.adopted, modules.vocabulary, modules.rotations, modules.begun):
             kept.clear()
 
@@ -156,7 +156,8 @@ class Patch:
 
         from . import modules
 
-        self.aligned_class = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
+        self.aligned_class = {
+            modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
         self._layer, self._bda = modules.TransformerLayer.__base__, (get_bias_dropout_add, modules.residual_add)
         self._exact = {  # gathers, splits and structure: no arithmetic that rounds
             GPTModel, LanguageModelEmbedding, VocabParallelEmbedding, SelfAttention, FusedScaleMaskSoftmax, IdentityOp,
@@ -220,6 +221,7 @@ class Patch:
                     "vocab_size": self.vocab_size,
                     "contract": contract.contract_id(backends.family(next(model.parameters()).device))}
 
+            self._met.add(model)
             tp = TP(model.pg_collection.tp)
             tp.check_same("GPTModel", checks)
             if call.get("decoder_input") is None:
@@ -270,14 +272,17 @@ class Patch:
             def checks() -> None:
                 running.check_in_force(self._running)
                 running.watch_hooks("", model)
+                running.watch_global_hooks()
                 if kwargs.get("extra_block_kwargs"):
                     raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
+            self._met.discard(model)
             try:
                 checks()
-            except UnsupportedError:
-                # The other ranks are about to meet in `_preprocess`, and must hear of it there.
-                TP(model.pg_collection.tp).check("GPTModel", checks)
-            result = super(base, model).__call__(*args, **kwargs)
+                result = super(base, model).__call__(*args, **kwargs)
+            except Exception as e:
+                if model not in self._met:  # the other ranks are about to meet in `_preprocess`, and must hear of it there
+                    TP(model.pg_collection.tp).check("GPTModel", functools.partial(_raise, e))
+                raise
             running.check_hooks()  # those of the model itself
             return result
         return call
@@ -308,7 +313,7 @@ class Patch:
         self._methods.check()
         rotary, device = model.rotary_pos_emb, next(model.parameters()).device
         supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
-        look, facts = self._looks.get(model, (None, {}))
+        look = running.Look.of(model)
         if look is None or not look.holds():
             found = list(model.named_modules())
             self._check_modules(model, found, runs)
@@ -317,14 +322,12 @@ class Patch:
                     module.__class__ = self.aligned_class[type(module)]
             model.output_layer.__class__ = modules.OutputLayer
             running.adopted.update(module for _, module in found)
-            look, facts = running.Look(model), fingerprint.modules(found)
-            if runs:
-                self._looks[model] = look, facts
+            look = running.Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
         running.watch_global_hooks()
         modules.rotations[rotary] = modules.Rotations(float(model.rotary_base), model.config.kv_channels, device)
         modules.vocabulary[model.output_layer] = self.vocab_size
-        return fingerprint.settings(model) | facts
+        return fingerprint.settings(model) | look.facts
 
     def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], runs: bool) -> None:
         from . import modules, supported
@@ -340,3 +343,7 @@ class Patch:
             supported.check_module(path, module, model.config, devices)
             if modules.stock_class(cls) is self._layer:
                 supported.check_layer(path, module, self._bda)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

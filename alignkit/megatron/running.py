@@ -23,25 +23,33 @@ _CALLING = frozenset({"__call__", "_wrapped_call_impl", "_call_impl", "_compiled
                       "__getattr__", "__getattribute__"})
 """Of torch.nn.Module's own names, those that a forward goes through; and all of the names with two underscores."""
 
-_DECORATORS = ("megatron.core.", "torch.utils._contextlib")
-"""Where the decorators of Megatron's own methods come from. Not torch.compile's: its code rounds elsewhere."""
-
-_UNUSED = frozenset({"_apply_output_gate"})
-"""Compiled by Megatron itself, and only run for a field of the configuration that is refused."""
+_UNUSED = frozenset({"_apply_output_gate", "compute_mtp_single_step"})
+"""Decorated with torch's, by Megatron itself, and only run for what is refused."""
 
 
 CHECKED = frozenset({
-    "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "training", "config", "p", "eps", "bias",
-    "weight", "sequence_parallel", "gather_output", "input_is_parallel", "is_expert", "disable_grad_reduce",
+    "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "training", "config", "p", "eps",
+    "bias", "weight", "sequence_parallel", "gather_output", "input_is_parallel", "is_expert", "disable_grad_reduce",
     "gtp_remat_size", "attn_mask_type", "self_attn_bda", "mlp_bda", "bias_dropout_add_exec_handler", "off_interface"})
 """Attributes of modules that `supported` and `fingerprint` look at."""
 
 
+LOOK = "_alignkit_look"
+"""The one attribute that is set, of a model's decoder. A `Look` refers to the whole model, so anywhere else it would keep
+a model that nobody uses any more."""
+
+
 class Look:
     """What was seen of a model's modules when they were checked: which they are, their classes, those of their
-    attributes that were checked, and what parameters and buffers are."""
+    attributes that were checked, and what parameters and buffers are.
 
-    def __init__(self, model: torch.nn.Module):
+    facts: what the caller made of it. keep: for `Look.of`.
+    """
+
+    def __init__(self, model: torch.nn.Module, facts: dict[str, str], keep: bool):
+        self.facts = facts
+        if keep:  # before the attributes are looked at
+            vars(model.decoder)[LOOK] = self
         self.found = list(model.named_modules())
         self._modules = [module for _, module in self.found]
         self._classes = list(map(type, self._modules))
@@ -58,6 +66,15 @@ class Look:
                          if t is not None]
         self._facts = tensor_facts(self._tensors)
         self._hooks = [own[name] for own in self._own for name in ("_forward_pre_hooks", "_forward_hooks")]
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> Look | None:
+        """The last one that was kept."""
+        look = vars(model.decoder).get(LOOK)
+        return look if look is not None and look.found[0][1] is model else None
+
+    def __reduce__(self):
+        return types.NoneType, ()  # a copy of the model has not been looked at
 
     def _checked(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(map(operator.call, self._getters, self._own))
@@ -128,7 +145,8 @@ class Methods:
         if names is None:
             names = self._names[cls] = frozenset(
                 name for base in cls.__mro__ for name, value in vars(base).items()
-                if _runs(base, name) and (callable(value) or name == "_compiled_call_impl"))
+                if _runs(base, name) and (callable(value) or isinstance(value, classmethod)
+                                          or name == "_compiled_call_impl"))
         return None if names.isdisjoint(own) else sorted(names.intersection(own))[0]
 
 
@@ -140,13 +158,16 @@ def _runs(cls: type, name: str) -> bool:
                 or "repr" in name)
 
 
+_DATA = (type, types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
 def _check_own(cls: type, name: str, value: Any) -> None:
     """UnsupportedError unless `value` is data, or a function that was defined in the body of `cls`."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
-    if not callable(value) or isinstance(value, type):
+    if isinstance(value, _DATA) or not (callable(value) or hasattr(value, "__get__")):
         return
     function = value
     while (inner := getattr(function, "__wrapped__", None)) is not None and _decorates(function):
@@ -158,10 +179,15 @@ def _check_own(cls: type, name: str, value: Any) -> None:
 
 
 def _decorates(function: Any) -> bool:
-    """Whether `function` is what a decorator of Megatron's or of the standard library made."""
+    """Whether `function` is what a decorator of Megatron's or ``functools.lru_cache`` made. Not torch.compile: its code
+    rounds elsewhere."""
     if isinstance(function, types.FunctionType):
-        return function.__globals__["__name__"].startswith(_DECORATORS)
+        return _of_megatron(function)
     return type(function) is functools._lru_cache_wrapper
+
+
+def _of_megatron(function: types.FunctionType) -> bool:
+    return function.__globals__["__name__"].startswith("megatron.core.")
 
 
 def _described(function: Any) -> str:
@@ -179,7 +205,8 @@ def check_in_force(replaced: Iterable[tuple[Any, str, Any]]) -> None:
     """UnsupportedError naming the first of `replaced` (owner, name, the patch's value) that is not the patch's now."""
     for owner, name, value in replaced:
         if (now := vars(owner).get(name)) is not value:
-            raise UnsupportedError(f"{_path(owner)}.{name}: has been replaced since patch_megatron, by {_described(now)}")
+            raise UnsupportedError(
+                f"{_path(owner)}.{name}: has been replaced since patch_megatron, by {_described(now)}")
 
 
 # Hooks.
@@ -213,9 +240,9 @@ class Watch:
         if [t._version for t in tensors] != versions:
             _changes.append(f"{self.named}: wrote to the module's input or output")
         elif result is not None:
-            # What may be returned, as it does nothing: all that a pre-hook is given, the output that comes last to others.
-            same, new = list(_leaves(given if self.pre else given[-1])), list(_leaves(result))
-            if len(new) != len(same) or not all(map(operator.is_, new, same)):
+            if self.pre and len(given) == 1 and not isinstance(result, tuple):
+                result = (result,)  # as torch takes it, for a hook that is not given keywords
+            if not _same(result, given[-1] if not self.pre else given[0] if len(given) == 1 else given):
                 _changes.append(f"{self.named}: returned another {'input' if self.pre else 'output'} than the module's")
         return None
 
@@ -238,8 +265,7 @@ def watch_global_hooks() -> None:
 def _watch(hooks: dict[int, Any], named: str, pre: bool) -> None:
     for key, hook in list(hooks.items()):
         function = getattr(hook, "__func__", hook)
-        known = isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("megatron.core.")
-        if not known and type(hook) is not Watch:
+        if type(hook) is not Watch and not (isinstance(function, types.FunctionType) and _of_megatron(function)):
             hooks[key] = Watch(hook, f"{named} {_described(function)}", pre)
 
 
@@ -261,6 +287,15 @@ def unwatch_hooks() -> None:
             if type(hook) is Watch:
                 hooks[key] = hook.hook
     _changes.clear()
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether `new` is `old`, or a tuple, list or dict of the very same."""
+    if type(new) is not type(old) or not isinstance(new, (tuple, list, dict)):
+        return new is old
+    if isinstance(new, dict):
+        return list(new) == list(old) and _same(list(new.values()), list(old.values()))
+    return len(new) == len(old) and all(map(_same, new, old))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -211,14 +211,14 @@ def _tensor(name: str, t, dtypes: tuple[torch.dtype, ...], shape: tuple, device:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided or t.is_nested:
         raise InputError(f"{name}: {wanted}, got a {type(t).__name__} of layout {t.layout}")
     if (t.dtype not in dtypes or t.dim() != len(shape)
-            or any(wanted not in (None, n) for wanted, n in zip(shape, t.shape))):
+            or any(asked not in (None, n) for asked, n in zip(shape, t.shape))):
         raise InputError(f"{name}: {wanted}, got {str(t.dtype).removeprefix('torch.')} {list(t.shape)}")
     if device is not None and t.device != device:
         raise InputError(f"{name}: on {t.device}, but the model is on {device}")
 
 
-def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, decoder_input=None, inference_context=None,
-                packed_seq_params=None, padding_mask=None, **_) -> dict:
+def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, decoder_input=None,
+                inference_context=None, packed_seq_params=None, padding_mask=None, **_) -> dict:
     """Checks what GPTModel._preprocess is called with, and returns what must agree between ranks."""
     if inference_context is not None or _inferring():
         raise UnsupportedError("inference_context: Megatron's inference is not supported")
@@ -234,15 +234,16 @@ def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, de
     if not s or not b:
         raise InputError(f"{given}: an empty micro-batch, {b} rows of {s} tokens")
     if s % ranks:
-        raise InputError(f"{given}: {s} tokens in a row do not divide over {ranks} ranks, as sequence parallelism needs")
+        raise InputError(f"{given}: {s} tokens in a row do not divide over {ranks} ranks (sequence parallelism)")
     if decoder_input is None:
         low, high = input_ids.aminmax()
         # With tensor parallelism Megatron embeds a token outside the vocabulary as zeros.
         _demand((low >= 0) & (high < vocab_size), InputError,
                 f"input_ids: the lowest and highest id must be in [0, {vocab_size})", low, high)
     if position_ids is not None and decoder_input is None:
-        rows = position_ids.shape[0] if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 else b
-        _tensor("position_ids", position_ids, (torch.int64, torch.int32), (rows if rows == 1 else b, s))
+        _tensor("position_ids", position_ids, (torch.int64, torch.int32), (None, s))
+        if position_ids.shape[0] not in (1, b):
+            raise InputError(f"position_ids: {position_ids.shape[0]} rows for {b} of input_ids")
     if padding_mask is not None:
         _tensor("padding_mask", padding_mask, (torch.bool,), (b, s), device)
     packed = None if packed_seq_params is None else _check_packed(packed_seq_params, s, b, device)

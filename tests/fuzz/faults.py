@@ -380,10 +380,23 @@ class _Context:
 
 
 def _raises(fault: Fault, rng: random.Random) -> None:
-    """An exception raised by an argument's own method."""
-    name = rng.choice(sorted(_arguments(fault.call) - {"positions"}))
-    value = rng.choice((_Raises(), _Opaque(fault.call.tokens), _Context()))
-    _give(fault, f"{name}: {describe(value)}", REFUSE, **{name: value})
+    """An exception raised by an argument's own method, or a hook of the model's, before it computes."""
+    if rng.random() < 0.7:
+        name = rng.choice(sorted(_arguments(fault.call) - {"positions"}))
+        value = rng.choice((_Raises(), _Opaque(fault.call.tokens), _Context()))
+        _give(fault, f"{name}: {describe(value)}", REFUSE, **{name: value})
+        return
+
+    @contextlib.contextmanager
+    def hook(model):
+        def refuse(*_):
+            raise KeyError("a hook's own error")
+        handle = model.register_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
+    _around(fault, hook, REFUSE, "a forward hook that raises")
 
 
 def _another(fault: Fault, rng: random.Random) -> None:

@@ -6,8 +6,8 @@ import torch
 from alignkit.check.model import make_checkpoint
 
 if importlib.util.find_spec("megatron") is None:  # the converter and the seams are tested without it
-    collect_ignore = [f"test_{name}.py" for name in ("bits", "cuda", "ddp", "gradients", "patch", "recompute",
-                                                          "refusals", "train")]
+    collect_ignore = [f"test_{name}.py" for name in ("arguments", "bits", "cuda", "ddp", "fingerprint", "gradients",
+                                                     "patch", "recompute", "refusals", "replaced", "train")]
 
 SMALL = dict(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=512)
 

@@ -1,6 +1,11 @@
 """The handle: what it changes, shows and restores."""
+import copy
+import gc
+import pickle
 import subprocess
 import sys
+import types
+import weakref
 
 import pytest
 import torch
@@ -46,6 +51,135 @@ def test_undo_restores_everything(checkpoint, rows, world):
             assert_bitwise_equal(again(tokens, positions, mask, labels=labels), stock, "after undo")
     handle.undo()
     assert status() == {"patched": False}
+
+
+FOREIGN = ("device", "base", "head_dim", "true_vocab_size", "frequencies_seen", "op", "out_dtype", "eps")
+
+
+def test_attributes_of_others_stay(checkpoint, rows, world):
+    """Also under names that the patch has a use for."""
+    model = workers.build(checkpoint(), torch.bfloat16)
+    attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    tokens, positions, labels, _ = workers.batch(rows)
+    with torch.no_grad():
+        with patch_megatron(300):
+            expected = model(tokens, positions, None, labels=labels)
+        mine = {}
+        for path, module in model.named_modules():
+            for name in FOREIGN:
+                if name not in attributes[path] and name not in module._parameters:
+                    setattr(module, name, mine.setdefault((path, name), object()))
+        for _ in range(2):
+            with patch_megatron(300):
+                assert_bitwise_equal(model(tokens, positions, None, labels=labels), expected)
+    now = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    for (path, name), value in mine.items():
+        assert now[path].pop(name) is value, (path, name)
+    for path, values in attributes.items():
+        assert now[path].keys() == values.keys()
+        assert all(now[path][name] is value for name, value in values.items() if name != "training"), path
+
+
+def test_nothing_of_a_module_changes_but_its_class(checkpoint, world):
+    model = workers.build(checkpoint(), torch.bfloat16)
+    attributes = [list(module.__dict__.items()) for module in model.modules()]
+    with patch_megatron(300):
+        model(torch.tensor([[1, 2]]), None, None)
+        for module, before in zip(model.modules(), attributes):
+            more = {"_alignkit_look"} if module is model.decoder else set()
+            assert set(module.__dict__) == set(dict(before)) | more
+            assert all(module.__dict__[name] is value for name, value in before)
+
+
+def test_undo_after_copies(checkpoint, rows, world):
+    """Copies made while the patch is on are given back too: of a model, of a layer, in memory or pickled."""
+    model = workers.build(checkpoint(), torch.bfloat16)
+    tokens, positions, labels, _ = workers.batch(rows)
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        stock, attributes = model(tokens, positions, mask, labels=labels), set(vars(model.decoder))
+        with patch_megatron(300):
+            aligned = model(tokens, positions, mask, labels=labels)
+            copied, used, norm = workers.copied(model), workers.copied(model), copy.copy(model.decoder.final_layernorm)
+            layer, pickled = workers.copied(model).decoder.layers[0], pickle.dumps(model.decoder.final_layernorm)
+            loaded = pickle.loads(pickled)
+            assert_bitwise_equal(used(tokens, positions, mask, labels=labels), aligned, "a copy")
+        late = pickle.loads(pickled)
+        for again in (model, copied, used):
+            assert [type(m) for m in again.modules()] == [
+                type(m) for m in workers.build(checkpoint(), torch.bfloat16).modules()]
+            assert_bitwise_equal(again(tokens, positions, mask, labels=labels), stock, "after undo")
+        assert {type(norm), type(loaded), type(late)} == {torch.nn.RMSNorm}
+        assert not [m for m in layer.modules() if type(m).__module__.startswith("alignkit")]
+        assert all(vars(again.decoder).keys() == attributes for again in (model, copied, used))
+
+
+def test_models_that_nobody_uses_go(checkpoint, world):
+    """Also if their configuration refers to them, as under Megatron's schedules."""
+    with patch_megatron(300):
+        model = workers.build(checkpoint(), torch.bfloat16)
+        model.config.no_sync_func = model.no_sync = types.MethodType(lambda self: None, model)
+        model.decoder.final_layernorm.register_forward_hook(lambda *args: None)
+        model(torch.tensor([[1, 2]]), None, None)
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
+
+
+def test_undo_does_not_overwrite_what_others_have_replaced(checkpoint, rows, world):
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    before, model = stock_names(), workers.build(checkpoint(), torch.bfloat16)
+    tokens, positions, labels, _ = workers.batch(rows)
+    handle = patch_megatron(300)
+    ours = GPTModel._preprocess
+
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    GPTModel._preprocess = theirs
+    try:
+        with pytest.raises(UnsupportedError, match="GPTModel._preprocess: .*theirs of tests.megatron.test_patch"):
+            handle.undo()
+        assert GPTModel._preprocess is theirs and status()["patched"], "nothing has been changed"
+    finally:
+        GPTModel._preprocess = ours
+    with torch.no_grad():
+        model(tokens, positions, None, labels=labels)
+    handle.undo()
+    assert stock_names() == before and not status()["patched"]
+
+
+def test_a_patch_that_fails_leaves_nothing(monkeypatch, world):
+    from alignkit.megatron import patch
+
+    before, stock = stock_names(), patch.Patch._replace
+
+    def replace(self, owner, name, value):
+        if name == "apply_rotary_pos_emb":
+            raise RuntimeError("half-way")
+        stock(self, owner, name, value)
+
+    monkeypatch.setattr(patch.Patch, "_replace", replace)
+    with pytest.raises(RuntimeError, match="half-way"):
+        patch_megatron(300)
+    assert stock_names() == before and not status()["patched"]
+
+
+def test_without_megatron():
+    code = ("import sys; sys.modules['megatron'] = None\n"
+            "import alignkit, alignkit.megatron\n"
+            "assert alignkit.megatron.status() == {'patched': False}\n"
+            "for call in (lambda: alignkit.patch_megatron(300), lambda: alignkit.megatron.logprobs,\n"
+            "             lambda: alignkit.megatron.output_processor):\n"
+            "    try:\n"
+            "        call()\n"
+            "    except alignkit.UnsupportedError as e:\n"
+            "        assert 'Megatron-core is not installed' in str(e), e\n"
+            "    else:\n"
+            "        raise AssertionError('no error')\n")
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_twice_is_once(world):

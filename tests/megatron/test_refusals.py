@@ -265,3 +265,17 @@ def test_nan_in_the_weights(model):
 def test_tokens_outside_the_true_vocabulary(token, model):
     with pytest.raises(InputError, match=f"input_ids: .*{token}"):
         model(torch.tensor([[1, token]]), None, None)
+
+
+def test_tokens_that_do_not_divide_over_the_ranks(model):
+    model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 2
+    with pytest.raises(InputError, match="input_ids: 3 tokens in a row do not divide over 2 ranks"):
+        model(torch.tensor([[1, 2, 3]]), None, None)
+
+
+def test_the_mode_of_inference(model):
+    mode = pytest.importorskip("megatron.core.inference.utils")
+    if not hasattr(mode, "InferenceMode"):
+        pytest.skip("this version has none")
+    with mode.InferenceMode.active(), pytest.raises(UnsupportedError, match="inference"):
+        model(TOKENS, None, None)

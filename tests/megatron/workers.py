@@ -1,5 +1,6 @@
 """What the tests run on each tensor-parallel rank; all with real Megatron-core."""
 import contextlib
+import copy
 
 import torch
 
@@ -28,6 +29,12 @@ def build(model_dir, dtype, sequence_parallel=False, **overrides):
     from alignkit.megatron.build import gpt_model
 
     return gpt_model(model_dir, dtype, sequence_parallel=sequence_parallel, **overrides)
+
+
+def copied(model):
+    """A deep copy with the same process groups, which cannot be copied."""
+    groups = [*vars(model.pg_collection).values(), *(vars(m).get("tp_group") for m in model.modules())]
+    return copy.deepcopy(model, {id(group): group for group in groups})
 
 
 def as_logprobs(rows):
@@ -196,6 +203,87 @@ def disagree(tp, model_dir, rows, what):
         if odd and what == "attention_mask":
             mask = torch.zeros(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool)
         model(tokens, positions, mask, labels=labels)
+
+
+@contextlib.contextmanager
+def _attribute(owner, name, value):
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _hook(module):
+    handle = module.register_forward_hook(lambda module, args, output: [output])
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _in_fp32(model):
+    model.float()
+    try:
+        yield
+    finally:
+        model.bfloat16()
+
+
+WRONG = {
+    "input_ids float": lambda model, call: call.update(tokens=call["tokens"].float()),
+    "input_ids None": lambda model, call: call.update(tokens=None),
+    "input_ids empty": lambda model, call: call.update(tokens=call["tokens"][:0]),
+    "position_ids": lambda model, call: call.update(position_ids="x"),
+    "attention_mask": lambda model, call: call.update(attention_mask="x"),
+    "packed_seq_params": lambda model, call: call.update(packed_seq_params="x"),
+    "labels None": lambda model, call: call.update(labels=None),
+    "labels shape": lambda model, call: call.update(labels=call["labels"].t()),
+    "labels value": lambda model, call: call.update(labels=call["labels"] + 1000),
+    "temperature None": lambda model, call: call.update(temperature=None),
+    "temperature value": lambda model, call: call.update(temperature=0.7),
+    "temperature tensor": lambda model, call: call.update(temperature=torch.ones(2, 4)),
+    "ignore_index None": lambda model, call: call.update(ignore_index=None),
+    "ignore_index value": lambda model, call: call.update(ignore_index=-1),
+    "return_entropy": lambda model, call: call.update(return_entropy=True),
+    "eps of norms": lambda model, call: _attribute(model.decoder.final_layernorm, "eps", 1e-3),
+    "types of parameters": lambda model, call: _in_fp32(model),
+    "rotary_pos_emb": lambda model, call: _attribute(model, "rotary_base", 5000.0),
+    "recompute_granularity": lambda model, call: _attribute(model.config, "recompute_granularity", "selective"),
+    "_forward_mlp of a layer": lambda model, call: _attribute(
+        model.decoder.layers[0], "_forward_mlp", model.decoder.layers[0]._forward_mlp),
+    "GPTModel._preprocess": lambda model, call: _attribute(type(model), "_preprocess", lambda *args, **kwargs: None),
+    "GPTModel._postprocess": lambda model, call: _attribute(type(model), "_postprocess", lambda *args, **kwargs: None),
+    "SelfAttention.forward": lambda model, call: _attribute(
+        type(model.decoder.layers[0].self_attention), "forward", lambda *args, **kwargs: None),
+    "decoder.layers.0: the forward hook": lambda model, call: _hook(model.decoder.layers[0]),
+    "decoder.final_layernorm: the forward hook": lambda model, call: _hook(model.decoder.final_layernorm),
+}
+"""What one rank does differently from the other; the first word must be in the error."""
+
+
+def wrong_on_one_rank(tp, model_dir, what):
+    """A forward in which rank 1 alone does `what`, then one in which all is right. What the first raised, as it is
+    named."""
+    with megatron(tp), patch_megatron(300), torch.no_grad():
+        model = build(model_dir, torch.bfloat16)
+        tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+        right = dict(tokens=tokens, position_ids=None, attention_mask=None, labels=tokens)
+        expected = logprobs(model, **right).log_probs
+        call, raised = dict(right), None
+        with (WRONG[what](model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
+            try:
+                logprobs(model, **call)
+            except Exception as e:
+                raised = type(e).__name__, str(e)
+        assert torch.equal(logprobs(model, **right).log_probs, expected)
+        return raised
 
 
 def recomputed(tp, model_dir, dtype, sequence_parallel, rows, configs):
