@@ -50,6 +50,8 @@ def refuse_config(config) -> None:
             bool(model.logits_processors) and model.logprobs_mode == "processed_logprobs",
         "prompt embeddings": model.enable_prompt_embeds,
         "VLLM_BATCH_INVARIANT=1 (other kernels for the same purpose: unset it)": _is_set("VLLM_BATCH_INVARIANT"),
+        "the front end in Rust (VLLM_USE_RUST_FRONTEND: it would admit requests that must be refused)":
+            _is_set("VLLM_USE_RUST_FRONTEND"),
         "an additional_config that is not a dict": not isinstance(config.additional_config, dict),
     }.items() if present]
     reasons += _compilation_reasons(config.compilation_config, version.graphs)
