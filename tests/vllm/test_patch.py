@@ -25,7 +25,7 @@ def values():
 
 
 def half_way(state, at):
-    """The error of a patch whose replacement number `at` fails, whether all is as before, the status and the variable."""
+    """The error of a patch whose replacement number `at` fails, whether all is as before, status and variable."""
     from alignkit.vllm import patch, patch_vllm, status
 
     before, calls = values(), []

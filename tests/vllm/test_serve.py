@@ -125,6 +125,7 @@ def test_what_cannot_be_aligned_is_not_served(vllm_process, model):
 def test_a_refusal_has_an_exit_status_of_its_own(model):
     """Another than that of success and of logprobs that are not equal."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS,
-                           "--api-server-count", "2"], capture_output=True, text=True, timeout=200, env=os.environ | ENV)
+                           "--api-server-count", "2"], capture_output=True, text=True, timeout=200,
+                          env=os.environ | ENV)
     assert done.returncode not in (0, 1), done.stdout + done.stderr
     assert "error: --api-server-count 2" in done.stderr
