@@ -1,4 +1,4 @@
-"""The command `alignkit`: check, compare, doctor."""
+"""The command `alignkit`: check, compare, doctor, serve."""
 from __future__ import annotations
 
 import json
@@ -135,6 +135,18 @@ def doctor() -> int:
         click.echo(f"{'FAIL' if problem else 'pass'}  {name}" + (f": {problem}" if problem else ""))
         passed = passed and problem is None
     return 0 if passed else EXIT_DIFFERENT
+
+
+@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [OPTIONS OF VLLM SERVE]...")
+def serve(arguments) -> None:
+    """Serve MODEL with vLLM's own server, aligned, or not at all.
+
+    Takes the options of `vllm serve`; --help lists them. What cannot be aligned is refused before the server listens.
+    """
+    from .vllm.serve import serve as serve_vllm
+
+    serve_vllm(arguments)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -12,15 +12,14 @@ import os
 from collections.abc import Awaitable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
+from alignkit.vllm.plugin import ENV
 from alignkit.vllm.refuse import fusions, refuse_config
 from alignkit.vllm.seams import installed, require_seams, require_version
 
-ENV = "ALIGNKIT_VLLM"
-"""Set to 1 while patched, so that processes started meanwhile patch themselves (`alignkit.vllm.plugin`)."""
 WORKER = "alignkit.vllm.worker.AlignedWorker"
 ASKED_FOR = frozenset({"enable_sp", "fuse_gemm_comms"})
 """Compiler passes that vLLM turns on for those only who ask for them; others are defaults of its optimization levels."""
@@ -39,30 +38,45 @@ class Patch:
         from alignkit.vllm.frontend import AlignedInputProcessor, refuse_stock
 
         self._env = os.environ.get(ENV)
-        self._undo: list[tuple[Any, str, Any]] = []
-        self._set(EngineArgs, "create_engine_config", _aligned_config(EngineArgs.create_engine_config))
-        self._set(llm_engine, "InputProcessor", AlignedInputProcessor)
-        self._set(async_llm, "InputProcessor", AlignedInputProcessor)
-        self._set(InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params))
+        self._replaced: list[_Replaced] = []
+        try:
+            for owner, name, ours in (
+                (EngineArgs, "create_engine_config", _aligned_config(EngineArgs.create_engine_config)),
+                (llm_engine, "InputProcessor", AlignedInputProcessor),
+                (async_llm, "InputProcessor", AlignedInputProcessor),
+                (InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params)),
+            ):
+                stock = getattr(owner, name)
+                setattr(owner, name, ours)
+                self._replaced.append(_Replaced(owner, name, stock, ours))
+        except BaseException:
+            self._restore()
+            raise
         os.environ[ENV] = "1"
 
     @property
     def points(self) -> list[str]:
         """The names in vLLM that are replaced."""
-        return [f"{getattr(owner, '__qualname__', owner.__name__)}.{name}" for owner, name, _ in self._undo]
+        return [str(replaced) for replaced in self._replaced]
 
     def undo(self) -> None:
-        """Engines made from now on are stock again; those made before stay aligned. Safe to call twice."""
+        """Engines made from now on are stock again; those made before stay aligned. Safe to call twice.
+
+        Raises UnsupportedError, and changes nothing, if someone else has replaced one of the names since.
+        """
         global _live
-        for owner, name, stock in self._undo:
-            setattr(owner, name, stock)
-        self._undo = []
+        foreign = [str(replaced) for replaced in self._replaced if not replaced.is_ours()]
+        if foreign:
+            raise UnsupportedError(f"undo: {', '.join(foreign)} was replaced by someone else since patch_vllm(): "
+                                   "undo that first")
+        self._restore()
         if _live is self:
             _live = None
-            if self._env is None:
-                os.environ.pop(ENV, None)
-            else:
-                os.environ[ENV] = self._env
+            if os.environ.get(ENV) == "1":  # as it was set here
+                if self._env is None:
+                    del os.environ[ENV]
+                else:
+                    os.environ[ENV] = self._env
 
     def __enter__(self) -> Patch:
         return self
@@ -70,9 +84,23 @@ class Patch:
     def __exit__(self, *exc) -> None:
         self.undo()
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
+    def _restore(self) -> None:
+        while self._replaced:
+            replaced = self._replaced.pop()
+            setattr(replaced.owner, replaced.name, replaced.stock)
+
+
+class _Replaced(NamedTuple):
+    owner: Any
+    name: str
+    stock: Any
+    ours: Any
+
+    def __str__(self) -> str:
+        return f"{getattr(self.owner, '__qualname__', self.owner.__name__)}.{self.name}"
+
+    def is_ours(self) -> bool:
+        return getattr(self.owner, self.name, None) is self.ours
 
 
 def patch_vllm() -> Patch:

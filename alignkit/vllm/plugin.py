@@ -3,10 +3,49 @@ from __future__ import annotations
 
 import os
 
-from alignkit.vllm.patch import ENV, patch_vllm
+ENV = "ALIGNKIT_VLLM"
+"""Set to 1 while patched, so that processes started meanwhile patch themselves."""
+YES = frozenset({"1", "true", "yes", "on"})
+NO = frozenset({"", "0", "false", "no", "off"})
+
+
+def asked(value: str) -> bool:
+    """What ALIGNKIT_VLLM says, in any case and with space around it.
+
+    Raises InputError for any other word: someone meant something by it, and it may have been to align.
+    """
+    word = value.strip().lower()
+    if word not in YES | NO:
+        from alignkit.errors import InputError
+
+        yes, no = (", ".join(sorted(words - {""})) for words in (YES, NO))
+        raise InputError(f"{ENV}: {value!r} is neither of {yes} nor of {no}")
+    return word in YES
 
 
 def register() -> None:
-    """Does nothing unless asked: by `patch_vllm()` in a parent process, or by the user's ALIGNKIT_VLLM=1."""
-    if os.environ.get(ENV) == "1":
-        patch_vllm()
+    """Does nothing unless asked: by `patch_vllm()` in a parent process, or by the user's ALIGNKIT_VLLM.
+
+    vLLM calls it once in a process. If it fails, vLLM stops there; whoever catches that and tries again finds that
+    no engine can be made.
+    """
+    try:
+        if asked(os.environ.get(ENV, "")):
+            from alignkit.vllm.patch import patch_vllm
+
+            patch_vllm()
+    except Exception as error:
+        _refuse_engines(error)
+        raise
+
+
+def _refuse_engines(cause: Exception) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def create_engine_config(self, *args, **kwargs):
+        from alignkit.errors import UnsupportedError
+
+        raise UnsupportedError(f"{ENV}={os.environ.get(ENV, '')}: vLLM could not be aligned when it loaded alignkit's "
+                               f"plugin: {cause}") from cause
+
+    EngineArgs.create_engine_config = create_engine_config

@@ -7,7 +7,8 @@ import os
 import torch
 
 from alignkit import tp
-from alignkit.errors import UnsupportedError
+from alignkit.errors import AlignkitError, UnsupportedError
+from alignkit.vllm.built import architecture
 from alignkit.vllm.seams import STRUCTURE, installed
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -50,10 +51,12 @@ def refuse_config(config) -> None:
             bool(model.logits_processors) and model.logprobs_mode == "processed_logprobs",
         "prompt embeddings": model.enable_prompt_embeds,
         "VLLM_BATCH_INVARIANT=1 (other kernels for the same purpose: unset it)": _is_set("VLLM_BATCH_INVARIANT"),
+        "the front end in Rust (VLLM_USE_RUST_FRONTEND: it would admit requests that must be refused)":
+            _is_set("VLLM_USE_RUST_FRONTEND"),
         "an additional_config that is not a dict": not isinstance(config.additional_config, dict),
     }.items() if present]
     reasons += _compilation_reasons(config.compilation_config, version.graphs)
-    reasons += _model_reasons(hf, cache.sliding_window)
+    reasons += _model_reasons(hf, cache.sliding_window) or _reading_reasons(model)
     if reasons:
         raise UnsupportedError(f"alignkit cannot keep this vLLM engine aligned: {'; '.join(reasons)}")
 
@@ -109,6 +112,15 @@ def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     return reasons
 
 
+def _reading_reasons(model_config) -> list[str]:
+    """The training side is made from config.json: what alignkit cannot read there is refused here too."""
+    try:
+        architecture(model_config)
+    except AlignkitError as e:
+        return [f"config.json: {e}"]
+    return []
+
+
 def request_reasons(params, logprobs_mode: str) -> list[str]:
     """What in a request's `SamplingParams` changes the logprobs it will get, so that no recomputation from
     the tokens alone could give them again."""
@@ -141,7 +153,7 @@ def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str,
     strangers = []
     for path, module in model.named_modules():
         name = type(module).__name__
-        if isinstance(module, aligned):
+        if type(module) in aligned:
             counts[name] = counts.get(name, 0) + 1
         elif name not in STRUCTURE or not type(module).__module__.startswith(("vllm.", "torch.")):
             strangers.append(f"{path or 'the model'} ({name})")

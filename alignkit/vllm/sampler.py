@@ -13,7 +13,7 @@ class AlignedSampler(Sampler):
     def __init__(self, logprobs_mode: str, use_fp64_gumbel: bool = False) -> None:
         super().__init__(logprobs_mode, use_fp64_gumbel)
         if logprobs_mode == "processed_logprobs":
-            self.topk_topp_sampler = _ProcessedLogprobs(use_fp64_gumbel)
+            self.topk_topp_sampler = ProcessedLogprobs(use_fp64_gumbel)
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,7 @@ class AlignedSampler(Sampler):
         return ops.log_softmax(logits)
 
 
-class _ProcessedLogprobs(torch.nn.Module):
+class ProcessedLogprobs(torch.nn.Module):
     """vLLM's last sampling step takes its log-softmax inline; asked for logits, it leaves it to us."""
 
     def __init__(self, use_fp64_gumbel: bool) -> None:

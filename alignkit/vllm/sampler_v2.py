@@ -28,7 +28,7 @@ def _calling(function: Callable, **names: Callable) -> Callable:
     lacking = names.keys() - set(function.__code__.co_names)
     if lacking:
         raise UnsupportedError(f"vLLM's {function.__qualname__} does not call {', '.join(sorted(lacking))}")
-    copy = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__,
+    copy = FunctionType(function.__code__, {**function.__globals__, **names, "__name__": __name__}, function.__name__,
                         function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -55,7 +55,7 @@ class _Ranks:
 _topk_scores = _calling(logprob.compute_topk_scores, compute_token_logprobs=token_logprobs, _ranks_kernel=_Ranks())
 
 
-class _SamplingStates(SamplingStates):
+class AlignedStates(SamplingStates):
     def apply_temperature(self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor,
                           idx_mapping_np: np.ndarray) -> None:
         """Divides in place, correctly rounded as the contract asks; the quotients of vLLM's kernel are not."""
@@ -67,7 +67,7 @@ class _SamplingStates(SamplingStates):
 
 
 class AlignedSamplerV2(Sampler):
-    __init__ = _calling(Sampler.__init__, SamplingStates=_SamplingStates)
+    __init__ = _calling(Sampler.__init__, SamplingStates=AlignedStates)
     __call__ = _calling(Sampler.__call__, compute_topk_scores=_topk_scores)
 
 
@@ -87,12 +87,3 @@ def aligned_sampling() -> Iterator[None]:
         yield
     finally:
         model_runner.Sampler, model_runner.PromptLogprobsWorker = stock
-
-
-def refuse_sampling(runner: model_runner.GPUModelRunner) -> None:
-    """Raises UnsupportedError naming what `runner` takes logprobs with, if it is not the classes above."""
-    stock = [type(part).__name__ for part, aligned in (
-        (runner.sampler, AlignedSamplerV2), (runner.prompt_logprobs_worker, AlignedPromptLogprobs),
-        (runner.rejection_sampler, type(None))) if type(part) is not aligned]
-    if stock:
-        raise UnsupportedError(f"logprobs by {', '.join(stock)}")

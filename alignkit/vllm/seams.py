@@ -69,6 +69,16 @@ _COMMON = (
     Seam("v1/worker/cpu_worker.py", "CPUWorker.init_device"),
     Seam("v1/worker/gpu_worker.py", "Worker.load_model"),
     Seam("plugins/__init__.py", "load_general_plugins"),
+    # `alignkit serve`: vLLM's command, without what comes before it.
+    Seam("entrypoints/cli/serve.py", "cmd_init"),
+    *(Seam("entrypoints/cli/serve.py", f"ServeSubcommand.{name}") for name in ("cmd", "validate", "subparser_init")),
+    Seam("utils/argparse_utils.py", "FlexibleArgumentParser"),
+    # Where a running worker looks at itself, and at what.
+    *(Seam("v1/worker/gpu_worker.py", f"Worker.{name}") for name in (
+        "execute_model", "compile_or_warm_up_model", "reload_weights", "finish_weight_update", "wake_up")),
+    Seam("v1/worker/worker_base.py", "WorkerBase.apply_model", ("fn",)),
+    Seam("config/compilation.py", "CompilationConfig.static_forward_context"),
+    Seam("config/model.py", "ModelConfig.hf_config_path"),
     # Layers, replaced by class when the model is built.
     Seam("model_executor/custom_op.py", "op_registry_oot"),
     Seam("model_executor/custom_op.py", "PluggableLayer.__new__"),

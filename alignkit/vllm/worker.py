@@ -7,20 +7,22 @@ from contextlib import nullcontext
 import torch
 import vllm
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.attention import Attention
+from vllm.logger import init_logger
 
 from alignkit import backends, symmetric
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.tp import TP
-from alignkit.vllm.attention import AlignedAttentionImpl
-from alignkit.vllm.layers import ALIGNED, aligned_layers
+from alignkit.vllm.layers import aligned_layers
+from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import GROUP, EngineTP
-from alignkit.vllm.refuse import refuse_config, refuse_model
+from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.sampler import AlignedSampler
 from alignkit.vllm.seams import installed, resolve
 from alignkit.vllm.warmup import warm_up
+
+logger = init_logger("vllm.alignkit")  # vLLM's logging knows loggers below its own name only
 
 
 class AlignedWorker(resolve(installed().worker)):
@@ -39,14 +41,38 @@ class AlignedWorker(resolve(installed().worker)):
     def load_model(self, **kwargs) -> None:
         with aligned_layers(), self._sampling():
             super().load_model(**kwargs)
-        self._aligned = self._inspect()
+        self._watch = Watch(self.model_runner, self.vllm_config)
         # Ranks that differ would still exchange tensors, of other bits.
-        TP(get_tp_group().cpu_group).check_same("vLLM worker", lambda: dict(self._aligned))
+        TP(get_tp_group().cpu_group).check_same("vLLM worker", self._inspect)
+        logger.info("aligned: contract %s", contract_id(backends.family(self.device)))
 
     def compile_or_warm_up_model(self):
         if self.device.type == "cuda":
             warm_up(self.model_runner.get_model(), self.vllm_config, self._logprobs)
-        return super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
+        self._watch.inspect()  # what was compiled, and is in CUDA graphs now
+        return times
+
+    def execute_model(self, scheduler_output):
+        self._watch.step()
+        return super().execute_model(scheduler_output)
+
+    def apply_model(self, fn):
+        result = super().apply_model(fn)
+        self._watch.inspect()
+        return result
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        self._watch.inspect()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._watch.inspect()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        self._watch.inspect()
 
     def _logprobs(self, logits) -> None:
         if not self.vllm_config.use_v2_model_runner:
@@ -58,9 +84,13 @@ class AlignedWorker(resolve(installed().worker)):
             token_logprobs(logits, torch.zeros(len(logits), ids, dtype=torch.int64, device=logits.device))
 
     def alignkit_status(self) -> dict:
-        """What this worker runs: contract id, backend, vLLM version, modules by aligned class, and whether it adds over ranks in
-        symmetric memory."""
-        return {"patched": True, **self._aligned, "symmetric_memory": symmetric.used(get_tp_group().device_group)}
+        """What this worker runs now: contract id, backend, vLLM version, modules by aligned class, and whether it adds
+        over ranks in symmetric memory. If a part was replaced, that it is not `patched`, and what was `replaced`."""
+        try:
+            facts = self._inspect()
+        except UnsupportedError as e:
+            return {"patched": False, "replaced": str(e), "vllm": vllm.__version__}
+        return {"patched": True, **facts, "symmetric_memory": symmetric.used(get_tp_group().device_group)}
 
     def _sampling(self):
         if not self.vllm_config.use_v2_model_runner:
@@ -70,20 +100,9 @@ class AlignedWorker(resolve(installed().worker)):
         return aligned_sampling()
 
     def _inspect(self) -> dict:
-        if self.vllm_config.use_v2_model_runner:
-            from alignkit.vllm.sampler_v2 import refuse_sampling
-
-            refuse_sampling(self.model_runner)
-        model = self.model_runner.get_model()
-        counts = refuse_model(model, tuple(ALIGNED.values()))
-        attention = [m for m in model.modules() if isinstance(m, Attention)]
-        stock = {type(m.impl).__name__ for m in attention} - {AlignedAttentionImpl.__name__}
-        if stock:
-            raise UnsupportedError(f"attention by {', '.join(sorted(stock))}")
         return {
             "contract": contract_id(self.device),
             "backend": backends.name(self.device),
             "vllm": vllm.__version__,
-            "modules": {**counts, AlignedAttentionImpl.__name__: len(attention),
-                        type(self.model_runner.sampler).__name__: 1},
+            "modules": self._watch.inspect(),
         }

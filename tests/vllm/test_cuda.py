@@ -10,7 +10,7 @@ import torch
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from tests.vllm.conftest import ENGINE
-from tests.vllm.test_engine import evaluate, generate, reload
+from tests.vllm.test_engine import evaluate, generate, hidden_states, reload
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -131,10 +131,8 @@ def hidden_of_steps(state, prompt, temperature):
     from alignkit import ops
 
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-    seen = []
-    hook = model.logits_processor.register_forward_pre_hook(lambda module, args: seen.append(args[1].clone()))
-    (tokens, steps), = generate(state, [prompt], temperature=temperature)
-    hook.remove()
+    with hidden_states() as seen:
+        (tokens, steps), = generate(state, [prompt], temperature=temperature)
     hidden = torch.cat(seen)[: len(tokens)]  # an asynchronous scheduler runs a step ahead
     with torch.no_grad():
         expected = ops.linear_logp(hidden, model.lm_head.weight, torch.tensor(tokens, device=hidden.device),

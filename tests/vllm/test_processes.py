@@ -5,7 +5,8 @@ from importlib.metadata import entry_points
 import pytest
 
 from alignkit.contract import contract_id
-from alignkit.errors import UnsupportedError
+from alignkit.errors import InputError, UnsupportedError
+from alignkit.vllm.plugin import asked
 from tests.vllm.conftest import ENGINE
 
 
@@ -156,13 +157,56 @@ def config_before_patch(state, model):
 
 def test_plugin_does_nothing_until_asked(vllm_process, checkpoint):
     process = vllm_process()
-    for asked in ("", "0"):
+    for asked in ("", "0", " False", "no", "OFF"):
         assert process(registered, asked) == {"patched": False, "contract": "stock", "points": []}
     assert process(stock_worker_class, checkpoint()) == "vllm.v1.worker.cpu_worker.CPUWorker"
     with pytest.raises(UnsupportedError, match="made before patch_vllm"):
         process(config_before_patch, checkpoint())
     assert process(registered, "1")["patched"]
     assert process(stock_worker_class, checkpoint()) == "alignkit.vllm.worker.AlignedWorker"
+
+
+@pytest.mark.parametrize("value", ["1", " 1", "true", "Yes", "ON\n"])
+def test_words_that_ask(value):
+    assert asked(value)
+
+
+@pytest.mark.parametrize("value", ["2", "y", "aligned", "1,1", "-"])
+def test_other_words_are_refused(value):
+    with pytest.raises(InputError, match=f"ALIGNKIT_VLLM: '{value}' is neither of 1, on, true, yes nor of 0, false"):
+        asked(value)
+
+
+def twice(state, model, value):
+    """The errors of making an engine twice, in a process where vLLM has not loaded its plugins."""
+    from vllm import LLM
+
+    os.environ["ALIGNKIT_VLLM"] = value
+    errors = []
+    for _ in range(2):
+        try:
+            LLM(model, **ENGINE)
+            errors.append(None)
+        except Exception as e:
+            errors.append(f"{type(e).__name__}: {e}")
+    return errors
+
+
+def unknown_version(state, model):
+    import vllm
+
+    vllm.__version__ = "0.99.0"
+    return twice(state, model, "yes")
+
+
+@pytest.mark.parametrize("fails, named", [
+    (lambda process, model: process(twice, model, "sure"), "'sure' is neither of"),
+    (lambda process, model: process(unknown_version, model), "vLLM 0.99.0"),
+], ids=["word", "version"])
+def test_no_engine_is_made_after_the_plugin_failed(vllm_process, checkpoint, fails, named):
+    """vLLM loads plugins once in a process: a second attempt must not find it stock."""
+    first, second = fails(vllm_process(), checkpoint())
+    assert named in first and named in second
 
 
 def test_compiled_models_of_stock_and_aligned_engines_do_not_meet(vllm_process, checkpoint):

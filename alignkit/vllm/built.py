@@ -1,0 +1,68 @@
+"""What vLLM built, beside what alignkit reads from the model's config.json: the training side is made from that."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alignkit.convert import Architecture, read_architecture
+from alignkit.errors import UnsupportedError
+
+
+def architecture(model_config) -> Architecture:
+    """`read_architecture` of the folder, or of the repository on a hub, that vLLM took the configuration from."""
+    source = str(model_config.hf_config_path or model_config.model)
+    if Path(source).is_dir():
+        return read_architecture(source)
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(source, "config.json", revision=model_config.revision)
+    except OSError as e:
+        raise UnsupportedError(f"model {source}: its config.json cannot be read: {e}") from e
+    return read_architecture(Path(path).parent)
+
+
+def deviations(model: torch.nn.Module, read: Architecture, tp: int) -> list[str]:
+    """What one of `tp` ranks built otherwise than `read`, by the names of config.json. The device is not asked."""
+    found = {}
+    for name, built, expected in _facts(model, read, tp):
+        if built != expected:
+            found.setdefault(name, f"{name} ({built} is built, by config.json it is {expected})")
+    return list(found.values())
+
+
+def _facts(model: torch.nn.Module, read: Architecture, tp: int) -> Iterator[tuple[str, Any, Any]]:
+    """(name, as built, as read)."""
+    trunk, head, logits = model.model, model.lm_head, model.logits_processor
+    embedding = trunk.embed_tokens
+    yield "num_hidden_layers", len(trunk.layers), read.layers
+    yield "hidden_size", embedding.embedding_dim, read.hidden
+    yield "vocab_size", embedding.org_vocab_size, read.vocab
+    yield "vocab_size", head.org_vocab_size, read.vocab
+    yield "vocab_size", logits.org_vocab_size, read.vocab
+    # vLLM takes a head of its own out of a checkpoint whose config.json says that it is tied, and unties the two.
+    yield "tie_word_embeddings", head.weight.data_ptr() == embedding.weight.data_ptr(), read.tied
+    yield "logit_scale", logits.scale, 1.0
+    yield "a soft cap of the logits", logits.soft_cap, None
+    yield "a bias of the head", getattr(head, "bias", None) is not None, False
+    yield "rms_norm_eps", trunk.norm.variance_epsilon, read.norm_eps
+    for layer in trunk.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield "num_attention_heads", attention.attn.num_heads * tp, read.heads
+        yield "num_key_value_heads", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
+        yield "head_dim", attention.attn.head_size, read.head_dim
+        yield "the scale of attention", attention.attn.impl.scale, read.head_dim ** -0.5
+        yield "rope_theta", attention.rotary_emb.base, read.rope_base
+        yield "intermediate_size", mlp.down_proj.input_size, read.intermediate
+        yield "biases of q, k and v", attention.qkv_proj.bias is not None, read.qkv_bias
+        for linear in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            yield "attention_bias or mlp_bias", linear.bias is not None, False
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        yield "norms of q and k", hasattr(attention, "q_norm"), read.qk_norm
+        if read.qk_norm and hasattr(attention, "q_norm"):
+            norms += [attention.q_norm, attention.k_norm]
+        for norm in norms:
+            yield "rms_norm_eps", norm.variance_epsilon, read.norm_eps

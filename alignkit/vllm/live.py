@@ -1,0 +1,251 @@
+"""What an engine runs, looked at while it runs: not what was once built.
+
+Looked at are the model's modules, the samplers, and the classes of both. Python lets any of them be replaced at any
+time: a module by another, a method on an object or a class, or what a module gives by a hook. Not looked at are the
+values of weights and buffers, alignkit's functions below these classes, and vLLM's runner, scheduler and front end.
+"""
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as hooks
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from alignkit.errors import UnsupportedError
+from alignkit.vllm.attention import AlignedAttentionImpl
+from alignkit.vllm.built import architecture, deviations
+from alignkit.vllm.layers import (
+    ALIGNED,
+    AlignedEmbeddingMethod,
+    AlignedLinearMethod,
+    AlignedParallelLMHead,
+    AlignedVocabParallelEmbedding,
+)
+from alignkit.vllm.refuse import refuse_model
+from alignkit.vllm.sampler import AlignedSampler, ProcessedLogprobs
+
+PARTS_A_STEP = 4
+"""Modules, or groups of a class's methods, that one step of the engine looks at, in turn: microseconds."""
+METHODS_A_PART = 8
+ENGINE = ("vllm", "torch", "alignkit")
+"""Packages whose classes compute something here; their methods must be theirs, or of Python's own library."""
+
+PYTHON = sys.stdlib_module_names | {"typing_extensions"}
+
+_first: dict[type, dict[str, Any]] = {}
+"""By class: its methods when they were first looked at."""
+
+
+class Watch:
+    """Of one worker's `runner`, from the moment its model is loaded."""
+
+    def __init__(self, runner, config) -> None:
+        self._runner, self._config, self._v2 = runner, config, config.use_v2_model_runner
+        self._read = architecture(config.model_config)
+        self._kinds: set[type] = set()
+        self._methods: list[_Methods] = []
+        self._parts = self._in_turn()
+        self._suspect = False
+
+    def inspect(self) -> dict[str, int]:
+        """Looks at all of it: how many modules there are by aligned class. Raises UnsupportedError naming what was
+        replaced, or was built otherwise than config.json says; steps raise it too until that is mended."""
+        self._suspect = True
+        model = self._runner.get_model()
+        counts = refuse_model(model, tuple(ALIGNED.values()))
+        faults = [f"{path or 'the model'}: {fault}"
+                  for path, module in model.named_modules() for fault in _faults(module)]
+        attention = [m for m in model.modules() if isinstance(m, Attention)]
+        faults += [f"{m.layer_name}: {self._attention_fault(m)}" for m in attention if self._attention_fault(m)]
+        faults += [f"{name}: {fault}"
+                   for name, part, kind in self._sampling() for fault in _sampling_faults(part, kind)]
+        faults += [f"{where}: {_name(hook)}" for where, hook in _global_hooks() if not _is_vllms(hook)]
+        parts = [*model.modules(), *(part for _, part, _ in self._sampling()), *(m.impl for m in attention),
+                 *(m.quant_method for m in model.modules() if hasattr(m, "quant_method"))]
+        classes = dict.fromkeys(c for part in parts for c in _classes(type(part)))
+        faults += [f"{c.__qualname__}.{name} is replaced" for c in classes for name in _replaced_methods(c)]
+        if not faults:  # the parts are what they are taken for
+            faults = deviations(model, self._read, self._config.parallel_config.tensor_parallel_size)
+        if faults:
+            raise UnsupportedError("vLLM does not run what alignkit keeps aligned: " + "; ".join(faults[:8])
+                                   + (f"; and {len(faults) - 8} more" if len(faults) > 8 else ""))
+        self._kinds = {type(m) for m in model.modules()}
+        self._methods = [_Methods(vars(c), len(vars(c)), tuple(group)) for c in classes for group in _groups(_first[c])]
+        self._suspect = False
+        return {**counts, AlignedAttentionImpl.__name__: len(attention), type(self._runner.sampler).__name__: 1}
+
+    def step(self) -> None:
+        """Looks at the samplers and at the next few of the other parts, and at all if one of those is not as it was."""
+        if self._suspect or self._seems_replaced():
+            self.inspect()
+
+    def _seems_replaced(self) -> bool:
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return True
+        for _, part, kind in self._sampling():
+            if _sampling_faults(part, kind):
+                return True
+        for part in islice(self._parts, PARTS_A_STEP):
+            if part.another() if isinstance(part, _Methods) else self._is_another(part):
+                return True
+        return False
+
+    def _is_another(self, module: torch.nn.Module) -> bool:
+        if type(module) not in self._kinds or _faults(module):
+            return True
+        return isinstance(module, Attention) and self._attention_fault(module) is not None
+
+    def _in_turn(self) -> Iterator[torch.nn.Module | _Methods]:
+        while True:
+            yield from [*self._runner.get_model().modules(), *self._methods]
+
+    def _sampling(self) -> Iterator[tuple[str, Any, type]]:
+        """(name, what takes logprobs, the class it must be of)."""
+        runner, sampler = self._runner, self._runner.sampler
+        if self._v2:
+            from alignkit.vllm.sampler_v2 import AlignedPromptLogprobs, AlignedSamplerV2, AlignedStates
+
+            yield "sampler", sampler, AlignedSamplerV2
+            yield "sampler.sampling_states", getattr(sampler, "sampling_states", None), AlignedStates
+            yield "prompt_logprobs_worker", runner.prompt_logprobs_worker, AlignedPromptLogprobs
+            yield "rejection_sampler", runner.rejection_sampler, type(None)
+            return
+        yield "sampler", sampler, AlignedSampler
+        if self._config.model_config.logprobs_mode == "processed_logprobs":
+            last = getattr(sampler, "topk_topp_sampler", None)
+            yield "sampler.topk_topp_sampler", last, ProcessedLogprobs
+            yield "sampler.topk_topp_sampler.sampler", getattr(last, "sampler", None), TopKTopPSampler
+
+    def _attention_fault(self, module: Attention) -> str | None:
+        if type(module.impl) is not AlignedAttentionImpl:
+            return f"attention by {type(module.impl).__name__}"
+        if not _methods(AlignedAttentionImpl).isdisjoint(vars(module.impl)):
+            return f"{_shadowed(module.impl)} of its attention is replaced"
+        # Attention runs in what is registered under the layer's name, not in the module that the model has.
+        if self._config.compilation_config.static_forward_context.get(module.layer_name) is not module:
+            return "another module is registered under its name"
+        return None
+
+
+class _Methods(NamedTuple):
+    """Some methods of a class, when all was as it should be; `size` counts all its attributes."""
+
+    attributes: Mapping[str, Any]
+    size: int
+    methods: tuple[tuple[str, Any], ...]
+
+    def another(self) -> bool:
+        if len(self.attributes) != self.size:
+            return True
+        for name, method in self.methods:
+            if self.attributes.get(name) is not method:
+                return True
+        return False
+
+
+def _groups(methods: dict[str, Any]) -> Iterator[list[tuple[str, Any]]]:
+    rest = iter(methods.items())
+    while group := list(islice(rest, METHODS_A_PART)):
+        yield group
+
+
+def _faults(module: torch.nn.Module) -> list[str]:
+    """What keeps a module from running its class."""
+    own, found = vars(module), []
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        both = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
+        found += [f"forward hook {_name(hook)}" for hook in both if not _is_vllms(hook)]
+    if own.get("_compiled_call_impl") is not None:
+        found.append("compiled on its own")
+    if not _methods(type(module)).isdisjoint(own):
+        found.append(f"{_shadowed(module)} is replaced")
+    method = own.get("quant_method")
+    if method is not None and type(module) in _METHOD_OF:
+        if type(method) is not _METHOD_OF[type(module)]:
+            found.append(f"computed by {type(method).__name__}")
+        elif vars(method) and not _methods(type(method)).isdisjoint(vars(method)):
+            found.append(f"{_shadowed(method)} of its {type(method).__name__} is replaced")
+    return found
+
+
+_METHOD_OF = {aligned: AlignedLinearMethod for name, aligned in ALIGNED.items() if name.endswith("Linear")} | {
+    AlignedVocabParallelEmbedding: AlignedEmbeddingMethod, AlignedParallelLMHead: AlignedEmbeddingMethod}
+
+
+def _sampling_faults(part: Any, kind: type) -> list[str]:
+    if type(part) is not kind:
+        return [f"logprobs by {type(part).__name__}"]
+    if kind is TopKTopPSampler:  # vLLM chooses its `forward` for itself
+        own = getattr(part.forward, "__self__", None) is part and part.forward.__func__ in vars(kind).values()
+        return [] if own and not part._forward_hooks and not part._forward_pre_hooks else ["its forward is replaced"]
+    if isinstance(part, torch.nn.Module):
+        return _faults(part)
+    return [f"{_shadowed(part)} is replaced"] if part is not None and _shadowed(part) else []
+
+
+def _global_hooks() -> Iterator[tuple[str, Callable]]:
+    yield from (("forward hook of all modules", hook) for hook in hooks._global_forward_hooks.values())
+    yield from (("forward hook of all modules", hook) for hook in hooks._global_forward_pre_hooks.values())
+
+
+def _shadowed(part: Any) -> str:
+    return ", ".join(sorted(_methods(type(part)) & vars(part).keys()))
+
+
+@functools.cache
+def _methods(kind: type) -> frozenset[str]:
+    """Names of the methods that an attribute of an object of this class would hide."""
+    return frozenset(name for c in kind.__mro__ if c is not object for name in _runs(c))
+
+
+@functools.cache
+def _classes(kind: type) -> tuple[type, ...]:
+    return tuple(c for c in kind.__mro__ if _package(c.__module__) in ENGINE)
+
+
+def _runs(kind: type) -> dict[str, Any]:
+    """What a class itself defines that is called. Not its ways to load weights, which frameworks replace, nor what vLLM
+    puts on models for pipelines."""
+    return {name: value for name, value in vars(kind).items()
+            if (callable(value) or isinstance(value, (staticmethod, classmethod, property)))
+            and not isinstance(value, type) and (name == "__call__" or not name.startswith("__"))
+            and not name.startswith("load_") and "weight_loader" not in name
+            and name != "make_empty_intermediate_tensors"}
+
+
+def _replaced_methods(kind: type) -> list[str]:
+    """Names of a class's methods that are not as they were first seen, or that come from elsewhere."""
+    now = _runs(kind)
+    then = _first.setdefault(kind, now)
+    allowed = ENGINE if _package(kind.__module__) != "alignkit" else ("alignkit",)
+    return sorted(name for name in now.keys() | then.keys()
+                  if now.get(name) is not then.get(name) or not _comes_from(now[name], allowed))
+
+
+def _comes_from(method: Any, packages: tuple[str, ...]) -> bool:
+    if isinstance(method, property):
+        method = method.fget
+    while hasattr(method, "__func__") or isinstance(method, functools.partial):
+        method = getattr(method, "__func__", None) or method.func
+    names = getattr(method, "__globals__", None)  # of its module; `__module__` is what `functools.wraps` copies
+    package = _package(names["__name__"] if names else type(method).__module__)
+    return package in packages or package in PYTHON
+
+
+def _is_vllms(hook: Callable) -> bool:
+    """Such as its NVTX ranges, which change nothing."""
+    return _comes_from(hook, ("vllm",))
+
+
+def _name(hook: Callable) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

@@ -1,0 +1,131 @@
+"""`alignkit serve`: vLLM's server, aligned or not at all."""
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from alignkit.contract import contract_id
+from alignkit.errors import UnsupportedError
+from tests.vllm.conftest import ENGINE, ENV
+
+VOCAB = 512
+PROMPT = [5, 100, 33, 511, 0, 41, 7, 7]
+OPTIONS = ["--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4", "--block-size", "32",
+           "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "bfloat16", "--host", "127.0.0.1"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """A small checkpoint with a tokenizer of a word a token: the server puts logprobs beside text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = Path(checkpoint(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocab=VOCAB))
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    """Address of a server that no plugin of vLLM's is loaded in."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address, log = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("server") / "log"
+    env = os.environ | ENV | {"VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS,
+                                    "--port", str(port)], stdout=out, stderr=out, env=env)
+    try:
+        deadline = time.monotonic() + 200
+        while not answers(address):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield address
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def answers(address):
+    try:
+        return urllib.request.urlopen(f"{address}/health", timeout=5).status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def post(address, body):
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request, timeout=120))
+
+
+def complete(server, model, **params):
+    return post(f"{server}/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 12, "ignore_eos": True,
+                                             "logprobs": 0, "return_token_ids": True, **params})["choices"][0]
+
+
+def in_process(state, model):
+    """Greedy tokens and logprobs of an aligned engine without a server."""
+    from vllm import LLM, SamplingParams
+
+    from alignkit.vllm import patch_vllm
+
+    with patch_vllm():
+        state.llm = LLM(model, dtype="bfloat16", **ENGINE | {"max_model_len": 128})
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=0)
+        (answer,) = state.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    tokens = list(answer.outputs[0].token_ids)
+    return tokens, [step[t].logprob for t, step in zip(tokens, answer.outputs[0].logprobs)]
+
+
+def test_a_completion_has_the_bits_of_an_aligned_engine(server, model, vllm_process):
+    choice = complete(server, model, temperature=0.0)
+    assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == vllm_process()(in_process, model)
+
+
+def test_its_workers_are_aligned(server):
+    (worker,) = post(f"{server}/collective_rpc", {"method": "alignkit_status"})["results"]
+    assert worker["patched"] and worker["contract"] == contract_id("cpu")
+    assert worker["modules"]["AlignedRowParallelLinear"] == 4
+
+
+def test_a_refused_request_is_told_why_and_the_server_lives_on(server, model):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        complete(server, model, structured_outputs={"regex": "a"})
+    assert error.value.code == 400 and "structured outputs" in error.value.read().decode()
+    assert complete(server, model)["token_ids"]
+
+
+# Not at all.
+
+def refused(state, arguments):
+    from alignkit.vllm.serve import serve
+
+    serve(arguments)
+
+
+def test_what_cannot_be_aligned_is_not_served(vllm_process, model):
+    with pytest.raises(UnsupportedError, match="LoRA"):
+        vllm_process()(refused, [model, *OPTIONS, "--port", "0", "--enable-lora"])
+
+
+def test_a_refusal_has_an_exit_status_of_its_own(model):
+    """Another than that of success and of logprobs that are not equal."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS,
+                           "--api-server-count", "2"], capture_output=True, text=True, timeout=200,
+                          env=os.environ | ENV)
+    assert done.returncode not in (0, 1), done.stdout + done.stderr
+    assert "error: --api-server-count 2" in done.stderr
