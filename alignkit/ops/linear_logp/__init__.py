@@ -398,6 +398,11 @@ def _check_transform(soft_cap, logit_scale) -> None:
     check_number("logit_scale", logit_scale, positive=False)
 
 
+def _rows_shape(t) -> torch.Size:
+    """All but the last dimension, of what may turn out to be no argument."""
+    return t.shape[:-1] if isinstance(t, torch.Tensor) and not t.is_nested else torch.Size()
+
+
 def _is_number(temperature) -> bool:
     """Whether it can be read without waiting for a GPU."""
     return not isinstance(temperature, torch.Tensor) or (temperature.ndim == 0 and temperature.device.type == "cpu")
@@ -497,7 +502,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = check_tp(tp)
-    rows = hidden.shape[:-1] if isinstance(hidden, torch.Tensor) else ()
+    rows = _rows_shape(hidden)
 
     def checks():
         _check_transform(soft_cap, logit_scale)
@@ -546,7 +551,7 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = check_tp(tp)
-    rows = logits.shape[:-1] if isinstance(logits, torch.Tensor) else ()
+    rows = _rows_shape(logits)
 
     def checks():
         check_int("ignore_index", ignore_index)
