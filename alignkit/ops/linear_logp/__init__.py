@@ -30,6 +30,7 @@ from .._common import (
     looks,
     require,
     round_into,
+    rows_shape,
 )
 from ..linear import matmul, row_sum
 from .vocab import Shards
@@ -398,11 +399,6 @@ def _check_transform(soft_cap, logit_scale) -> None:
     check_number("logit_scale", logit_scale, positive=False)
 
 
-def _rows_shape(t) -> torch.Size:
-    """All but the last dimension, of what may turn out to be no argument."""
-    return t.shape[:-1] if isinstance(t, torch.Tensor) and not t.is_nested else torch.Size()
-
-
 def _is_number(temperature) -> bool:
     """Whether it can be read without waiting for a GPU."""
     return not isinstance(temperature, torch.Tensor) or (temperature.ndim == 0 and temperature.device.type == "cpu")
@@ -502,7 +498,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = check_tp(tp)
-    rows = _rows_shape(hidden)
+    rows = rows_shape(hidden)
 
     def checks():
         _check_transform(soft_cap, logit_scale)
@@ -551,7 +547,7 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = check_tp(tp)
-    rows = _rows_shape(logits)
+    rows = rows_shape(logits)
 
     def checks():
         check_int("ignore_index", ignore_index)
@@ -652,7 +648,7 @@ def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
         require(not bad, f"token_ids: {bad} is not in [0, {vocab})")
     elif t is not None:
         backend.check_rows(None, t, vocab, -1)
-    source, ids = _Given(logits.detach().reshape(-1, vocab)), token_ids.reshape(-1, k).contiguous()
+    source, ids = _Given(logits.detach().reshape(-1, vocab)), token_ids.reshape(rows.numel(), k).contiguous()
     out = torch.empty(ids.shape, dtype=torch.float32, device=device)
     tiles = -(-vocab // VOCAB_TILE)
     for part in _cuts(0, len(ids), source.blocks(len(ids), vocab)[0]):
