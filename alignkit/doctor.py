@@ -17,9 +17,10 @@ from . import backends, cuda, native, ops, shown
 from .check.machine import installed, versions
 from .contract import contract_id
 from .errors import BackendError
+from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from .tp import TP
 
-OPS = ("attention", "linear", "linear_logp", "rms_norm", "rope", "silu_mul")
+OPS = ("attention", "gated_delta_rule", "linear", "linear_logp", "rms_norm", "rope", "silu_mul")
 ENGINES = {
     "vllm": ("vllm", lambda adapter: adapter.patch_vllm()),
     "megatron": ("megatron.core", lambda adapter: adapter.patch_megatron(vocab_size=1)),
@@ -78,6 +79,7 @@ def self_test() -> Iterator[tuple[str, str | None]]:
                 yield f"{name} {short}: rows {company}", _attempt(_company, op, rows)
             yield f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one", _attempt(
                 _attention, dtype, device)
+            yield f"gated_delta_rule {short}: sequences and heads alone, packed, dense", _attempt(_delta_rule, dtype, device)
             yield f"linear_logp {short}: as log_softmax, token_logp and logp_from_logits of head_logits", _attempt(
                 _logp_of_logits, dtype, device)
     yield f"row_parallel_linear, linear_logp: {_TP} tensor-parallel ranks as one", _attempt(_tensor_parallel)
@@ -255,6 +257,25 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
         problem = _difference(label, (got,), (whole,))
         if problem:
             return problem
+    return None
+
+
+def _delta_rule(dtype: torch.dtype, device: str) -> str | None:
+    lengths, heads, dim = (5, 130, 64), 2, 64
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, w, do, dv = (_normal(seed, 1, sum(lengths), heads, dim, dtype=dtype, device=device) * dim ** -0.5
+                       for seed in range(15, 20))
+    g = -torch.cat([torch.arange(n) % 64 + 1 for n in lengths]).to(device)[None, :, None].expand(-1, -1, heads) / 50
+    dh, dh0, dv2 = chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, cu_seqlens=starts.to(device), need_dh0=True)
+    chunk = 0
+    for i, n in enumerate(lengths):
+        rows, chunks = slice(int(starts[i]), int(starts[i + 1])), slice(chunk, chunk + -(-n // 64))
+        chunk = chunks.stop
+        for head in (slice(0, heads), slice(1, 2)):
+            alone = chunk_gated_delta_rule_bwd_dhu(*(t[:, rows, head] for t in (q, k, w, do, dv, g)), need_dh0=True)
+            problem = _difference("a sequence alone", alone, (dh[:, chunks, head], dh0[i:i + 1, head], dv2[:, rows, head]))
+            if problem:
+                return problem
     return None
 
 

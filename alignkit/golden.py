@@ -3,7 +3,7 @@ their hashes, as they were when the contract's id was last changed. The tests co
 `alignkit.shown` where versions are installed that the bits were not shown with.
 
 After a change of the contract, and of its id, they are written anew, on the CPU and on a GPU of the family:
-``python -m alignkit.golden cpu`` and ``python -m alignkit.golden cuda``.
+``python -m alignkit.golden cpu`` and ``python -m alignkit.golden cuda``. Under the same id this adds new cases alone.
 """
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 from . import backends, ops, shown
 from .contract import contract_id
 from .errors import BackendError
+from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -102,8 +103,40 @@ def large_head(given: Inputs) -> list[torch.Tensor]:
     return given.run(lambda h, w: ops.linear_logp(h, w, target), h, w)
 
 
+def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
+    """The CPU leaves the order of a sum to torch: there, only inputs for which all of the arithmetic is exact. On a GPU others
+    too, packed and dense."""
+    rows, heads, starts = 150, 2, given.tensor([0, 22, 22, 150])
+
+    def few(*shape: int, seed: int) -> torch.Tensor:
+        """-1, 0 or 1, most of them 0."""
+        v = given.integers(*shape, seed=seed, below=24)
+        return (v == 1).to(given.dtype) - (v == 2).to(given.dtype)
+
+    def halves(*shape: int, seed: int) -> torch.Tensor:
+        return (given.integers(*shape, seed=seed, below=5) - 2).to(given.dtype) / 2
+
+    def decays(t: torch.Tensor) -> torch.Tensor:
+        """Sums of the logarithms to base 2 of powers of it: -2, -1 or 0, in every row."""
+        return -(t % 3).float()
+    q, k, w = (few(1, rows, heads, 64, seed=seed) for seed in (1, 2, 3))
+    do, dv = (halves(1, rows, heads, 64, seed=seed) for seed in (4, 5))
+    g, gk = (decays(given.integers(*q.shape[:n], seed=n, below=30)) for n in (3, 4))
+    dht = halves(3, heads, 64, 64, seed=6).float()
+    packed = {"cu_seqlens": starts, "base2": True, "need_dh0": True, "scale": 0.5}
+    found = [*chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, gk, dht=dht, **packed),
+             *chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, dht=dht, state_v_first=True, **packed),
+             *chunk_gated_delta_rule_bwd_dhu(q[:, :, :1], k[:, :, :1], w, do, dv, scale=0.5)[::2]]
+    if given.device.type == "cuda":
+        q, k, w, do, dv = (given.values(1, rows, heads, 64, seed=seed, scale=2.0**-9) for seed in (11, 12, 13, 14, 15))
+        g = -given.integers(1, rows, heads, seed=16, below=100).float() / 64
+        for more in ({"cu_seqlens": starts, "dht": dht, "need_dh0": True}, {}):
+            found += [t for t in chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, **more) if t is not None]
+    return found
+
+
 CASES = {f"{f.__name__} {str(dtype).removeprefix('torch.')}": (f, dtype)
-         for f in (linears, norms, elementwise, attention, head, large_head) for dtype in DTYPES}
+         for f in (linears, norms, elementwise, attention, head, large_head, gated_delta_rule) for dtype in DTYPES}
 
 
 def path(family: str) -> Path:
@@ -145,10 +178,16 @@ def difference(device: torch.device, backend: str) -> str | None:
 
 
 def write(device: torch.device | str) -> None:
-    """Writes the hashes of the family of `device`."""
+    """Writes the hashes of the family of `device`: all of them if the contract's id is another than the file's, and else those
+    that are not in it. Raises BackendError where one that is there does not hold."""
     with shown.unchecked():  # the old ones need not hold
         family = backends.family(device)
         seen = {case: hashes(case, device) for case in CASES}
+    before = json.loads(path(family).read_text())
+    if before["contract"] == contract_id(family):
+        for case, kept in before["sha256"].items():
+            if seen[case] != kept:
+                raise BackendError(f"{case}: has other bits, under the same {contract_id(family)}")
     path(family).write_text(json.dumps({"contract": contract_id(family), "sha256": seen}, indent=1) + "\n")
 
 

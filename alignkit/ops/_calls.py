@@ -60,16 +60,18 @@ def op(function: Callable) -> Callable:
 
 
 def in_torch(function: Callable) -> Callable:
-    """Decorator of what is computed by torch on a CPU, and slow anyway. torch's own threads may be in another mode, and
-    its products follow autocast: so one thread, without."""
+    """Decorator of what is computed by torch on a CPU, and slow anyway. torch's own threads may be in another mode, so there
+    is one thread; and its products follow autocast and, in oneDNN, `torch.set_float32_matmul_precision`, so there is neither."""
     @functools.wraps(function)
     def called(*args, **kwargs):
-        threads = torch.get_num_threads()
+        threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
         torch.set_num_threads(1)
+        torch._C._set_mkldnn_enabled(False)
         try:
             with _default_mode(), torch.autocast("cpu", enabled=False):
                 return function(*args, **kwargs)
         finally:
+            torch._C._set_mkldnn_enabled(onednn)
             torch.set_num_threads(threads)
     return called
 

@@ -7,6 +7,7 @@ import numbers
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedTensorMixin
 
 from .. import backends, native
 from ..contract import SUM_LANES
@@ -36,6 +37,8 @@ def check_plain(name: str, t) -> None:
     """`t` is a tensor whose values lie in memory as its strides say: what kernels read."""
     if not isinstance(t, torch.Tensor):
         raise InputError(f"{name}: expected a tensor, got {type(t).__name__}")
+    if isinstance(t, UninitializedTensorMixin):
+        raise InputError(f"{name}: a parameter that is not initialized yet")
     if type(t).__torch_dispatch__ is not _PLAIN:
         raise InputError(f"{name}: expected a plain tensor, got {type(t).__name__}")
     if t.layout != torch.strided:
@@ -52,6 +55,15 @@ def check_plain(name: str, t) -> None:
         raise InputError(f"{name}: its {t.numel()} elements have no memory")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise InputError(f"{name}: has a tangent; forward-mode differentiation is not supported")
+
+
+def rows_shape(t) -> torch.Size:
+    """All but the last dimension of what `check_tensor` may yet find to be no argument."""
+    try:
+        check_plain("", t)
+    except InputError:
+        return torch.Size()
+    return t.shape[:-1]
 
 
 def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:

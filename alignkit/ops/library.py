@@ -12,10 +12,10 @@ import torch
 
 from .. import backends
 from ..contract import k_leaves
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError
 from ..tp import TP
 from ._calls import in_default_mode
-from ._common import check_weight, looks, rows, unit
+from ._common import WITH_FP16, check_weight, looks, rows, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
 from .rms_norm import check as _check_norm
@@ -45,6 +45,10 @@ def _define(schema: str, run, fake):
     _library.define(schema)
     _library.impl(name, in_default_mode(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"alignkit::{name}", fake, lib=_library)
+
+    def refused(*_):
+        raise UnsupportedError(f"alignkit::{name}: forward only; the op of this name in alignkit.ops has a gradient")
+    torch.library.register_autograd(f"alignkit::{name}", refused, lib=_library)
     return getattr(torch.ops.alignkit, name).default
 
 
@@ -59,7 +63,7 @@ def _like(x, *_):
 def _product(x, weight, bias, leaves):
     if (x.is_cpu or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype
             or bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype)):
-        check_weight(x, weight, bias)
+        check_weight(x, weight, bias, dtypes=WITH_FP16)
     if x.ndim == 2:
         return matmul(x, weight, leaves=leaves, bias=bias, out_dtype=x.dtype)
     y = matmul(x.reshape(-1, x.shape[-1]), weight, leaves=leaves, bias=bias, out_dtype=x.dtype)

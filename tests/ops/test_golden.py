@@ -1,9 +1,16 @@
 """The bits of the engines' ops, forward and backward, as they were when the contract's id was last changed."""
+import functools
+import json
 import os
 
 import pytest
+import torch
 
 from alignkit import backends, golden
+from alignkit.errors import BackendError
+from alignkit.ops.gated_delta_rule import cpu as gated_delta_rule
+from alignkit.ops.gated_delta_rule import reference
+from alignkit.testing import assert_bitwise_equal
 
 DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
 
@@ -20,3 +27,28 @@ def test_every_case_is_kept(kept):
 @pytest.mark.parametrize("case", golden.CASES)
 def test_bits_are_those_of_the_contract(kept, case):
     assert golden.hashes(case, DEVICE) == kept[case]
+
+
+@pytest.mark.parametrize("case", [case for case in golden.CASES if "gated_delta_rule" in case])
+def test_the_cpus_gated_delta_rule_is_exact(case, monkeypatch):
+    """So no order of a sum can give other bits."""
+    function, dtype = golden.CASES[case]
+    found = function(golden.Inputs("cpu", dtype))
+    assert all(bool(t.isfinite().all()) and len(t.unique()) > 4 for t in found)
+    monkeypatch.setattr(gated_delta_rule, "bwd_dhu", functools.partial(reference.bwd_dhu, dtype=torch.float64))
+    for a, b in zip(found, function(golden.Inputs("cpu", dtype)), strict=True):
+        assert_bitwise_equal(a, b)
+
+
+def test_new_cases_leave_the_old_ones(tmp_path, monkeypatch):
+    file = tmp_path / "golden.json"
+    file.write_text(golden.path("cpu").read_text())
+    monkeypatch.setattr(golden, "path", lambda _: file)
+    monkeypatch.setattr(golden, "CASES", {name: golden.CASES["norms float32"] for name in ("norms float32", "new")})
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps(whole | {"sha256": {"norms float32": whole["sha256"]["norms float32"]}}))
+    golden.write("cpu")
+    assert golden.load("cpu").keys() == {"norms float32", "new"}
+    file.write_text(json.dumps(whole | {"sha256": {"norms float32": ["0" * 64]}}))
+    with pytest.raises(BackendError, match="norms float32: has other bits"):
+        golden.write("cpu")

@@ -132,9 +132,14 @@ for dtype in given:
 
 @pytest.mark.skipif(not CPU, reason="the autocast of a CPU")
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_autocast(backend):
+def test_the_precision_of_torchs_products(backend):
     given = inputs(12, torch.float32)
     with backends.use(backend):
         want = everything(given)
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(everything(given), want, "autocast")
+        torch.set_float32_matmul_precision("medium")
+        try:
+            assert_same(everything(given), want, "products in bf16")
+        finally:
+            torch.set_float32_matmul_precision("highest")

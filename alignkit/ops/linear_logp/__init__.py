@@ -30,6 +30,7 @@ from .._common import (
     looks,
     require,
     round_into,
+    rows_shape,
 )
 from ..linear import matmul, row_sum
 from .vocab import Shards
@@ -507,7 +508,7 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = check_tp(tp)
-    rows = hidden.shape[:-1] if isinstance(hidden, torch.Tensor) else ()
+    rows = rows_shape(hidden)
 
     def checks():
         _check_transform(soft_cap, logit_scale)
@@ -561,7 +562,7 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
         InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
     """
     tp = check_tp(tp)
-    rows = logits.shape[:-1] if isinstance(logits, torch.Tensor) else ()
+    rows = rows_shape(logits)
 
     def checks():
         check_int("ignore_index", ignore_index)
@@ -664,7 +665,7 @@ def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
         require(not bad, f"token_ids: {bad} is not in [0, {vocab})")
     elif t is not None:
         backend.check_rows(None, t, vocab, -1)
-    source, ids = _Given(logits.detach().reshape(-1, vocab)), token_ids.reshape(-1, k).contiguous()
+    source, ids = _Given(logits.detach().reshape(-1, vocab)), token_ids.reshape(rows.numel(), k).contiguous()
     out = torch.empty(ids.shape, dtype=torch.float32, device=device)
     tiles = -(-vocab // VOCAB_TILE)
     for part in _cuts(0, len(ids), source.blocks(len(ids), vocab)[0]):

@@ -1,0 +1,301 @@
+"""What is no argument of an op is one clear error, which begins with the name that the caller used; whatever torch's
+defaults and modes are."""
+import fractions
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from alignkit import ops
+from alignkit.errors import BackendError, InputError, UnsupportedError
+from alignkit.ops import library
+from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu, fla
+from alignkit.testing import assert_bitwise_equal
+
+X, W, B, T = torch.randn(6, 16), torch.randn(8, 16), torch.randn(8), torch.tensor([0, 1, 2, 3, -100, 5])
+N, Q, KV, CU, POS = torch.randn(16), torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.tensor([0, 2, 6]), torch.arange(6)
+CACHE, PAGES = torch.randn(3, 4, 2, 8), torch.tensor([[0, 1], [2, 0]])
+TABLE = ops.rope_table(8, 16, 1e4, X.device)
+RULE, PACKED = torch.randn(1, 70, 1, 64), torch.tensor([0, 70])
+
+BASE = {
+    "linear": (ops.linear, {"x": X, "weight": W, "bias": B}),
+    "row_parallel_linear": (ops.row_parallel_linear, {"x": X, "weight": W, "bias": B}),
+    "rms_norm": (ops.rms_norm, {"x": X, "weight": N, "eps": 1e-6, "residual": X}),
+    "silu_mul": (ops.silu_mul, {"gate": X, "up": X}),
+    "rope": (ops.rope, {"x": Q, "positions": POS, "table": TABLE}),
+    "rope_table": (ops.rope_table, {"head_dim": 8, "max_position": 16, "base": 1e4, "device": X.device}),
+    "attention": (ops.attention, {"q": Q, "k": KV, "v": KV, "cu_seqlens": CU}),
+    "paged_attention": (ops.paged_attention, {
+        "q": Q, "k_cache": CACHE, "v_cache": CACHE, "block_table": PAGES, "query_start_loc": CU,
+        "seq_lens": torch.tensor([2, 4])}),
+    "linear_logp": (ops.linear_logp, {"hidden": X, "weight": W, "target": T, "bias": B}),
+    "logp_from_logits": (ops.logp_from_logits, {"logits": X, "target": T}),
+    "head_logits": (ops.head_logits, {"hidden": X, "weight": W, "bias": B}),
+    "log_softmax": (ops.log_softmax, {"logits": X}),
+    "token_logp": (ops.token_logp, {"logits": X, "token_ids": T[:, None].clamp(min=0)}),
+    "chunk_gated_delta_rule_bwd_dhu": (chunk_gated_delta_rule_bwd_dhu, {
+        "q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED}),
+    "fla": (fla.chunk_gated_delta_rule_bwd_dhu, {
+        "q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED}),
+}
+NUMBERS = {"rms_norm": ["eps"], "rope_table": ["base"], "attention": ["scale"], "paged_attention": ["scale"],
+           "linear_logp": ["temperature", "soft_cap", "logit_scale"], "logp_from_logits": ["temperature"],
+           "head_logits": ["soft_cap", "logit_scale"], "log_softmax": ["temperature"], "token_logp": ["temperature"],
+           "chunk_gated_delta_rule_bwd_dhu": ["scale"], "fla": ["scale"]}
+INTEGERS = {"rope_table": ["head_dim", "max_position"], "log_softmax": ["vocab_size"],
+            "linear_logp": ["ignore_index", "vocab_size", "vocab_start", "workspace"],
+            "logp_from_logits": ["ignore_index", "vocab_size", "vocab_start"],
+            "chunk_gated_delta_rule_bwd_dhu": ["num_chunks"], "fla": ["chunk_size"]}
+FLAGS = {"linear": ["sequence_parallel"], "row_parallel_linear": ["sequence_parallel"], "rms_norm": ["zero_centered"],
+         "linear_logp": ["return_entropy", "keep_logits"], "logp_from_logits": ["return_entropy"],
+         "chunk_gated_delta_rule_bwd_dhu": ["state_v_first", "base2", "need_dh0"],
+         "fla": ["state_v_first", "use_exp2", "transpose_state_layout"]}
+OPTIONAL = {"scale", "soft_cap", "vocab_size", "workspace", "num_chunks"}
+NAMED = {"tp": ["linear", "row_parallel_linear", "linear_logp", "logp_from_logits"],
+         "out_dtype": ["linear", "row_parallel_linear"], "out": ["paged_attention"], "main_grad": ["linear_logp"]}
+
+
+def call(name, **change):
+    function, arguments = BASE[name]
+    return function(**(arguments | change))
+
+
+def refused(name, argument, value, kind=InputError):
+    with pytest.raises(kind) as e:
+        call(name, **{argument: value})
+    assert str(e.value).startswith(f"{argument}: "), str(e.value)
+
+
+def pairs(table):
+    return [(name, argument) for name, arguments in table.items() for argument in arguments]
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_the_base_is_fine(name):
+    call(name)
+
+
+@pytest.mark.parametrize("name,argument", pairs(NUMBERS))
+def test_numbers(name, argument):
+    wrong = ["x", [1.0], True, 1j, float("nan"), float("inf"), -float("inf"), 10**400, 1e39, np.float32("nan"), np.ones(2),
+             torch.float32]
+    if argument != "temperature":
+        wrong.append(torch.tensor(1.0))
+    if argument not in OPTIONAL:
+        wrong.append(None)
+    if argument not in ("logit_scale", "scale") or "attention" in name:
+        wrong += [0, 0.0, -1.0, 1e-60]
+    for value in wrong:
+        refused(name, argument, value)
+    want = call(name, **{argument: 2.0})
+    for value in (2, np.float32(2), np.float64(2), np.int64(2), fractions.Fraction(2)):
+        got = call(name, **{argument: value})
+        for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want))):
+            assert a is b or torch.equal(a, b), repr(value)
+
+
+@pytest.mark.parametrize("name,argument", pairs(INTEGERS))
+def test_integers(name, argument):
+    wrong = ["x", 6.5, 6.0, True, float("nan"), 2**70, torch.tensor(6), np.float64(6), [6]]
+    wrong += [None] * (argument not in OPTIONAL) + [-3] * (argument != "ignore_index")
+    for value in wrong:
+        refused(name, argument, value)
+    right = {"vocab_start": 0, "num_chunks": 2, "chunk_size": 64, "vocab_size": 7}.get(argument, 8)
+    if argument == "ignore_index":
+        right = -100
+    call(name, **{argument: np.int32(right)})
+
+
+@pytest.mark.parametrize("name,argument", pairs(FLAGS))
+def test_flags(name, argument):
+    for value in ("x", None, 2, 1.0, torch.tensor(True), []):
+        refused(name, argument, value)
+    call(name, **{argument: np.bool_(False)})
+
+
+@pytest.mark.parametrize("argument,name", [(argument, name) for argument, names in NAMED.items() for name in names])
+def test_the_rest(argument, name):
+    for value in (3, "x", 1.0, [], np.ones(2)):
+        refused(name, argument, value)
+
+
+def strange(t):
+    """Tensors that kernels cannot read, made of t."""
+    yield "meta", t.to("meta")
+    yield "sparse", t.to_sparse()
+    if t.ndim > 1:
+        yield "nested", torch.nested.nested_tensor(list(t))
+        yield "jagged", torch.nested.nested_tensor(list(t), layout=torch.jagged)
+    yield "complex", t.to(torch.complex64)
+    yield "negated", torch._neg_view(t) if t.is_floating_point() else None
+    yield "bool", t.bool()
+    yield "float64", t.double()
+    yield "quantized", torch.quantize_per_tensor(t.float().cpu(), 0.1, 0, torch.qint8)
+    yield "fake", FakeTensorMode().from_tensor(t)
+    freed = t.clone()
+    freed.untyped_storage().resize_(0)
+    yield "freed", freed
+    yield "zero", torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device)
+    yield "number", 3
+    yield "list", t.tolist()
+    yield "array", t.cpu().numpy()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BASE)
+def test_tensors(name):
+    for argument, t in BASE[name][1].items():
+        if isinstance(t, torch.Tensor):
+            for what, value in strange(t):
+                if value is None:
+                    continue
+                with pytest.raises((InputError, BackendError)) as e:
+                    call(name, **{argument: value})
+                said = str(e.value)
+                # Of a device or type that differs, the other tensor may be the one that is named.
+                assert said.startswith(f"{argument}: ") or what in ("meta", "float64") and f"{argument}'s" in said, (
+                    argument, what, said)
+
+
+def test_the_callers_names():
+    for change, message in (({"k_cache": CACHE.bfloat16()}, "k_cache: dtype"), ({"v_cache": CACHE.bfloat16()}, "v_cache: dtype"),
+                            ({"k_cache": CACHE[..., :4], "v_cache": CACHE[..., :4]}, "k_cache: head_dim 4"),
+                            ({"q": Q[:, :3]}, "k_cache: 2 heads do not divide q's 3"), ({"q": Q[:, :0]}, "q: no heads"),
+                            ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, "k_cache: strides")):
+        with pytest.raises(InputError, match="^" + message):
+            call("paged_attention", **change)
+    positions = torch.arange(6)
+    with pytest.raises(InputError, match="^k: expected 3"):
+        library.rope_qk(Q, KV[0], positions, TABLE)
+    with pytest.raises(InputError, match="^chunk_indices: 5"):
+        call("fla", chunk_indices=torch.zeros(5, 2))
+    with pytest.raises(InputError, match="^x: head_dim 7 is not"):
+        call("rope", x=Q[..., :7], table=TABLE[:, :7])
+    for argument in ("table", "positions"):
+        with pytest.raises(InputError, match=f"^{argument}: device"):
+            call("rope", **{argument: BASE["rope"][1][argument].to("meta")})
+    for device in ("nowhere", None, 1.5):
+        refused("rope_table", "device", device)
+
+
+def test_memory_that_overlaps():
+    both = torch.zeros(3, 8, 16)
+    weight, main_grad, hidden = both[0].requires_grad_(), both[0].detach(), both[1, :6].detach()
+    for change, other in (({"weight": weight, "main_grad": main_grad}, "weight"),
+                          ({"hidden": hidden, "main_grad": both[1].detach()}, "hidden"),
+                          ({"bias": both[2, 3, :8].detach(), "main_grad": both[2].detach()}, "bias")):
+        with pytest.raises(InputError, match=f"^main_grad: shares memory with {other}$"):
+            call("linear_logp", **change)
+    weight = W.clone().requires_grad_()
+    weight.grad = torch.zeros(8, 16)
+    with pytest.raises(InputError, match=r"^main_grad: shares memory with weight\.grad$"):
+        call("linear_logp", weight=weight, main_grad=weight.grad)
+    grads = torch.zeros(8 * 16 + 6)
+    logp = call("linear_logp", weight=weight, main_grad=grads[:128].view(8, 16))
+    with pytest.raises(InputError, match="^main_grad: shares memory with the gradient of logp"):
+        logp.backward(grads[100:106])
+    call("linear_logp", weight=weight, main_grad=grads[:128].view(8, 16)).backward(grads[128:])
+    with pytest.raises(InputError, match="^out: shares memory with q"):
+        q = Q.clone()
+        call("paged_attention", q=q, out=q)
+
+
+def test_empty_batches_of_the_other_ops():
+    assert call("row_parallel_linear", x=X[:0]).shape == (0, 8)
+    assert call("silu_mul", gate=X[:, :0], up=X[:, :0]).shape == (6, 0)
+    assert [t.shape[0] for t in call("rms_norm", x=X[:0], residual=X[:0])] == [0, 0]
+    none = torch.zeros(0, dtype=torch.int64)
+    empty = {"q": Q[:0], "block_table": PAGES[:0], "query_start_loc": torch.tensor([0]), "seq_lens": none}
+    assert call("paged_attention", **empty).shape == (0, 4, 8)
+    leaves = [t.clone().requires_grad_() for t in (X[:0], W, B)]
+    for function in (ops.linear, ops.row_parallel_linear):
+        function(*leaves).sum().backward()
+    assert all(bool((t.grad == 0).all()) for t in leaves)
+    x, up = (X[:, :0].clone().requires_grad_() for _ in range(2))
+    ops.silu_mul(x, up).sum().backward()
+    with pytest.raises(InputError, match="^cu_seqlens: all sequences are empty|^q: empty"):
+        call("chunk_gated_delta_rule_bwd_dhu", cu_seqlens=torch.tensor([0, 0]), **{
+            name: RULE[:, :0] for name in ("q", "k", "w", "do", "dv")}, g=RULE[:, :0, :, 0])
+
+
+def test_a_table_is_the_callers_own():
+    want = ops.rope_table(8, 32, 3e4, X.device).clone()
+    ops.rope_table(8, 32, 3e4, X.device).zero_()
+    ops.rope_table(8, 32, 3e4, X.device).data.fill_(7)
+    assert_bitwise_equal(ops.rope_table(8, 32, 3e4, X.device), want)
+
+
+def test_a_table_from_inference_may_train():
+    with torch.inference_mode():
+        table = ops.rope_table(8, 17, 2e4, X.device)
+        ops.rope(Q, POS, table)
+    for table in (table, ops.rope_table(8, 17, 2e4, X.device)):
+        q = Q.clone().requires_grad_()
+        ops.rope(q, POS, table).sum().backward()
+        assert q.grad.isfinite().all()
+
+
+EVERYTHING = """
+import torch
+from alignkit import backends
+from tests.ops.test_arguments import BASE, call
+from tests.ops.test_autograd import OPS, leaves_of
+from alignkit.ops.rope import _table
+def everything():
+    _table.cache_clear()
+    for name in BASE:
+        call(name)
+    for function, tensors in OPS.values():
+        out = function(*leaves_of(tensors))
+        sum(o.sum() for o in (out if isinstance(out, tuple) else (out,))).backward()
+"""
+
+
+@pytest.mark.parametrize("how", ["torch.device('meta')", "FakeTensorMode()"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_default_device_without_memory(backend, how):
+    """In a process of its own: this has been a segmentation fault."""
+    if backend == "reference" and X.is_cuda:
+        pytest.skip("the reference is of the CPU")
+    if how == "FakeTensorMode()":
+        code = EVERYTHING + f"""
+from torch._subclasses.fake_tensor import FakeTensorMode
+from alignkit.errors import UnsupportedError
+with backends.use({backend!r}):
+    for name in BASE:
+        try:
+            with {how}:
+                call(name)
+        except UnsupportedError as e:
+            assert "FakeTensorMode" in str(e), e
+        else:
+            raise AssertionError(name)
+"""
+    else:
+        code = EVERYTHING + f"""
+with backends.use({backend!r}), {how}:
+    everything()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+def test_registered_fakes():
+    """Under a compiler the library's ops have shapes and no values."""
+    with FakeTensorMode() as mode:
+        x, w, q, k, table = (mode.from_tensor(t) for t in (X, W, Q, KV, TABLE))
+        assert library.linear(x, w, None).shape == (6, 8)
+        assert library.rms_norm(x, w[0], 1e-6).shape == X.shape
+        assert library.rope_qk(q, k, torch.arange(6), table)[1].shape == KV.shape
+        assert library.silu_mul(x, x).shape == X.shape
+    with pytest.raises(InputError, match="^up: dtype"):
+        library.silu_mul(X, X.bfloat16())
+
+
+def test_default_errors_are_of_alignkit():
+    with pytest.raises(UnsupportedError, match="^linear: not under FakeTensorMode"), FakeTensorMode():
+        ops.linear(X, W)
