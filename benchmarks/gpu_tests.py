@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -35,13 +36,19 @@ from e2e import ROOT, merge
 from alignkit.check.machine import machine
 from alignkit.check.run import write_json
 
+CUDA = {"ALIGNKIT_TEST_DEVICE": "cuda"}
+"""The default device of the whole process is the GPU."""
+RANKS = tuple(f"tests/ops/test_{name}_cuda.py" for name in ("tp", "tp_faults", "agreement", "devices"))
+"""Of the ops on several GPUs: a rank that waits for another must not share its GPU with other tests."""
 SUITES = {
-    "ops": ("tests/ops/test_*.py", {"ALIGNKIT_TEST_DEVICE": "cuda"}),  # the default device of the whole process
-    "vllm": ("tests/vllm/test_cuda.py", {}),
-    "megatron": ("tests/megatron/test_cuda.py", {}),
-    "fuzz": ("tests/fuzz/test_cuda.py", {}),
+    "ops": (("tests/ops/test_*.py",), CUDA),
+    "ranks": (RANKS, CUDA),
+    "vllm": (("tests/vllm/test_cuda.py",), {}),
+    "megatron": (("tests/megatron/test_cuda.py",), {}),
+    "fuzz": (("tests/fuzz/test_cuda.py",), {}),
 }
-"""Files, and environment, of each."""
+"""Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
+at a time."""
 NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}
 NEEDS = re.compile(rf"needs? (\d+|{'|'.join(NUMBERS)}) GPUs?\b")
 NOT_BUILT = "not built"
@@ -102,13 +109,24 @@ def run(file: str, env: dict[str, str], arguments: list[str], gpus: int) -> dict
     return {"exit_status": process.returncode} | row
 
 
+def visible(gpus: int) -> list[str]:
+    """The GPUs of this process, each as CUDA_VISIBLE_DEVICES names it."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+
+
 def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int) -> dict:
     """A row of gpu_test.json."""
-    path, env = SUITES[suite]
+    patterns, env = SUITES[suite]
     started = time.monotonic()
-    files = sorted(str(f.relative_to(ROOT)) for f in (ROOT / path).parent.glob(Path(path).name))
+    files = sorted(str(f.relative_to(ROOT)) for pattern in patterns for f in ROOT.glob(pattern))
+    if suite == "ops":
+        files = [file for file in files if file not in RANKS]
+        places = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible(gpus)]
+    else:
+        at_once, places = 1, [env]
     with ThreadPoolExecutor(at_once) as pool:
-        done = list(pool.map(lambda file: run(file, env, arguments, gpus), files))
+        done = list(pool.map(lambda file, place: run(file, place, arguments, 1 if suite == "ops" else gpus),
+                             files, itertools.islice(itertools.cycle(places), len(files))))
     return {"suite": suite, "arguments": arguments} | together(done) | {
         "exit_status": max(abs(d["exit_status"]) for d in done), "seconds": round(time.monotonic() - started, 1)}
 
@@ -116,7 +134,7 @@ def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int) -> dict
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
-    parser.add_argument("--at-once", type=int, default=6, help="test files at a time")
+    parser.add_argument("--at-once", type=int, default=10, help="test files of the ops at a time")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gpu_test.json")
     options, rest = parser.parse_known_args(arguments)
     name, info, rows = datetime.datetime.now().isoformat(timespec="seconds"), machine(), []

@@ -206,7 +206,7 @@ def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
     for name, more in (("first", 4), ("second", 2)):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
-    monkeypatch.setattr(tests, "SUITES", {name: (f"test_{name}.py", {}) for name in ("first", "second")})
+    monkeypatch.setattr(tests, "SUITES", {name: ((f"test_{name}.py",), {}) for name in ("first", "second")})
     monkeypatch.setattr(tests, "machine", lambda: INFO | {"commit": commit[0], "gpus": ["NVIDIA H200"] * 2})
 
     def run(*arguments):
@@ -589,7 +589,7 @@ def test_tables(tables):
     assert "| qwen3 | batch | TP 1: one; TP 2 SP: packed | **20 of 20** | 1 of 10 | 2.5e-01 |" in text
     assert "| qwen3 | batch, eager | TP 1: one | **10 of 10** |  |  |" in text
     assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; commit abc; 2030-01-01)" in text
-    assert "| rollout, 64 requests | 2000 output tokens/s |  | **0.90** |" in tables.cost(cost)
+    assert "| rollout, 64 requests | 2000 output tokens/s |  |  | **0.90** |" in tables.cost(cost)
     assert "| attention | 1.00 |" in tables.profile(profile)
     logp = tables.linear_logp(logp_sample())
     assert "| gemm | 5.00 ms | 100 |  |  |  |  |" in logp
