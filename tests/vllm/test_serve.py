@@ -1,6 +1,7 @@
 """`alignkit serve`: vLLM's server, aligned or not at all."""
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -8,27 +9,33 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from alignkit.contract import contract_id
-from alignkit.errors import UnsupportedError
+from alignkit.errors import BackendError, UnsupportedError
 from tests.vllm.conftest import ENGINE, ENV
+from tests.vllm.test_live import SMALL
 
-VOCAB = 512
 PROMPT = [5, 100, 33, 511, 0, 41, 7, 7]
 OPTIONS = ["--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4", "--block-size", "32",
-           "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "bfloat16", "--host", "127.0.0.1"]
+           "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "bfloat16"]
 
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
     """A small checkpoint with a tokenizer of a word a token: the server puts logprobs beside text."""
+    return with_tokenizer(checkpoint(**SMALL), SMALL["vocab"])
+
+
+def with_tokenizer(model, vocab):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    path = Path(checkpoint(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocab=VOCAB))
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    path = Path(model)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -37,15 +44,21 @@ def model(checkpoint):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
+    with serving(model, OPTIONS, tmp_path_factory.mktemp("server") / "log", ENV) as address:
+        yield address
+
+
+@contextmanager
+def serving(model, options, log, env):
     """Address of a server that no plugin of vLLM's is loaded in."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    address, log = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("server") / "log"
-    env = os.environ | ENV | {"VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
+    address = f"http://127.0.0.1:{port}"
+    env = os.environ | env | {"VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS,
-                                    "--port", str(port)], stdout=out, stderr=out, env=env)
+        process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *options,
+                                    "--host", "127.0.0.1", "--port", str(port)], stdout=out, stderr=out, env=env)
     try:
         deadline = time.monotonic() + 200
         while not answers(address):
@@ -72,8 +85,8 @@ def post(address, body):
     return json.load(urllib.request.urlopen(request, timeout=120))
 
 
-def complete(server, model, **params):
-    return post(f"{server}/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 12, "ignore_eos": True,
+def complete(server, model, prompt=PROMPT, **params):
+    return post(f"{server}/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 12, "ignore_eos": True,
                                              "logprobs": 0, "return_token_ids": True, **params})["choices"][0]
 
 
@@ -122,10 +135,19 @@ def test_what_cannot_be_aligned_is_not_served(vllm_process, model):
         vllm_process()(refused, [model, *OPTIONS, "--port", "0", "--enable-lora"])
 
 
+def test_what_a_worker_refuses_is_not_served(vllm_process, checkpoint, tmp_path, capfd):
+    model = shutil.copytree(checkpoint(**SMALL, tied=True), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 2}, model / "model.safetensors")
+    with pytest.raises(BackendError, match="did not start"):
+        vllm_process()(refused, [str(model), *OPTIONS, "--skip-tokenizer-init", "--port", "0"])
+    assert "tie_word_embeddings" in "".join(capfd.readouterr())
+
+
 def test_a_refusal_has_an_exit_status_of_its_own(model):
     """Another than that of success and of logprobs that are not equal."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS,
                            "--api-server-count", "2"], capture_output=True, text=True, timeout=200,
                           env=os.environ | ENV)
     assert done.returncode not in (0, 1), done.stdout + done.stderr
-    assert "error: --api-server-count 2" in done.stderr
+    assert "--api-server-count 2" in done.stderr
