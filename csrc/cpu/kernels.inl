@@ -594,12 +594,16 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                     r < rows ? load(q + (p.q_start[s] + it.q0 + r / group) * p.q_row + (hk * group + r % group) * p.q_head + d) : 0.f;
         i64 last = context + it.q1;  // keys visible to the last query
         for (i64 b = 0; b < last; b += KB) {
-            i64 have = std::min(KB, last - b);
+            i64 have = std::min(KB, last - b), seen = position(0) + 1 - b;  // by the first query, of this block
+            i64 odd = -1;  // the last value that is infinite or NaN, among those that not all queries see
             for (i64 j = 0; j < KB; ++j) {
                 i64 row = j < have ? kv_row(p, s, b + j) : 0;
                 const T *kr = k + row * p.k_row + hk * p.k_head, *vr = v + row * p.v_row + hk * p.v_head;
                 for (i64 d = 0; d < D; ++d) kt[d * KB + j] = j < have ? load(kr + d) : 0.f;
                 for (i64 d = 0; d < DP; ++d) vb[(d / NR * KB + j) * NR + d % NR] = j < have && d < D ? load(vr + d) : 0.f;
+                if (j >= seen && j < have)
+                    for (i64 d = 0; d < D; ++d)
+                        if ((float_bits(load(vr + d)) & 0x7f800000) == 0x7f800000) odd = j;
             }
             sc.assign(padded * KB, 0.f);
             for (i64 r0 = 0; r0 < padded; r0 += MR) micro(D, &qp[r0 * D], kt.data(), &sc[r0 * KB], KB);
@@ -623,8 +627,18 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 m[r] = top;
                 for (i64 d = 0; d < DP; ++d) acc[r * DP + d] *= alpha;
             }
-            for (i64 r0 = 0; r0 < padded; r0 += MR)
-                for (i64 d = 0; d < DP; d += NR) micro(KB, &pt[r0 * KB], &vb[d * KB], &acc[r0 * DP + d], DP);
+            for (i64 r0 = 0; r0 < padded; r0 += MR) {
+                if (odd < 0 || position(r0) + 1 - b > odd) {
+                    for (i64 d = 0; d < DP; d += NR) micro(KB, &pt[r0 * KB], &vb[d * KB], &acc[r0 * DP + d], DP);
+                    continue;
+                }
+                // 0 times what a query does not see would be NaN.
+                for (i64 r = r0; r < std::min(r0 + MR, rows); ++r)
+                    for (i64 d = 0; d < D; ++d)
+                        for (i64 j = 0; j < std::min(KB, position(r) + 1 - b); ++j)
+                            acc[r * DP + d] = fma1(pt[(r0 * KB) + j * MR + r % MR], vb[(d / NR * KB + j) * NR + d % NR],
+                                                   acc[r * DP + d]);
+            }
         }
         for (i64 r = 0; r < rows; ++r) {
             i64 at = (p.q_start[s] + it.q0 + r / group) * p.heads_q + hk * group + r % group;

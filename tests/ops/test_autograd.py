@@ -149,3 +149,12 @@ def test_gradients_that_come_in_as_views(name):
                       (lambda o: torch.ones((), dtype=o.dtype).expand(o.shape), torch.ones_like)):
         for a, b in zip(grads(how), grads(want)):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["linear_logp", "logp_from_logits"])
+def test_sparse_gradients_are_refused_by_name(name):
+    function, tensors = OPS[name]
+    out = function(*leaves_of(tensors))
+    out = out[0] if isinstance(out, tuple) else out
+    with pytest.raises(InputError, match=f"^{name}: the gradient of a result: expected a dense tensor"):
+        out.backward(torch.ones_like(out).to_sparse())

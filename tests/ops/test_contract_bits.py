@@ -146,6 +146,24 @@ def test_attention(lens, group, kv, dim, dtype, seed):
     assert_same(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
 
 
+@given(n=st.integers(1, 80), heads=st.sampled_from([1, 3]), bad=st.lists(st.integers(0, 79), min_size=1, max_size=3),
+       value=st.sampled_from([float("inf"), -float("inf"), float("nan")]), dtype=dtypes, seed=seeds)
+def test_attention_sees_nothing_of_later_positions(n, heads, bad, value, dtype, seed):
+    """Values that are infinite or NaN, each in one head: a query before them does not know, and one after them does."""
+    cu = torch.tensor([0, n])
+    q, k, v = (randn(n, h, 16, dtype=dtype, seed=seed + h) for h in (heads, 1, 1))
+    want = ops.attention(q, k, v, cu)
+    for i in bad:
+        v[i % n, 0, i % 16] = value
+    first = min(i % n for i in bad)
+    got = ops.attention(q, k, v, cu)
+    assert_bitwise_equal(got[:first], want[:first])
+    assert not got[first:].isfinite().flatten(1).all(1).any()
+    clean = torch.ones(16, dtype=torch.bool)
+    clean[[i % 16 for i in bad]] = False
+    assert_bitwise_equal(got[..., clean], want[..., clean], "channels without such values")
+
+
 @given(n=st.integers(1, 6), d=st.integers(1, 20), v=st.integers(2, 400), dtype=dtypes, entropy=st.booleans(),
        cap=st.sampled_from([None, 3.0]), scale=st.sampled_from([1.0, 0.5]), seed=seeds)
 def test_linear_logp(n, d, v, dtype, entropy, cap, scale, seed):

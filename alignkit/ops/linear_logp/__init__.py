@@ -267,11 +267,17 @@ def _taken(values: torch.Tensor | None, order: torch.Tensor | None) -> torch.Ten
     return values if values is None or order is None else values.index_select(0, order)
 
 
-def _put_back(values: torch.Tensor | None, order: torch.Tensor | None, n: int) -> torch.Tensor | None:
-    """Values of the rows `order` to their places among n; zeros elsewhere."""
-    if values is None or order is None:
-        return values
-    return values.new_zeros(n, *values.shape[1:]).index_copy_(0, order, values)
+def _put_back(values: torch.Tensor | None, order: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Values of the rows `order` to their places among those of `shape`; zeros elsewhere."""
+    if values is None:
+        return None
+    if order is not None:
+        values = values.new_zeros(shape.numel()).index_copy_(0, order, values)
+    return values.view(shape)
+
+
+def _flat(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.reshape(-1)
 
 
 def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False, resume: bool = False) -> None:
@@ -287,7 +293,7 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
-                entropy, keep, main_grad, workspace):
+                entropy, keep, main_grad, workspace, shape):
         ignored = target == ignore_index
         order = _remaining(ignored)
         target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
@@ -301,7 +307,7 @@ class _LinearLogp(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept, count)
         ctx.args = (soft_cap, logit_scale, shards, tp, workspace)
         ctx.main_grad = main_grad  # written to in every backward pass, so nothing that autograd may watch
-        return _put_back(logp, order, len(hidden)), _put_back(ent, order, len(hidden))
+        return _put_back(logp, order, shape), _put_back(ent, order, shape)
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
@@ -315,7 +321,8 @@ class _LinearLogp(torch.autograd.Function):
         given = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         source = _head(_ordered(hidden, order, target, given), weight, bias, soft_cap, logit_scale, count, kept,
                        kept is not None, workspace)
-        per_row = (temperature, target, lse, ent, _taken(g_logp, order), None if ent is None else _taken(g_ent, order))
+        per_row = (temperature, target, lse, ent, _taken(_flat(g_logp), order),
+                   None if ent is None else _taken(_flat(g_ent), order))
         height, width = source.slabs(len(order), max(shards.sizes), need_w and main is None)
         blocks = _cuts(0, len(order), height)
         used, start = shards.columns(tp.rank) if blocks else 0, shards.starts[tp.rank]
@@ -344,7 +351,7 @@ class _LinearLogp(torch.autograd.Function):
         for grad in (dw, db):
             if grad is not None:
                 grad[used:].zero_()
-        return _returned(tp.tree_sum(dh), order, target, given) if need_h else None, dw, db, *[None] * 11
+        return _returned(tp.tree_sum(dh), order, target, given) if need_h else None, dw, db, *[None] * 12
 
 
 def _ordered(hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
@@ -364,7 +371,7 @@ def _returned(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to:
 @differentiable_once("logp_from_logits")
 class _LogitsLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy):
+    def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy, shape):
         # On a GPU every row is taken where it is: nothing is summed over rows here.
         ignored = target == ignore_index
         order = _remaining(ignored) if target.device.type == "cpu" else None
@@ -372,15 +379,15 @@ class _LogitsLogp(torch.autograd.Function):
         logp, lse, ent = _statistics(_Given(logits, order), target, temperature, shards, tp, entropy)
         ctx.save_for_backward(logits, order, target, temperature, lse, ent)
         ctx.args = (shards, tp)
-        return _put_back(logp, order, len(logits)), _put_back(ent, order, len(logits))
+        return _put_back(logp, order, shape), _put_back(ent, order, shape)
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
         logits, order, target, temperature, lse, ent = ctx.saved_tensors
         shards, tp = ctx.args
         source, columns = _Given(logits, order), slice(0, shards.columns(tp.rank))
-        per_row = (temperature, target, lse, ent, _taken(g_logp, order).contiguous(),
-                   None if ent is None else _taken(g_ent, order).contiguous())
+        per_row = (temperature, target, lse, ent, _taken(_flat(g_logp), order).contiguous(),
+                   None if ent is None else _taken(_flat(g_ent), order).contiguous())
         grad = (torch.empty if order is None else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
         grad[:, columns.stop:].zero_()
         backend = backends.select("linear_logp", logits.device)
@@ -390,7 +397,7 @@ class _LogitsLogp(torch.autograd.Function):
             backend.gradient(z, source.how, shards.starts[tp.rank], out, *(_part(v, rows) for v in per_row))
             if order is not None:
                 grad[order[rows], columns] = out
-        return grad, *[None] * 6
+        return grad, *[None] * 7
 
 
 def _check_transform(soft_cap, logit_scale) -> None:
@@ -541,8 +548,8 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, int(ignore_index),
         None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
         bool(return_entropy), bool(keep_logits) and torch.is_grad_enabled(), main_grad,
-        None if workspace is None else int(workspace))
-    return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
+        None if workspace is None else int(workspace), rows)
+    return (logp, entropy) if return_entropy else logp
 
 
 @op
@@ -577,8 +584,8 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
     tp.check_same_values("logp_from_logits", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, logits.device, ignore_index, shards.vocab_size)
     logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, int(ignore_index), shards, tp,
-                                      bool(return_entropy))
-    return (logp.reshape(rows), entropy.reshape(rows)) if return_entropy else logp.reshape(rows)
+                                      bool(return_entropy), rows)
+    return (logp, entropy) if return_entropy else logp
 
 
 @op
