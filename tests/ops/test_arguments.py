@@ -178,7 +178,7 @@ def test_the_callers_names():
     for argument in ("table", "positions"):
         with pytest.raises(InputError, match=f"^{argument}: device"):
             call("rope", **{argument: BASE["rope"][1][argument].to("meta")})
-    for device in ("nowhere", None, 1.5):
+    for device in ("nowhere", "cuda:99", None, 1.5):
         refused("rope_table", "device", device)
 
 

@@ -1,6 +1,8 @@
 """The C++ kernels give the bytes of the references, on every instruction set of this machine."""
 import contextlib
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -172,3 +174,47 @@ def test_linear_logp(n, d, v, dtype, entropy, cap, scale, seed):
     assert_same(lambda h, w, b: ops.linear_logp(h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale,
                                                 return_entropy=entropy), h, w, b)
     assert_same(lambda: ops.log_softmax(ops.head_logits(h, w, b, soft_cap=cap, logit_scale=scale)))
+
+
+def written_out(h, w, b, target, temperature, cap, scale):
+    """docs/contract.md, "Log-softmax over the vocabulary", a number at a time: logprobs and entropies."""
+    def fp32(v):
+        return torch.tensor(v, dtype=torch.float64).float().item()
+    z = torch.zeros(len(h), len(w))
+    for k in range(h.shape[1]):
+        z = _common.fma(h[:, k, None].float().expand_as(z), w[None, :, k].float().expand_as(z), z)
+    z += b.float()
+    if cap is not None:
+        z = torch.tensor([[fp32(math.tanh(v)) for v in row] for row in (z / cap).tolist()]) * cap
+    z = z * scale / temperature
+    found = []
+    for row, i in zip(z, target.tolist()):
+        tiles = []
+        for tile in row.split(128):
+            m = tile.max()
+            e = _common.exp(tile - m)
+            tiles.append((m, *(sum(round(2**23 * v) for v in values.tolist()) for values in (e, e * (m - tile)))))
+        top = row.max()
+        s = u = 0
+        for m, q, of_u in tiles:
+            weight = _common.exp(m - top).item()
+            s += round(2**16 * weight * q)
+            u += round(2**16 * weight * (of_u + q * (top.item() - m.item())))
+        log = math.log(s * 2.0**-39)
+        found.append((fp32(row[i].item() - (top.item() + log)), fp32(top.item() + log - top.item() + u / s)))
+    return torch.tensor(found).unbind(1)
+
+
+@given(n=st.integers(1, 4), d=st.integers(1, 9), v=st.integers(2, 400), dtype=dtypes, cap=st.sampled_from([None, 3.0]),
+       scale=st.sampled_from([1.0, 0.5]), seed=seeds)
+def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed):
+    """Shares no code with the ops but fma and exp, which have tests of their own."""
+    h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype), randn(v, dtype=dtype)
+    target = torch.randint(0, v, (n,))
+    temperature = torch.tensor(0.7).item()
+    want = written_out(h, w, b, target, temperature, cap, scale)
+    for backend in ("cpu", "reference"):
+        with backends.use(backend):
+            got = ops.linear_logp(h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale, return_entropy=True)
+        for name, a, expected in zip(("logp", "entropy"), got, want):
+            assert_bitwise_equal(a, expected, f"{name}, {backend}")

@@ -36,7 +36,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        grads = backends.select("attention", d_out.device).backward(*ctx.saved_tensors, d_out.contiguous(), ctx.scale)
+        q, k, v, *others = ctx.saved_tensors  # hooks on what is saved may have laid it out anew
+        grads = backends.select("attention", d_out.device).backward(
+            unit(q), unit(k), unit(v), *(t.contiguous() for t in (*others, d_out)), ctx.scale)
         return *grads, None, None
 
 

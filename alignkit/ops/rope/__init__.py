@@ -19,7 +19,7 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _apply(dy, *ctx.saved_tensors, True), None, None
+        return _apply(dy, *(t.contiguous() for t in ctx.saved_tensors), True), None, None
 
 
 def _apply(x, positions, table, inverse):
@@ -48,7 +48,8 @@ def rope_table(head_dim: int, max_position: int, base: float, device: torch.devi
     base = check_number("base", base)
     try:
         device = torch.device(device)
-    except (RuntimeError, TypeError) as e:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as e:
         raise InputError(f"device: {device!r} is none: {e}") from None
     with torch.inference_mode(False):  # so that a table from a rollout may also train
         return _table(head_dim, max_position, base, device).clone()
