@@ -109,3 +109,8 @@ def use(choice: str):
         yield
     finally:
         _choice = before
+
+
+def for_tables() -> contextlib.AbstractContextManager[None]:
+    """Within the block a choice for GPUs says nothing of CPU tensors: tables for a GPU are made there."""
+    return use("auto" if _choice in GPU else _choice)

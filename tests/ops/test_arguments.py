@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignkit import ops
+from alignkit import backends, ops
 from alignkit.errors import BackendError, InputError, UnsupportedError
 from alignkit.ops import library
 from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu, fla
@@ -299,3 +299,11 @@ def test_registered_fakes():
 def test_default_errors_are_of_alignkit():
     with pytest.raises(UnsupportedError, match="^linear: not under FakeTensorMode"), FakeTensorMode():
         ops.linear(X, W)
+
+
+@pytest.mark.parametrize("choice", ["triton", "cuda"])
+def test_a_table_is_made_on_the_cpu_whatever_gpus_run_on(choice):
+    want = ops.rope_table(64, 37, 7.0)
+    with backends.use(choice):
+        got = ops.rope_table(64, 38, 7.0)
+    assert_bitwise_equal(got[:37], want)

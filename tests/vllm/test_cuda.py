@@ -284,6 +284,7 @@ def hooked(state, prompts):
 
 
 def test_a_served_completion_has_the_same_bits(expected, prompts, model, tmp_path):
+    pytest.importorskip("uvicorn", reason="vLLM's HTTP server needs uvicorn, which is not installed")
     env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     options = ["--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "16",
                "--gpu-memory-utilization", "0.1"]

@@ -29,7 +29,7 @@ def _apply(x, positions, table, inverse):
 @functools.lru_cache(maxsize=8)
 def _table(head_dim: int, max_position: int, base: float, device: torch.device) -> torch.Tensor:
     """Never handed out: whoever wrote to it would change the results of all others."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), backends.for_tables():
         return backends.select("rope", "cpu").table(head_dim, max_position, base).to(device)
 
 
