@@ -10,7 +10,7 @@ from typing import Any, Callable, Hashable
 import torch
 import torch.distributed as dist
 
-from . import symmetric
+from . import native, symmetric
 from .agreement import told
 from .errors import AlignkitError, InputError
 
@@ -88,8 +88,7 @@ class TP:
             return shared.sum(product, rows, columns, bias, torch.float32, scatter).to(dtype)
         sums = torch.empty(rows, columns, dtype=torch.float32, device=device)
         product(slice(0, rows), sums)
-        y = self._sum_gathered(sums, scatter)
-        return (y if bias is None else y + bias.float()).to(dtype)
+        return _finish(self._sum_gathered(sums, scatter), bias, dtype)
 
     def _sum(self, t: torch.Tensor, scatter: bool) -> torch.Tensor:
         if self.size == 1:
@@ -208,8 +207,23 @@ def _place_numbers(n: int, device: torch.device) -> torch.Tensor:
 
 def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
     while len(parts) > 1:
-        parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+        parts = [_add(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
+
+
+def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """On a CPU by our kernels, which round and keep denormals in every mode that a thread may be in."""
+    ours = a.device.type == "cpu" and a.dtype in native.DTYPES and native.available()
+    return native.add(a, b) if ours else a + b
+
+
+def _finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 sums [M, N] plus bias [N], rounded; likewise."""
+    if sums.device.type == "cpu" and native.available():
+        y = torch.empty(sums.shape, dtype=dtype, device=sums.device)
+        native.round(sums, y, None if bias is None else bias.float().contiguous())
+        return y
+    return (sums if bias is None else sums + bias.float()).to(dtype)
 
 
 SINGLE = TP(None)

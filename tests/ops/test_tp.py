@@ -111,6 +111,26 @@ def test_linears(ranks, dtype, sequence_parallel):
         assert_within(dx, grads[0], 2 * gamma(512) * terms + 2 * UNIT[dtype] * grads[0].abs(), f"dx at TP {size}")
 
 
+def sums_of_denormals(tp):
+    """As they are, and where the calling thread sets denormals to zero."""
+    x, bias = torch.full((3, 8), 1e-41), torch.full((8,), 1e-41)
+    def product(rows, to):
+        to.copy_(x[rows])
+    found = []
+    for flush in (False, True):
+        torch.set_flush_denormal(flush)
+        found += [tp.tree_sum(x), tp.sum_products(product, 3, 8, x.device, bias=bias)]
+    torch.set_flush_denormal(False)
+    return found
+
+
+def test_a_mode_of_the_thread_changes_no_sum(ranks):
+    for plain, product, flushed, flushed_product in ranks.run(2, sums_of_denormals):
+        assert plain.min() > 0 and product.min() > plain.min()
+        assert_bitwise_equal(flushed, plain, "tree_sum")
+        assert_bitwise_equal(flushed_product, product, "sum_products")
+
+
 def run_pieces(tp, rows, columns, scatter):
     """A workspace of 512 sums on the CPU; for its kernel, gloo carries them."""
     x, bias = randn(rows, columns, seed=tp.rank), randn(columns, seed=9)
