@@ -380,7 +380,7 @@ def wrong_value(model_dir, what):
             mask = ~mask
         else:
             tokens, labels, params = packed(rows, longest=3 if what == "max_seqlen" else None)
-            mask = None
+            positions = mask = None
             if what == "packed":
                 params.cu_seqlens_q[-1] -= 1
         model(tokens, positions, mask, labels=labels, packed_seq_params=params)

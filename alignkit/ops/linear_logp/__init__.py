@@ -541,11 +541,11 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
             "logit_scale": float(logit_scale), "ignore_index": int(ignore_index), "return_entropy": bool(return_entropy),
             "workspace": None if workspace is None else int(workspace),
             "requires_grad": torch.is_grad_enabled() and hidden.requires_grad}, largest
-    shards = Shards.agree(tp, "linear_logp", checks)
+    shards, ignore_index = Shards.agree(tp, "linear_logp", checks), int(ignore_index)
     tp.check_same_values("linear_logp", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, hidden.device, ignore_index, shards.vocab_size)
     logp, entropy = _LinearLogp.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, int(ignore_index),
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
         None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
         bool(return_entropy), bool(keep_logits) and torch.is_grad_enabled(), main_grad,
         None if workspace is None else int(workspace), rows)
@@ -580,10 +580,10 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
         return Shards.describe(vocab_start, logits.shape[-1], vocab_size), {
             "logits": (tuple(rows), str(logits.dtype)), "temperature": _described(temperature),
             "ignore_index": int(ignore_index), "return_entropy": bool(return_entropy)}, largest
-    shards = Shards.agree(tp, "logp_from_logits", checks)
+    shards, ignore_index = Shards.agree(tp, "logp_from_logits", checks), int(ignore_index)
     tp.check_same_values("logp_from_logits", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, logits.device, ignore_index, shards.vocab_size)
-    logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, int(ignore_index), shards, tp,
+    logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, ignore_index, shards, tp,
                                       bool(return_entropy), rows)
     return (logp, entropy) if return_entropy else logp
 
