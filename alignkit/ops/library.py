@@ -88,6 +88,17 @@ def _add_rms_norm(x, residual, weight, eps):
     return y, total
 
 
+def _add_rms_norm_to(x, residual, weight, eps):
+    _required("residual", residual)
+    return _add_rms_norm(x, residual, weight, eps)
+
+
+def _required(name, t):
+    """torch's dispatcher takes None for any tensor."""
+    if t is None:
+        raise InputError(f"{name}: expected a tensor, got None")
+
+
 def _rms_norm(x, weight, eps):
     return _add_rms_norm(x, None, weight, eps)[0]
 
@@ -98,6 +109,8 @@ def _check_rotation(name, x, positions, table):
 
 
 def _rope_qk(q, k, positions, table):
+    for name, t in (("q", q), ("k", k), ("positions", positions), ("table", table)):
+        _required(name, t)
     _check_rotation("q", q, positions, table)
     _check_rotation("k", k, positions, table)
     return backends.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
@@ -114,7 +127,7 @@ row_parallel_linear = _define(
     "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor", _row_parallel_linear, _rows)
 rms_norm = _define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _like)
 add_rms_norm = _define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", _add_rms_norm,
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", _add_rms_norm_to,
     lambda x, residual, weight, eps: (_like(x), _like(x)))
 rope_qk = _define(
     "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table) -> (Tensor, Tensor)", _rope_qk,

@@ -140,7 +140,8 @@ def _results(d: Draw, args, out, backward, gradient: str | None = None) -> dict[
                                         create_graph=bool(d.twice) and gradient is None)
             if d.twice and gradient is None and (again := [t.float().sum() for t in taken
                                                            if t is not None and t.requires_grad]):
-                torch.autograd.grad(again, list(leaves.values()), allow_unused=True)
+                depends = [*leaves.values(), *(g for g in grads if g.requires_grad)]
+                torch.autograd.grad(again, depends, allow_unused=True)
         found |= {f"gradient of {n}": t for n, t in zip(leaves, taken) if t is not None}
     for n, a in d.problem.tensors().items():
         if a.written:

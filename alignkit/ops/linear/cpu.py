@@ -15,7 +15,7 @@ def matmul(a, b, leaves, bias, out, accumulate) -> None:
     acc = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     native.gemm(_taken(a), _taken(b), leaves, acc, accumulate)
     if bias is not None or acc is not out:
-        native.round(acc, out, None if bias is None else bias.float())
+        native.round(acc, out, None if bias is None else bias.float().contiguous())
 
 
 def resume(a, b, out) -> None:
