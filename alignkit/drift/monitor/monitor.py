@@ -142,8 +142,8 @@ class Monitor:
             if not isinstance(x, torch.Tensor) and not (optional and x is None):
                 raise InputError(f"{name}: {type(x).__name__}, expected a tensor{' or None' if optional else ''}")
         if tokens is not None and (tokens.dtype not in (torch.int64, torch.int32) or tokens.shape != train_logp.shape):
-            raise InputError(f"tokens: {tokens.dtype} of shape {list(tokens.shape)}, expected torch.int64 or torch.int32 "
-                             f"of train_logp's shape {list(train_logp.shape)}")
+            raise InputError(f"tokens: {tokens.dtype} of shape {list(tokens.shape)}, expected torch.int64 or "
+                             f"torch.int32 of train_logp's shape {list(train_logp.shape)}")
         for name, x in (context or {}).items():
             if not (isinstance(name, str) and CONTEXT_NAME.fullmatch(name) and isinstance(x, torch.Tensor)):
                 raise InputError(f"context: {name!r:.80}: expected names of letters, digits and _, and tensors")
@@ -178,7 +178,8 @@ class Monitor:
         return None
 
     def _alarm(self, step: int, report: DriftReport, problem: str | None) -> None:
-        where = problem or (f"the first difference can be replayed from {self._replay}" if self._replay else "no replay")
+        where = problem or ("no replay was written" if self._replay is None else
+                            f"the first difference can be replayed from {self._replay}")
         error = DriftError(
             f"step {step}, rank {self.rank}: {report.tokens - report.bit_equal} of {report.tokens} logprobs are not "
             f"equal to the last bit under contract {self.contract}; the first is {report.first_difference}; {where}",
@@ -196,8 +197,8 @@ def _one_contract(contract: str | tuple[str, str]) -> str:
     if (not isinstance(ids, (tuple, list)) or len(ids) not in (1, 2)
             or not all(isinstance(x, str) and (x == "stock" or x.startswith("alignkit-")) and len(x) <= 200
                        and x.isascii() and x.isprintable() for x in ids)):
-        raise InputError(f"contract: {contract!r:.200}, expected 'stock', an engine's contract id, or the pair of rollout's "
-                         "and training's")
+        raise InputError(f"contract: {contract!r:.200}, expected 'stock', an engine's contract id, or the pair of "
+                         "rollout's and training's")
     if len(set(ids)) > 1:
         raise InputError(f"contract: rollout has {ids[0]!r}, training {ids[1]!r}; "
                          "bits of different contracts are not comparable")

@@ -1,8 +1,8 @@
 """The drift metrics of the RL frameworks, under their names and by their formulas.
 
 Write r and t for the logprobs of rollout and training, d = t - r. Everything is in float64 from the values as they are
-(the frameworks compute in fp32), over the tokens that the mask keeps, of one rank. A value that is not finite goes where
-the framework's formula takes it, mostly to NaN.
+(the frameworks compute in fp32), over the tokens that the mask keeps, of one rank. A value that is not finite goes
+where the framework's formula takes it, mostly to NaN.
 """
 from __future__ import annotations
 
