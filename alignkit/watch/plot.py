@@ -6,8 +6,6 @@ import math
 
 _MAX_CURVES = 8
 """With more ranks there is one curve, of the worst of them."""
-_ULP = 2.0**-24
-"""Half an ulp of logprobs in [-1, -0.5]: the scale is linear below, so that 0 is on it."""
 
 
 def svg(curves: list[dict]) -> bytes:
@@ -16,20 +14,25 @@ def svg(curves: list[dict]) -> bytes:
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for axes in (top, bottom):
+        axes.margins(y=0.1)
     together = len(curves) > _MAX_CURVES
     for label, points in [(f"worst of {len(curves)} ranks", _worst(curves))] if together else [
             (f"rank {curve['rank']}", curve["points"]) for curve in curves]:
         steps = [last for _, last, *_ in points]
         top.plot(steps, [math.nan if largest is None else largest for *_, largest in points],
                  marker="." if len(steps) < 60 else None, linewidth=1.2, label=label)
-        bottom.plot(steps, [unequal / tokens if tokens else math.nan for _, _, tokens, unequal, _ in points],
+        bottom.plot(steps, [unequal for _, _, _, unequal, _ in points],
                     marker="." if len(steps) < 60 else None, linewidth=1.2)
-    top.set_yscale("symlog", linthresh=_ULP)
-    top.set_ylim(bottom=-0.2 * _ULP)
+    # Logarithmic down to the smallest difference there is, so that none lies on the line of 0.
+    smallest = min((point[4] for curve in curves for point in curve["points"] if point[4]), default=1e-7) / 2
+    top.set_yscale("symlog", linthresh=smallest)
+    top.set_ylim(bottom=-0.2 * smallest)
     top.set_ylabel("largest |training - rollout|")
-    bottom.set_ylim(-0.05, 1.05)
-    bottom.set_ylabel("tokens not\nbit-equal")
+    bottom.set_yscale("symlog", linthresh=1)
+    bottom.set_ylim(bottom=-0.3)
+    bottom.set_ylabel("logprobs not\nbit-equal")
     bottom.set_xlabel("step")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (top, bottom):

@@ -26,11 +26,10 @@ def chromium(*args: str, url: str, timeout: float = 120) -> str:
 
 
 @contextlib.contextmanager
-def watch(directory: Path, *options: str):
-    """`alignkit watch` on a free port: yields (its process, its address)."""
+def watch(directory: Path, *options: str, folder: str | None = None):
+    """`alignkit watch` on a free port, run in `folder`: yields (its process, its address)."""
     process = subprocess.Popen([sys.executable, "-m", "alignkit.cli", "watch", str(directory), "--port", "0", *options],
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ,
-                                                                                      "PYTHONUNBUFFERED": "1"})
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder)
     try:
         said, deadline = b"", time.monotonic() + 120
         while b"\n" not in said:

@@ -34,13 +34,12 @@ def run(directory: Path) -> None:
 
 def main(path: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch) / "drift"
-        run(directory)
-        with browser.watch(directory) as (_, url):
-            browser.chromium(f"--screenshot={scratch}/page.png", "--window-size=1040,1180",
+        directory = Path("drift")  # as a user names it
+        run(scratch / directory)
+        with browser.watch(directory, folder=scratch) as (_, url):
+            browser.chromium(f"--screenshot={scratch}/page.png", "--window-size=1040,1240",
                              "--virtual-time-budget=4000", url=url)
-        Image.open(f"{scratch}/page.png").convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(
-            path, optimize=True)
+        Image.open(f"{scratch}/page.png").convert("RGB").quantize(256).save(path, optimize=True)
 
 
 if __name__ == "__main__":
