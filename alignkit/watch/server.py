@@ -89,11 +89,13 @@ def app(directory: Path, hosts: list[str]):
     def show_style(_request) -> Response:
         return answer(style, "text/css")
 
-    return Starlette(
+    application = Starlette(
         routes=[Route(path, function) for path, function in (
             ("/", show_page), ("/live", show_live), ("/data.json", show_data), ("/drift.svg", show_plot),
             ("/watch.js", show_script), ("/watch.css", show_style))],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)])
+    application.router.redirect_slashes = False
+    return application
 
 
 def serve(directory: Path, host: str, port: int, started) -> None:
@@ -112,8 +114,14 @@ def serve(directory: Path, host: str, port: int, started) -> None:
         raise InputError(f"--host, --port: cannot listen on {host}, port {port}: {e}") from None
     with listening:
         shown = f"[{host}]" if family == socket.AF_INET6 else host
-        started(f"http://{shown}:{listening.getsockname()[1]}/")
-        uvicorn.Server(uvicorn.Config(
+        address = f"http://{shown}:{listening.getsockname()[1]}/"
+
+        class Server(uvicorn.Server):
+            async def startup(self, sockets=None) -> None:
+                await super().startup(sockets)
+                started(address)  # not before: from here on a signal is uvicorn's, and ends it in order
+
+        Server(uvicorn.Config(
             application, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
             limit_concurrency=32, timeout_keep_alive=10, ws="none", lifespan="off")).run(sockets=[listening])
 

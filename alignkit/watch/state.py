@@ -137,7 +137,11 @@ class Watched:
     def refresh(self) -> dict:
         """Reads what was written since, and returns all that is known: what `/data.json` gives, and the page shows."""
         with self._lock:
-            folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as e:  # it was there when the page began, and may come again
+                self._ranks = {}
+                return summary({}, [], [f"{self.directory}: {e.strerror}"], False)
             try:
                 names = sorted(os.listdir(folder))
                 refused, behind = self._read(folder, names)

@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import alignkit
@@ -233,9 +233,11 @@ def test_a_stock_run_has_no_alarm(tmp_path):
     assert lines(tmp_path)[0]["contract"] == "stock" and not list(tmp_path.glob("replay*"))
 
 
-def test_the_alarm_is_raised_where_the_replay_cannot_be_written(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
+                                   SafetensorError("I/O error: No space left on device")])
+def test_the_alarm_is_raised_where_the_replay_cannot_be_written(tmp_path, monkeypatch, error):
     def full(*_args, **_options):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(replay, "save_file", full)
     with pytest.raises(DriftError, match="could not be written: .*No space left") as caught:
@@ -265,11 +267,11 @@ def test_the_error_can_be_pickled(tmp_path):
 
 def test_worst_tokens_are_bounded_and_named(tmp_path):
     rollout, training, mask = batch()
-    monitor(tmp_path, "stock", keep_worst=3).log(0, rollout, training, mask, tokens=torch.full(mask.shape, 7))
-    worst = lines(tmp_path)[0]["worst"]
+    monitor(tmp_path, "stock", keep_worst=3).log(0, rollout, training, mask, tokens=torch.full(mask.shape, -7))
+    worst = next(records.read_records(tmp_path / records.records_name(0)))["worst"]
     expected = drift.compare_tensors(rollout, training, mask, worst=3).worst
     assert [(w["sequence"], w["position"], w["token"], w["rollout"]) for w in worst] == [
-        (w.sequence, w.position, 7, w.rollout) for w in expected]
+        (w.sequence, w.position, -7, w.rollout) for w in expected]
 
 
 def test_bf16_and_two_calls_of_a_step(tmp_path):

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
 import pytest
+from markupsafe import escape
 from starlette.testclient import TestClient
 
 from alignkit.drift.monitor.records import records_name
@@ -103,7 +104,7 @@ def test_what_files_hold_is_escaped(tmp_path, text):
     runs.append(directory, contract=text, metrics={text: 1.0}, worst=[bits], first_difference=bits)
     client = TestClient(server.app(directory, ["*"]))
     for page in (client.get("/").text, client.get("/live").text):
-        assert text not in page and "<img src=x" not in page and "49" not in re.sub(r"0x\w+|\d{4}-\d\d-.*", "", page)
+        assert page.count(str(escape(text))) >= 4 and "<img src=x" not in page and "<script>" not in page
         assert [[text, "1"]] == cells(page, "latest")
 
 
@@ -144,7 +145,7 @@ def test_no_other_file_by_any_path(tmp_path):
             with socket.create_connection((to.hostname, to.port), timeout=30) as raw:  # as it stands: no client mends it
                 raw.sendall(f"GET {path} HTTP/1.1\r\nHost: {to.netloc}\r\nConnection: close\r\n\r\n".encode())
                 answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
-            assert re.match(r"HTTP/1.1 (404|400|307) ", answer), (path, answer[:100])
+            assert re.match(r"HTTP/1.1 40[04] ", answer), (path, answer[:100])
             assert secret not in answer and "root:" not in answer
         for query in ("?file=../secret.txt", f"?path={tmp_path}/secret.txt", "?dir=/etc&name=passwd"):
             connection = http.client.HTTPConnection(to.netloc, timeout=30)

@@ -65,6 +65,16 @@ def test_an_empty_directory_and_none(tmp_path):
         Watched(tmp_path / "absent")
 
 
+def test_a_directory_that_goes_and_comes_again(tmp_path):
+    directory = tmp_path / "run"
+    runs.write(directory, [0])
+    watched = Watched(directory)
+    directory.rename(tmp_path / "away")
+    assert watched.refresh()["refused"] == [f"{directory}: No such file or directory"]
+    (tmp_path / "away").rename(directory)
+    assert watched.refresh()["records"] == 1
+
+
 def long_run(path, records, peak=None):
     """One rank's file, with one step that is off."""
     runs.write(path, [0])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from ...contract import contract_id
 from ...errors import DriftError, InputError
@@ -172,7 +173,7 @@ class Monitor:
         path = self.directory / replay_name(self.rank, step)
         try:
             save_replay(path, replay)
-        except OSError as e:
+        except (OSError, SafetensorError) as e:
             return f"the replay could not be written: {e}"
         self._replay = path
         return None
