@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import alignkit
+import alignkit.ops
 from alignkit import drift
 from alignkit.drift.monitor import records, replay
 from alignkit.errors import DriftError, InputError, UnsupportedError
@@ -207,6 +208,28 @@ def test_one_ulp_from_some_step_on_is_found_named_and_kept(tmp_path):
     assert (info["step"], info["rank"], info["contract"], info["meta"]) == (faulty, 0, ALIGNED, {"model": "toy"})
     assert info["first_difference"] == lines(tmp_path)[-1]["first_difference"]
     assert info["machine"]["versions"]["torch"] == torch.__version__ and info["weights"]["tensors"] == 2
+
+
+def test_weights_that_were_not_sent_are_found_at_that_step(tmp_path):
+    """A loop on the real ops, bf16, whose rollout is not sent one shard after step 3. What a step changes is small: one
+    row of that shard, by one unit in the last place."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 16, 64, generator=g).bfloat16()
+    training = (torch.randn(96, 64, generator=g) / 8).bfloat16()
+    rollout, tokens = training.clone(), torch.randint(0, 96, (4, 16), generator=g)
+    with monitor(tmp_path, alignkit.contract_id("cpu")) as watching, pytest.raises(DriftError) as caught:
+        for step in range(6):
+            logps = [alignkit.ops.linear_logp(hidden, weight, tokens) for weight in (rollout, training)]
+            watching.log(step, *logps, tokens=tokens, context={"hidden": hidden}, weights={"head": training})
+            training = flipped(training, step)
+            rollout = training.clone() if step < 3 else torch.cat([rollout[:48], training[48:]])
+    error = caught.value
+    assert error.step == 4 and len(lines(tmp_path)) == 5
+    kept = drift.load_replay(error.replay)
+    again = [alignkit.ops.linear_logp(kept.context["hidden"], weight, kept.tokens) for weight in (rollout, training)]
+    assert torch.equal(again[0], kept.rollout_logp) and torch.equal(again[1], kept.train_logp)
+    assert kept.info["weights"] == drift.weights_digest({"head": training})  # and the rollout's is another
+    assert kept.info["weights"] != drift.weights_digest({"head": rollout})
 
 
 def test_later_differences_are_told_but_not_written_again(tmp_path):
@@ -538,3 +561,22 @@ def test_a_replay_that_is_too_large_is_refused_by_its_header(tmp_path, monkeypat
     monkeypatch.setattr(replay, "MAX_VALUES", 999)
     with pytest.raises(InputError, match="'context.big' holds 1000 values"):
         drift.load_replay(caught.value.replay)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu(tmp_path):
+    rollout, training, mask = batch()
+    tokens = torch.arange(rollout.numel()).reshape(rollout.shape)
+    for device in ("cpu", "cuda"):
+        monitor(tmp_path / device, "stock").log(0, *(x.to(device) for x in (rollout, training, mask)),
+                                                tokens=tokens.to(device))
+    host, card = (lines(tmp_path / device)[0] for device in ("cpu", "cuda"))
+    assert {**host, "time": 0} == {**card, "time": 0}
+    with pytest.raises(InputError, match="contract: .*rollout_logp lies on cuda"):
+        monitor(tmp_path / "other").log(0, rollout.cuda(), rollout.cuda(), mask)
+    with pytest.raises(DriftError) as caught:
+        monitor(tmp_path / "aligned", alignkit.contract_id("cuda")).log(
+            0, rollout.cuda(), training.cuda(), mask.cuda(), tokens=tokens.cuda(), weights={"a": rollout.cuda()})
+    kept = drift.load_replay(caught.value.replay)
+    assert torch.equal(kept.train_logp.view(torch.int32), training.view(torch.int32))
+    assert kept.info["weights"] == drift.weights_digest({"a": rollout})

@@ -142,7 +142,7 @@ def test_no_other_file_by_any_path(tmp_path):
                      "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/watch.js/../../../../etc/passwd",
                      f"/{tmp_path}/secret.txt", "/live/../inside.txt", "/%00", "/data.json%00.txt", "/static/server.py",
                      "/watch.js/", "/server.py", "/page.html.j2", "*", "http://127.0.0.1/inside.txt"):
-            with socket.create_connection((to.hostname, to.port), timeout=30) as raw:  # as it stands: no client mends it
+            with socket.create_connection((to.hostname, to.port), timeout=30) as raw:  # no client mends the path
                 raw.sendall(f"GET {path} HTTP/1.1\r\nHost: {to.netloc}\r\nConnection: close\r\n\r\n".encode())
                 answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
             assert re.match(r"HTTP/1.1 40[04] ", answer), (path, answer[:100])
