@@ -367,7 +367,7 @@ def test_two_ranks_write_a_file_each(tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(300)
         assert process.exitcode == 0
     equal = [[r["drift"]["bit_equal"] == r["drift"]["tokens"] for r in lines(tmp_path, rank)] for rank in range(2)]
     assert equal == [[True] * 4, [True, True, False, True]]
@@ -393,7 +393,7 @@ def _endless(path):
 def test_a_killed_process_leaves_whole_records(tmp_path):
     process = multiprocessing.get_context("spawn").Process(target=_endless, args=(tmp_path,))
     process.start()
-    path, deadline = tmp_path / records.records_name(0), time.monotonic() + 120
+    path, deadline = tmp_path / records.records_name(0), time.monotonic() + 300
     while not (path.exists() and path.stat().st_size > 20000) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no
           "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"]
 
 
-def chromium(*args: str, url: str, timeout: float = 120) -> str:
+def chromium(*args: str, url: str, timeout: float = 300) -> str:
     """What it prints. Its profile is a new one each time."""
     with tempfile.TemporaryDirectory() as profile:
         done = subprocess.run([CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", *args, url], capture_output=True,
@@ -31,7 +31,7 @@ def watch(directory: Path, *options: str, folder: str | None = None):
     process = subprocess.Popen([sys.executable, "-m", "alignkit.cli", "watch", str(directory), "--port", "0", *options],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder)
     try:
-        said, deadline = b"", time.monotonic() + 120
+        said, deadline = b"", time.monotonic() + 300
         while b"\n" not in said:
             ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
             piece = os.read(process.stdout.fileno(), 4096) if ready else b""
