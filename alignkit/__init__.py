@@ -4,7 +4,7 @@
 `alignkit check` show that they agree. Importing alignkit imports neither engine.
 """
 from .contract import contract_id
-from .errors import AlignkitError, BackendError, InputError, UnsupportedError
+from .errors import AlignkitError, BackendError, DriftError, InputError, UnsupportedError
 
 __version__ = "0.1.0"
 
@@ -21,5 +21,5 @@ def patch_megatron(*args, **kwargs):
     return patch_megatron(*args, **kwargs)
 
 
-__all__ = ["AlignkitError", "BackendError", "InputError", "UnsupportedError", "contract_id", "patch_megatron",
-           "patch_vllm"]
+__all__ = ["AlignkitError", "BackendError", "DriftError", "InputError", "UnsupportedError", "contract_id",
+           "patch_megatron", "patch_vllm"]

@@ -1,4 +1,4 @@
-"""The command `alignkit`: check, compare, doctor, serve."""
+"""The command `alignkit`: check, compare, doctor, serve, watch."""
 from __future__ import annotations
 
 import json
@@ -147,6 +147,24 @@ def serve(arguments) -> None:
     from .vllm.serve import serve as serve_vllm
 
     serve_vllm(arguments)
+
+
+@cli.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True,
+              help="Where to listen. Others than this machine can read the page only if this is one of its addresses.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0: any that is free.")
+def watch(directory, host, port) -> int:
+    """Serve a page over a drift monitor's directory DIR: drift by step, ranks, worst tokens, live."""
+    from .check.terminal import interrupted_by_sigterm
+    from .watch.server import serve as serve_page
+
+    try:
+        with interrupted_by_sigterm():
+            serve_page(directory, host, port, lambda url: click.echo(f"{directory}: {url}  (Ctrl-C ends it)"))
+    except KeyboardInterrupt:  # how it ends
+        return EXIT_INTERRUPTED
+    return 0
 
 
 def main(args: list[str] | None = None) -> None:

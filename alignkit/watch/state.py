@@ -1,0 +1,251 @@
+"""What the page shows, gathered from a monitor's files in bounded memory, however long the run is.
+
+Every record is read once and then forgotten: of a rank remain its totals, its worst tokens, its latest record, and one
+curve whose neighbouring points are merged two by two, never losing the largest difference, when there are too many.
+"""
+from __future__ import annotations
+
+import math
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..drift.monitor.records import RECORDS, REPLAY, Lines, opened, parse
+from ..errors import InputError
+
+MAX_RANKS = 1024
+MAX_POINTS = 512
+"""Of one rank's curve."""
+MAX_WORST = 20
+MAX_METRICS = 200
+MAX_REPLAYS = 100
+READ_LIMIT = 2**25
+"""Bytes that one refresh reads: with more to read the page says how far it is."""
+_TEXT = 200
+"""Characters of a string from a file that are shown."""
+
+
+@dataclass
+class Point:
+    """Steps first to last of one rank, together. max_abs: NaN if no logprob was finite."""
+
+    first: int
+    last: int
+    tokens: int
+    unequal: int
+    max_abs: float
+
+    def merge(self, later: Point) -> Point:
+        return Point(min(self.first, later.first), max(self.last, later.last), self.tokens + later.tokens,
+                     self.unequal + later.unequal, _larger(self.max_abs, later.max_abs))
+
+
+@dataclass
+class Worst:
+    """A token that is not bit-equal, as its record has it."""
+
+    rank: int
+    step: int
+    token: dict
+
+    @property
+    def distance(self) -> float:
+        """Infinite where a value is not finite."""
+        rollout, training = self.token["rollout"], self.token["training"]
+        return math.inf if rollout is None or training is None else abs(training - rollout)
+
+
+@dataclass
+class Rank:
+    """What is known of one rank's file."""
+
+    rank: int
+    records: int = 0
+    damaged: int = 0
+    tokens: int = 0
+    unequal: int = 0
+    max_abs: float = math.nan
+    last_step: int | None = None
+    last_time: float | None = None
+    contract: str | None = None
+    latest: dict = field(default_factory=dict)
+    """Metrics of the last record, by name."""
+    first_difference: Worst | None = None
+    worst: list[Worst] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    """In the order of the records."""
+    size: int = 0
+    lines: Lines = field(default_factory=Lines)
+    identity: tuple[int, int] | None = None
+    _width: int = 1
+    """Records of one point."""
+    _in_last: int = 0
+
+    def read(self, file, limit: int) -> None:
+        for line in self.lines.read(file, limit):
+            record = parse(line)
+            if record is None:
+                self.damaged += 1
+            else:
+                self.add(record)
+
+    def add(self, record: dict) -> None:
+        step, drift = record["step"], record["drift"]
+        unequal = drift["tokens"] - drift["bit_equal"]
+        largest = drift.get("max_abs")
+        largest = math.nan if largest is None else float(largest)
+        self.records += 1
+        self.tokens += drift["tokens"]
+        self.unequal += unequal
+        self.max_abs = _larger(self.max_abs, largest)
+        self.last_step, self.last_time = step, record["time"]
+        self.contract = record["contract"][:_TEXT]
+        self.latest = {name[:_TEXT]: value for name, value in list(record["metrics"].items())[:MAX_METRICS]}
+        first = record["first_difference"]
+        if self.first_difference is None and first is not None:
+            self.first_difference = Worst(self.rank, step, _shown(first))
+        found = [Worst(self.rank, step, _shown(token)) for token in record["worst"][:MAX_WORST]]
+        if found:
+            self.worst = worst_of(self.worst + found)
+        self._point(Point(step, step, drift["tokens"], unequal, largest))
+
+    def _point(self, point: Point) -> None:
+        if self.points and self._in_last < self._width:
+            self.points[-1] = self.points[-1].merge(point)
+            self._in_last += 1
+        else:
+            self.points.append(point)
+            self._in_last = 1
+        if len(self.points) > MAX_POINTS:  # an odd number: the last one stays as it is, and is half full
+            pairs = [a.merge(b) for a, b in zip(self.points[:-1:2], self.points[1::2])]
+            self.points = [*pairs, self.points[-1]]
+            self._width *= 2
+
+
+class Watched:
+    """A monitor's directory. Reads nothing but the monitor's own regular files in it; links are not followed."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises InputError if it is no directory."""
+        if not directory.is_dir():
+            raise InputError(f"DIR: {directory} is not a directory")
+        self.directory = directory
+        self._ranks: dict[int, Rank] = {}
+        self._lock = threading.Lock()
+
+    def refresh(self) -> dict:
+        """Reads what was written since, and returns all that is known: what `/data.json` gives, and the page shows."""
+        with self._lock:
+            try:
+                folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as e:  # it was there when the page began, and may come again
+                self._ranks = {}
+                return summary({}, [], [f"{self.directory}: {e.strerror}"], False)
+            try:
+                names = sorted(os.listdir(folder))
+                refused, behind = self._read(folder, names)
+                replays = [name for name in names if REPLAY.fullmatch(name)]
+                found = [_replay(folder, name) for name in replays[:MAX_REPLAYS]]
+            finally:
+                os.close(folder)
+            return summary(self._ranks, [entry for entry in found if entry is not None], refused, behind)
+
+    def _read(self, folder: int, names: list[str]) -> tuple[list[str], bool]:
+        """Reads on in every rank's file; returns what was refused, and why, and whether there is more to read."""
+        refused, left, present = [], READ_LIMIT, set()
+        for name in names:
+            match = RECORDS.fullmatch(name)
+            if match is None:
+                continue
+            if len(present) == MAX_RANKS:
+                refused.append(f"{name} and later: more than {MAX_RANKS} ranks")
+                break
+            number = int(match[1])
+            try:
+                with opened(folder, name) as file:
+                    status = os.fstat(file.fileno())
+                    rank = self._ranks.get(number)
+                    # Another file, or the same one begun anew: what was read of it is no more.
+                    if (rank is None or rank.identity != (status.st_dev, status.st_ino)
+                            or status.st_size < rank.lines.offset):
+                        rank = self._ranks[number] = Rank(number, identity=(status.st_dev, status.st_ino))
+                    present.add(number)
+                    rank.size = status.st_size
+                    before = rank.lines.offset
+                    rank.read(file, left)
+                    left = max(0, left - (rank.lines.offset - before))
+            except OSError as e:
+                refused.append(f"{name}: {e.strerror}")
+        self._ranks = {number: self._ranks[number] for number in sorted(present)}
+        return refused, not left
+
+
+def summary(ranks: dict[int, Rank], replays: list[dict], refused: list[str], behind: bool) -> dict:
+    """As values that JSON can hold. behind: whether there is more to read."""
+    known = [rank for rank in ranks.values() if rank.records]
+    differences = [rank.first_difference for rank in known if rank.first_difference is not None]
+    first = min(differences, key=lambda found: (found.step, found.rank), default=None)
+    latest = max(known, key=lambda rank: rank.last_time, default=None)
+    return {
+        "tokens": sum(rank.tokens for rank in known),
+        "unequal": sum(rank.unequal for rank in known),
+        "max_abs": _finite(_largest(rank.max_abs for rank in known)),
+        "records": sum(rank.records for rank in known),
+        "damaged": sum(rank.damaged for rank in ranks.values()),
+        "last_step": max((rank.last_step for rank in known), default=None),
+        "contracts": sorted({rank.contract for rank in known}),
+        "behind": behind,
+        "read_bytes": sum(rank.lines.offset for rank in ranks.values()),
+        "all_bytes": sum(rank.size for rank in ranks.values()),
+        "first_difference": None if first is None else _worst_json(first),
+        "ranks": [{"rank": rank.rank, "records": rank.records, "last_step": rank.last_step, "last_time": rank.last_time,
+                   "tokens": rank.tokens, "unequal": rank.unequal, "max_abs": _finite(rank.max_abs),
+                   "damaged": rank.damaged, "contract": rank.contract} for rank in ranks.values()],
+        "worst": [_worst_json(found) for found in worst_of([w for rank in known for w in rank.worst])],
+        "latest": None if latest is None else {"rank": latest.rank, "step": latest.last_step,
+                                               "metrics": latest.latest},
+        "curves": [{"rank": rank.rank, "points": [[p.first, p.last, p.tokens, p.unequal, _finite(p.max_abs)]
+                                                  for p in rank.points]} for rank in known],
+        "replays": replays,
+        "refused": refused,
+    }
+
+
+def worst_of(found: list[Worst]) -> list[Worst]:
+    """The farthest apart; among equals the earlier step."""
+    return sorted(found, key=lambda w: (-w.distance, w.step, w.rank))[:MAX_WORST]
+
+
+def _replay(folder: int, name: str) -> dict | None:
+    """Its name and size; None for what is no file."""
+    try:
+        with opened(folder, name) as file:
+            return {"name": name, "bytes": os.fstat(file.fileno()).st_size}
+    except OSError:
+        return None
+
+
+def _worst_json(found: Worst) -> dict:
+    return {"rank": found.rank, "step": found.step, **found.token, "distance": _finite(found.distance)}
+
+
+def _shown(token: dict) -> dict:
+    return {**{key: token.get(key) for key in ("sequence", "position", "token", "rollout", "training")},
+            **{key: token[key][:_TEXT] for key in ("rollout_bits", "training_bits")}}
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one; NaN only if both are."""
+    return b if math.isnan(a) else a if math.isnan(b) else max(a, b)
+
+
+def _largest(values) -> float:
+    largest = math.nan
+    for value in values:
+        largest = _larger(largest, value)
+    return largest
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None

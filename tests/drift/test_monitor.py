@@ -1,0 +1,582 @@
+"""The monitor: metrics against the frameworks' formulas, its files, and its alarm."""
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import types
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import alignkit
+import alignkit.ops
+from alignkit import drift
+from alignkit.drift.monitor import records, replay
+from alignkit.errors import DriftError, InputError, UnsupportedError
+
+ALIGNED = "alignkit-1/cpu/v128/k8/kv32"
+
+
+def batch(rows=5, columns=17, seed=0, noise=0.3):
+    """Logprobs whose two sides differ, garbage where the mask is 0, and a row without a token."""
+    g = torch.Generator().manual_seed(seed)
+    rollout = -3 * torch.rand(rows, columns, generator=g)
+    training = rollout + noise * torch.randn(rows, columns, generator=g)
+    mask = (torch.rand(rows, columns, generator=g) < 0.7).long()
+    mask[-1] = 0
+    garbage = torch.full_like(rollout, math.nan)
+    return torch.where(mask.bool(), rollout, garbage), torch.where(mask.bool(), training, garbage), mask
+
+
+def monitor(path, contract=ALIGNED, sinks=(), **options):
+    return drift.Monitor(path, contract=contract, sinks=sinks, **options)
+
+
+def lines(path, rank=0):
+    return [json.loads(line) for line in (path / records.records_name(rank)).read_text().splitlines()]
+
+
+def flipped(x, at):
+    """`x` with one value moved by one unit in the last place."""
+    y = x.clone()
+    y[at] = torch.nextafter(y[at], torch.zeros(()))
+    return y
+
+
+# The formulas as the frameworks write them, token by token in Python's floats.
+
+def rows_of(x, mask):
+    return [[v for v, keep in zip(row, kept) if keep] for row, kept in zip(x.tolist(), mask.tolist())]
+
+
+def verl_by_hand(rollout, training, mask):
+    rows = list(zip(rows_of(rollout, mask), rows_of(training, mask)))
+    pairs = [(r, t) for rs, ts in rows for r, t in zip(rs, ts)]
+    n = len(pairs)
+    diffs = [abs(math.exp(t) - math.exp(r)) for r, t in pairs]
+    mean = sum(diffs) / n
+    x, y = [math.exp(t) for _, t in pairs], [math.exp(r) for r, _ in pairs]
+    mx, my = sum(x) / n, sum(y) / n
+    covariance = sum((a - mx) * (b - my) for a, b in zip(x, y))
+    pearson = covariance / math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
+    def masked_mean(values):
+        return sum(values) / len(values) if values else 0.0
+
+    mean_r, mean_t = [masked_mean(rs) for rs, _ in rows], [masked_mean(ts) for _, ts in rows]
+    gaps = [r - t for r, t in zip(mean_r, mean_t)]
+    def over(values):
+        return sum(values) / len(values)
+
+    def rho(x):
+        return math.exp(max(-20.0, min(20.0, x)))
+
+    return {
+        "training/rollout_probs_diff_valid": 1,
+        "training/rollout_probs_diff_max": max(diffs),
+        "training/rollout_probs_diff_mean": mean,
+        "training/rollout_probs_diff_std": math.sqrt(sum((d - mean) ** 2 for d in diffs) / (n - 1)),
+        "training/rollout_actor_probs_pearson_corr": pearson,
+        "rollout_corr/training_ppl": over([math.exp(-m) for m in mean_t]),
+        "rollout_corr/training_log_ppl": over([-m for m in mean_t]),
+        "rollout_corr/rollout_ppl": over([math.exp(-m) for m in mean_r]),
+        "rollout_corr/rollout_log_ppl": over([-m for m in mean_r]),
+        "rollout_corr/kl": over([r - t for r, t in pairs]),
+        "rollout_corr/k3_kl": over([math.exp(t - r) - (t - r) - 1 for r, t in pairs]),
+        "rollout_corr/log_ppl_diff": over(gaps),
+        "rollout_corr/log_ppl_abs_diff": over([abs(g) for g in gaps]),
+        "rollout_corr/log_ppl_diff_max": max(gaps),
+        "rollout_corr/log_ppl_diff_min": min(gaps),
+        "rollout_corr/ppl_ratio": over([math.exp(g) for g in gaps]),
+        "rollout_corr/chi2_token": over([rho(t - r) ** 2 for r, t in pairs]) - 1,
+        "rollout_corr/chi2_seq": over([rho(sum(ts) - sum(rs)) ** 2 for rs, ts in rows]) - 1,
+    }
+
+
+def nemo_by_hand(rollout, training, mask):
+    pairs = [(r, t) for rs, ts in zip(rows_of(rollout, mask), rows_of(training, mask)) for r, t in zip(rs, ts)]
+
+    def mean(values):
+        return sum(values) / len(pairs)
+
+    def divergence(p, q):
+        mixture = math.log(0.5 * math.exp(p) + 0.5 * math.exp(q))
+        return sum(0.5 * (math.exp(x - mixture) - (x - mixture) - 1) for x in (p, q))
+
+    return {
+        "train/token_mult_prob_error": mean([math.exp(abs(r - t)) for r, t in pairs]),
+        "train/gen_kl_error": mean([math.exp(t - r) - 1 - (t - r) for r, t in pairs]),
+        "train/policy_kl_error": mean([math.exp(r - t) - 1 - (r - t) for r, t in pairs]),
+        "train/js_divergence_error": mean([divergence(t, r) for r, t in pairs]),
+        "train/sampling_importance_ratio": mean([math.exp(t - r) for r, t in pairs]),
+    }
+
+
+@pytest.mark.parametrize("names,formulas", [("verl", verl_by_hand), ("nemo-rl", nemo_by_hand)])
+@pytest.mark.parametrize("noise", [0.3, 15.0])  # the second is clamped by verl
+def test_metrics_are_the_frameworks(tmp_path, names, formulas, noise):
+    rollout, training, mask = batch(noise=noise)
+    got = monitor(tmp_path, "stock", names=names).log(3, rollout, training, mask)
+    expected = formulas(rollout, training, mask)
+    assert set(got) == set(expected) | {f"drift/{name}" for name in ("tokens", "bit_equal", "nonfinite", "max_abs")}
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    assert got["drift/tokens"] == int(mask.sum())
+    assert lines(tmp_path)[0]["metrics"] == got
+
+
+def test_plain_metrics_are_the_reports(tmp_path):
+    rollout, training, mask = batch()
+    got = monitor(tmp_path, "stock").log(0, rollout, training, mask)
+    assert got == drift.compare_tensors(rollout, training, mask).metrics("drift/")
+
+
+@pytest.mark.parametrize("names", ["plain", "verl", "nemo-rl"])
+def test_equal_sides_are_zero_and_one_bit_is_not(tmp_path, names):
+    rollout, _, mask = batch()
+    equal = monitor(tmp_path / "equal", "stock", names=names).log(0, rollout, rollout, mask)
+    assert equal["drift/bit_equal"] == equal["drift/tokens"] and equal["drift/max_abs"] == 0
+    assert all(value == 0 for name, value in equal.items() if "kl" in name or "diff_m" in name or "chi2" in name)
+    at = tuple(mask.nonzero()[4].tolist())
+    one = monitor(tmp_path / "one", "stock", names=names).log(0, rollout, flipped(rollout, at), mask)
+    assert one["drift/bit_equal"] == one["drift/tokens"] - 1 and one["drift/max_abs"] > 0
+    kl = {"plain": "drift/k3_kl", "verl": "rollout_corr/k3_kl", "nemo-rl": "train/gen_kl_error"}[names]
+    assert 0 < one[kl] < 1e-12  # where exp(d) - 1 - d is 0 in floating point
+
+
+def test_nonfinite_is_an_alarm_and_null_in_the_record(tmp_path):
+    rollout = torch.tensor([[-1.0, math.nan]])
+    with pytest.raises(DriftError):
+        monitor(tmp_path, names="verl").log(0, rollout, rollout)
+    record = lines(tmp_path)[0]
+    assert record["metrics"]["rollout_corr/kl"] is None and record["drift"]["nonfinite"] == 1
+    worst = record["worst"][0]
+    assert worst["rollout"] is None and worst["rollout_bits"].startswith("0x7fc")
+
+
+def test_a_single_token_has_no_spread(tmp_path, recwarn):
+    got = monitor(tmp_path, "stock", names="verl").log(0, torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
+    assert math.isnan(got["training/rollout_probs_diff_std"])
+    assert math.isnan(got["training/rollout_actor_probs_pearson_corr"]) and not recwarn.list
+
+
+# The planted fault: from some step on, one token's logprob is one ulp off.
+
+def loop(path, faulty_from, at, steps=8, **options):
+    """A training loop of an aligned run; returns the steps that ended without an alarm."""
+    done = []
+    weights = torch.nn.Linear(4, 3)
+    with monitor(path, names="verl", meta={"model": "toy"}, **options) as watching:
+        for step in range(steps):
+            rollout, _, mask = batch(seed=step)
+            training = flipped(rollout, at) if step >= faulty_from else rollout
+            tokens = torch.arange(rollout.numel()).reshape(rollout.shape)
+            watching.log(step, rollout, training, mask, tokens=tokens, context={"prompts": torch.full((5, 2), step)},
+                         weights=weights)
+            done.append(step)
+    return done
+
+
+def test_one_ulp_from_some_step_on_is_found_named_and_kept(tmp_path):
+    at = (2, 9)
+    faulty = next(step for step in range(3, 8) if batch(seed=step)[2][at])
+    with pytest.raises(DriftError) as caught:
+        loop(tmp_path, faulty, at)
+    rollout, _, mask = batch(seed=faulty)
+    error, value = caught.value, rollout[at]
+    assert (error.step, error.rank, error.token.sequence, error.token.position) == (faulty, 0, *at)
+    assert (error.token.rollout, error.token.training) == (value.item(), flipped(rollout, at)[at].item())
+    for part in (f"step {faulty}, rank 0: 1 of {int(mask.sum())} logprobs", "sequence 2, position 9, token 43",
+                 f"(0x{value.view(torch.int32).item() & 0xffffffff:08x})", ALIGNED, str(error.replay)):
+        assert part in str(error)
+    assert [r["drift"]["bit_equal"] == r["drift"]["tokens"] for r in lines(tmp_path)] == [True] * faulty + [False]
+    assert lines(tmp_path)[-1]["replay"] == error.replay.name
+
+    kept = drift.load_replay(error.replay)
+    again = kept.report()
+    assert (again.first_difference.sequence, again.first_difference.position) == at
+    assert (again.tokens, again.bit_equal) == (int(mask.sum()), int(mask.sum()) - 1)
+    assert torch.equal(kept.rollout_logp.view(torch.int32), rollout.view(torch.int32))
+    assert torch.equal(kept.mask, mask.bool()) and kept.tokens[at] == 43
+    assert torch.equal(kept.context["prompts"], torch.full((5, 2), faulty))
+    info = kept.info
+    assert (info["step"], info["rank"], info["contract"], info["meta"]) == (faulty, 0, ALIGNED, {"model": "toy"})
+    assert info["first_difference"] == lines(tmp_path)[-1]["first_difference"]
+    assert info["machine"]["versions"]["torch"] == torch.__version__ and info["weights"]["tensors"] == 2
+
+
+def test_weights_that_were_not_sent_are_found_at_that_step(tmp_path):
+    """A loop on the real ops, bf16, whose rollout is not sent one shard after step 3. What a step changes is small: one
+    row of that shard, by one unit in the last place."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 16, 64, generator=g).bfloat16()
+    training = (torch.randn(96, 64, generator=g) / 8).bfloat16()
+    rollout, tokens = training.clone(), torch.randint(0, 96, (4, 16), generator=g)
+    with monitor(tmp_path, alignkit.contract_id("cpu")) as watching, pytest.raises(DriftError) as caught:
+        for step in range(6):
+            logps = [alignkit.ops.linear_logp(hidden, weight, tokens) for weight in (rollout, training)]
+            watching.log(step, *logps, tokens=tokens, context={"hidden": hidden}, weights={"head": training})
+            training = flipped(training, step)
+            rollout = training.clone() if step < 3 else torch.cat([rollout[:48], training[48:]])
+    error = caught.value
+    assert error.step == 4 and len(lines(tmp_path)) == 5
+    kept = drift.load_replay(error.replay)
+    again = [alignkit.ops.linear_logp(kept.context["hidden"], weight, kept.tokens) for weight in (rollout, training)]
+    assert torch.equal(again[0], kept.rollout_logp) and torch.equal(again[1], kept.train_logp)
+    assert kept.info["weights"] == drift.weights_digest({"head": training})  # and the rollout's is another
+    assert kept.info["weights"] != drift.weights_digest({"head": rollout})
+
+
+def test_later_differences_are_told_but_not_written_again(tmp_path):
+    heard = []
+    done = loop(tmp_path, 3, (0, 0), on_difference=heard.append)
+    differing = [step for step in range(3, 8) if batch(seed=step)[2][0, 0]]
+    assert done == list(range(8)) and [e.step for e in heard] == differing and len(differing) > 1
+    assert [p.name for p in tmp_path.glob("replay*")] == [records.replay_name(0, differing[0])]
+    assert {e.replay.name for e in heard} == {records.replay_name(0, differing[0])}
+
+
+def test_warn_and_none(tmp_path):
+    rollout, _, _ = batch()
+    rollout = rollout.nan_to_num(-1.0)
+    other = flipped(rollout, (0, 1))
+    with pytest.warns(RuntimeWarning, match="step 5, rank 0: 1 of 85"):
+        monitor(tmp_path / "warn", on_difference="warn").log(5, rollout, other)
+    monitor(tmp_path / "none", on_difference=None).log(5, rollout, other)
+    assert not list((tmp_path / "none").glob("replay*")) and len(list((tmp_path / "warn").glob("replay*"))) == 1
+
+
+def test_a_stock_run_has_no_alarm(tmp_path):
+    monitor(tmp_path, "stock").log(0, *batch())
+    assert lines(tmp_path)[0]["contract"] == "stock" and not list(tmp_path.glob("replay*"))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
+                                   SafetensorError("I/O error: No space left on device")])
+def test_the_alarm_is_raised_where_the_replay_cannot_be_written(tmp_path, monkeypatch, error):
+    def full(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(replay, "save_file", full)
+    with pytest.raises(DriftError, match="could not be written: .*No space left") as caught:
+        monitor(tmp_path).log(0, *batch())
+    assert caught.value.replay is None and lines(tmp_path)[0]["replay"] is None
+    assert os.listdir(tmp_path) == [records.records_name(0)]
+
+
+def test_weights_that_raise_leave_the_batch(tmp_path):
+    def weights():
+        raise RuntimeError("sharded")
+
+    with pytest.raises(DriftError) as caught:
+        monitor(tmp_path).log(0, *batch(), weights=weights)
+    assert drift.load_replay(caught.value.replay).info["weights"] == {"error": "RuntimeError: sharded"}
+
+
+def test_the_error_can_be_pickled(tmp_path):
+    with pytest.raises(DriftError) as caught:
+        monitor(tmp_path).log(0, *batch())
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.token == caught.value.token and again.step == 0
+    assert isinstance(again, alignkit.AlignkitError)
+
+
+# Files
+
+def test_worst_tokens_are_bounded_and_named(tmp_path):
+    rollout, training, mask = batch()
+    monitor(tmp_path, "stock", keep_worst=3).log(0, rollout, training, mask, tokens=torch.full(mask.shape, -7))
+    worst = next(records.read_records(tmp_path / records.records_name(0)))["worst"]
+    expected = drift.compare_tensors(rollout, training, mask, worst=3).worst
+    assert [(w["sequence"], w["position"], w["token"], w["rollout"]) for w in worst] == [
+        (w.sequence, w.position, -7, w.rollout) for w in expected]
+
+
+def test_bf16_and_two_calls_of_a_step(tmp_path):
+    rollout, training, mask = (x if x.dtype == torch.int64 else x.bfloat16() for x in batch())
+    with monitor(tmp_path, "stock") as watching:
+        for _ in range(2):
+            watching.log(4, rollout, training, mask)
+    assert [r["step"] for r in lines(tmp_path)] == [4, 4]
+
+
+def test_a_torn_line_is_passed_over_and_the_next_process_begins_its_own(tmp_path):
+    rollout, _, mask = batch()
+    with monitor(tmp_path) as watching:
+        watching.log(0, rollout, rollout, mask)
+        watching.log(1, rollout, rollout, mask)
+    path = tmp_path / records.records_name(0)
+    path.write_bytes(path.read_bytes()[:-40])
+    assert [r["step"] for r in records.read_records(path)] == [0]
+    with monitor(tmp_path) as watching:
+        watching.log(2, rollout, rollout, mask)
+    assert [r["step"] for r in records.read_records(path)] == [0, 2]
+    assert len(path.read_bytes().splitlines()) == 3
+
+
+@pytest.mark.parametrize("line", [b"", b"{}", b"[1]", b"null", b"\xff\xfe", b"[" * 5000, b'{"version": 1, "step": -1}',
+                                  b'{"version": 1, "step": 1e999}', b"9" * 5000, b"x" * (3 * records.MAX_LINE)])
+def test_lines_that_are_no_records(tmp_path, line):
+    rollout, _, mask = batch()
+    path = tmp_path / records.records_name(0)
+    path.write_bytes(line + b"\n")
+    with monitor(tmp_path) as watching:
+        watching.log(2, rollout, rollout, mask)
+    assert [r["step"] for r in records.read_records(path)] == [2]
+
+
+@pytest.mark.parametrize("field,value", [("step", True), ("step", 2**70), ("drift", []), ("worst", [{}]), ("time", "1"),
+                                         ("metrics", {"a": "b"}), ("version", 2), ("contract", 5)])
+def test_records_of_other_types_are_not_read(tmp_path, field, value):
+    monitor(tmp_path, "stock").log(0, *batch())
+    record = lines(tmp_path)[0]
+    assert records.parse(json.dumps(record).encode()) is not None
+    assert records.parse(json.dumps({**record, field: value}).encode()) is None
+
+
+def test_lines_are_read_in_bounded_pieces_and_go_on(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"a\nb\n" + b"x" * (2 * records.MAX_LINE + 5) + b"\nc\nto")
+    reader, got = records.Lines(), []
+    with open(path, "rb") as file:
+        for _ in range(8):
+            got += reader.read(file, 1)
+        assert got == [b"a\n", b"b\n", None, b"c\n"]
+    with open(path, "ab") as file:
+        file.write(b"rn\n")
+    with open(path, "rb") as file:
+        assert list(reader.read(file, 100)) == [b"torn\n"]
+
+
+def _rank(path, rank, steps):
+    rollout, _, mask = batch(seed=rank)
+    with monitor(path, rank=rank, on_difference="warn") as watching:
+        for step in range(steps):
+            watching.log(step, rollout, flipped(rollout, tuple(mask.nonzero()[rank].tolist())) if rank and step == 2
+                         else rollout, mask)
+
+
+def test_two_ranks_write_a_file_each(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(tmp_path, rank, 4)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+        assert process.exitcode == 0
+    equal = [[r["drift"]["bit_equal"] == r["drift"]["tokens"] for r in lines(tmp_path, rank)] for rank in range(2)]
+    assert equal == [[True] * 4, [True, True, False, True]]
+    assert [p.name for p in tmp_path.glob("replay*")] == [records.replay_name(1, 2)]
+
+
+def test_a_rank_given_twice_is_refused(tmp_path):
+    first = monitor(tmp_path, rank=3)
+    with pytest.raises(InputError, match="rank: .*monitor-rank00003.jsonl is being written"):
+        monitor(tmp_path, rank=3)
+    first.close()
+    first.close()
+    monitor(tmp_path, rank=3).close()
+
+
+def _endless(path):
+    rollout, _, mask = batch()
+    watching = monitor(path)
+    for step in range(10**9):
+        watching.log(step, rollout, rollout, mask)
+
+
+def test_a_killed_process_leaves_whole_records(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_endless, args=(tmp_path,))
+    process.start()
+    path, deadline = tmp_path / records.records_name(0), time.monotonic() + 300
+    while not (path.exists() and path.stat().st_size > 20000) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    steps = [r["step"] for r in records.read_records(path)]
+    assert steps == list(range(len(steps))) and len(steps) > 5
+    with monitor(tmp_path) as watching:  # the dead process's lock is gone
+        watching.log(0, *batch()[:1] * 2, batch()[2])
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "elsewhere").write_text("precious")
+    (tmp_path / records.records_name(0)).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        monitor(tmp_path)
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+# Sinks
+
+def test_a_function_and_wandb_and_tensorboard(tmp_path, monkeypatch):
+    logged, written, called = [], [], []
+
+    class SummaryWriter:
+        def __init__(self, path):
+            self.path = path
+
+        def add_scalar(self, name, value, step):
+            written.append((self.path, name, value, step))
+
+        def flush(self):
+            written.append("flushed")
+
+    run = types.SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
+    wandb = types.SimpleNamespace(run=None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    rollout, _, mask = batch()
+    with monitor(tmp_path, sinks=None, rank=2) as watching:
+        watching.log(1, rollout, rollout, mask)
+        assert not logged  # imported, but no run is active: none is begun
+        wandb.run = run
+        metrics = watching.log(2, rollout, rollout, mask)
+    assert logged == [(metrics, 2)]
+    assert (str(tmp_path / "tensorboard" / "rank00002"), "drift/max_abs", 0.0, 2) in written
+    assert written[-1] == "flushed"
+    with monitor(tmp_path, sinks=[lambda step, m: called.append((step, m))]) as watching:
+        metrics = watching.log(3, rollout, rollout, mask)
+    assert called == [(3, metrics)] and len(logged) == 1
+
+
+def test_without_wandb_and_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    rollout, _, mask = batch()
+    monitor(tmp_path, sinks=None).log(1, rollout, rollout, mask)
+    assert "wandb" not in sys.modules
+    with pytest.raises(UnsupportedError, match="sinks: 'tensorboard' needs"):
+        monitor(tmp_path / "b", sinks=["tensorboard"])
+
+
+# The digest
+
+def test_digest_is_of_names_types_shapes_and_bits():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    before = drift.weights_digest(model)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), "_extra_state": None}
+    assert before == drift.weights_digest(state) == drift.weights_digest(lambda: reversed(list(state.items())))
+    assert before["tensors"] == 7 and before["bytes"] == 4 * (12 + 4 * 5) + 8
+    x = torch.arange(6.0)
+    digests = {drift.weights_digest(weights)["sha256"] for weights in (
+        {"a": x}, {"b": x}, {"a": x.view(2, 3)}, {"a": x.bfloat16()}, {"a": flipped(x, 3)}, {}, {"a": x, "b": x})}
+    assert len(digests) == 7
+
+
+def test_digest_streams_what_is_not_contiguous(monkeypatch):
+    x = torch.randn(7, 50, 3)
+    views = [x.transpose(0, 2), x[:, ::2], x[::3], x.permute(1, 2, 0), x.reshape(-1)[::5]]
+    whole = [drift.weights_digest({"a": v.contiguous()}) for v in views]
+    monkeypatch.setattr(replay, "_CHUNK", 64)
+    sizes = []
+    monkeypatch.setattr(replay, "_chunks", lambda t, chunks=replay._chunks: (sizes.append(c.nbytes) or c
+                                                                            for c in chunks(t)))
+    assert [drift.weights_digest({"a": v}) for v in views] == whole
+    assert max(sizes) <= 64 and sum(sizes) >= sum(v.nbytes for v in views)
+
+
+# What is refused
+
+@pytest.mark.parametrize("options,name", [
+    ({"names": "trl"}, "names"), ({"on_difference": "ignore"}, "on_difference"), ({"keep_worst": -1}, "keep_worst"),
+    ({"keep_worst": 10**6}, "keep_worst"), ({"rank": -1}, "rank"), ({"rank": True}, "rank"), ({"rank": 10**5}, "rank"),
+    ({"contract": "mine"}, "contract"), ({"contract": None}, "contract"), ({"contract": (ALIGNED,) * 3}, "contract"),
+    ({"contract": (ALIGNED, "alignkit-4/sm90/v128/k8/kv64")}, "contract"), ({"sinks": "wandb"}, "sinks"),
+    ({"sinks": ["mlflow"]}, "sinks"), ({"meta": {"a": 1}}, "meta"), ({"meta": {"a": "x" * 10**6}}, "meta")])
+def test_refused_options(tmp_path, options, name):
+    with pytest.raises(InputError, match=f"^{name}: "):
+        monitor(tmp_path, **options)
+    assert not list(tmp_path.glob("monitor*"))
+
+
+@pytest.mark.parametrize("change,name", [
+    ({"step": -1}, "step"), ({"step": 1.0}, "step"), ({"step": True}, "step"),
+    ({"rollout_logp": [[-1.0]]}, "rollout_logp"), ({"train_logp": torch.zeros(1, 3)}, "train_logp"),
+    ({"train_logp": torch.zeros(1, 2, dtype=torch.bfloat16)}, "train_logp"), ({"mask": torch.full((1, 2), 2)}, "mask"),
+    ({"mask": [[1, 1]]}, "mask"), ({"mask": torch.zeros(1, 2)}, "mask"), ({"tokens": torch.zeros(1, 2)}, "tokens"),
+    ({"tokens": torch.zeros(2, 2, dtype=torch.int64)}, "tokens"), ({"context": {"a/b": torch.zeros(1)}}, "context"),
+    ({"context": {"a": [1]}}, "context"), ({"train_logp": torch.zeros(1, 2, device="meta")}, "device|contract")])
+def test_refused_arguments(tmp_path, change, name):
+    arguments = {"step": 0, "rollout_logp": torch.zeros(1, 2), "train_logp": torch.zeros(1, 2), **change}
+    with pytest.raises(alignkit.AlignkitError, match=f"^({name})"):
+        monitor(tmp_path).log(**arguments)
+    assert not lines(tmp_path)
+
+
+def test_closed(tmp_path):
+    watching = monitor(tmp_path)
+    watching.close()
+    with pytest.raises(InputError, match="closed"):
+        watching.log(0, *batch())
+
+
+def test_a_pair_of_the_same_contract(tmp_path):
+    assert monitor(tmp_path, (ALIGNED, ALIGNED)).contract == ALIGNED
+
+
+def test_replays_that_are_refused(tmp_path):
+    with pytest.raises(DriftError) as caught:
+        monitor(tmp_path).log(0, *batch())
+    good = caught.value.replay.read_bytes()
+    with safe_open(caught.value.replay, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    path = tmp_path / "bad.safetensors"
+
+    def refused(match):
+        with pytest.raises(InputError, match=match):
+            drift.load_replay(path)
+
+    refused("no such replay")
+    for cut in (0, 7, 100, len(good) - 1):
+        path.write_bytes(good[:cut])
+        refused("truncated")
+    path.write_bytes((2**30).to_bytes(8, "little") + good[8:])
+    refused("truncated")
+    with open(path, "wb") as file:  # a header that claims, and has, half a gigabyte: a hole
+        file.write((2**29).to_bytes(8, "little"))
+        file.truncate(2**29 + 8)
+    refused("header takes")
+    for change, match in (({"format": "other"}, "not a replay"), ({"format_version": "9"}, "format version '9'"),
+                          ({"info": "{"}, "not JSON"), ({"info": "[]"}, "not a JSON object")):
+        save_file(tensors, path, metadata={**metadata, **change})
+        refused(match)
+    for change, match in (({"mask": tensors["mask"][:2].clone()}, "'mask' is BOOL of shape"),
+                          ({"train_logp": tensors["train_logp"].double()}, "'train_logp' is F64"),
+                          ({f"context.{i}": torch.zeros(1) for i in range(200)}, "203 tensors")):
+        save_file({**tensors, **change}, path, metadata=metadata)
+        refused(match)
+    save_file({k: v for k, v in tensors.items() if k != "mask"}, path, metadata=metadata)
+    refused("'mask' is missing")
+
+
+def test_a_replay_that_is_too_large_is_refused_by_its_header(tmp_path, monkeypatch):
+    with pytest.raises(DriftError) as caught:
+        monitor(tmp_path).log(0, *batch(), context={"big": torch.zeros(1000)})
+    monkeypatch.setattr(replay, "MAX_VALUES", 999)
+    with pytest.raises(InputError, match="'context.big' holds 1000 values"):
+        drift.load_replay(caught.value.replay)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu(tmp_path):
+    rollout, training, mask = batch()
+    tokens = torch.arange(rollout.numel()).reshape(rollout.shape)
+    for device in ("cpu", "cuda"):
+        monitor(tmp_path / device, "stock").log(0, *(x.to(device) for x in (rollout, training, mask)),
+                                                tokens=tokens.to(device))
+    host, card = (lines(tmp_path / device)[0] for device in ("cpu", "cuda"))
+    assert {**host, "time": 0} == {**card, "time": 0}
+    with pytest.raises(InputError, match="contract: .*rollout_logp lies on cuda"):
+        monitor(tmp_path / "other").log(0, rollout.cuda(), rollout.cuda(), mask)
+    with pytest.raises(DriftError) as caught:
+        monitor(tmp_path / "aligned", alignkit.contract_id("cuda")).log(
+            0, rollout.cuda(), training.cuda(), mask.cuda(), tokens=tokens.cuda(), weights={"a": rollout.cuda()})
+    kept = drift.load_replay(caught.value.replay)
+    assert torch.equal(kept.train_logp.view(torch.int32), training.view(torch.int32))
+    assert kept.info["weights"] == drift.weights_digest({"a": rollout})

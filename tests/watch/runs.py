@@ -1,0 +1,28 @@
+"""Directories as a monitor writes them."""
+import json
+
+import torch
+
+from alignkit.drift import Monitor
+from alignkit.drift.monitor.records import records_name
+
+CONTRACT = "alignkit-1/cpu/v128/k8/kv32"
+
+
+def write(directory, steps, rank=0, off=None, tokens=None, **options):
+    """Records of `steps`; at a step of `off` ({step: distance}), sequence 1, position 2 is that far off."""
+    options = {"contract": CONTRACT, "on_difference": lambda error: None, "sinks": [], **options}
+    with Monitor(directory, rank=rank, **options) as monitor:
+        for step in steps:
+            rollout = torch.full((2, 4), -1.5)
+            training = rollout.clone()
+            training[1, 2] += (off or {}).get(step, 0.0)
+            monitor.log(step, rollout, training, tokens=torch.full((2, 4), 4321) if tokens is None else tokens)
+
+
+def append(directory, rank=0, **changes):
+    """A record like the last one of the rank, but for `changes`."""
+    path = directory / records_name(rank)
+    record = json.loads(path.read_text().splitlines()[-1])
+    with open(path, "a") as file:
+        file.write(json.dumps({**record, **changes}) + "\n")
