@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .compare import Comparison, PointDifference
+from .comparison import Comparison, PointDifference
 from .run import Result
 
 _TOKENS = 12

@@ -17,8 +17,8 @@ from ...convert import Architecture, Checkpoint, check_weights, read_architectur
 from ...errors import InputError, UnsupportedError
 from .. import files
 from . import recording
-from .compare import STOCK, Comparison, add_values, check_comparable, choose, compare
-from .points import OPS
+from .comparison import STOCK, Comparison, add_values, check_comparable, choose, compare
+from .points import OPS, points
 from .recording import Recording
 
 ENGINES = {"stock-vllm": ("vllm", False), "aligned-vllm": ("vllm", True), "stock-megatron": ("megatron", False),
@@ -132,7 +132,8 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
     """Runs both sides, compares them and writes ``bisect.json`` and the recordings into `options.out`.
 
     First all points are recorded as digests; then, if any differs, values of the first that does and of others, within
-    the budget, in a second run that must put out the same bits again.
+    the budget, in a second run that must put out the same bits again. Where the budget holds the values of everything,
+    the first run records them, and there is no second one.
     Raises InputError or UnsupportedError before an engine is started for what cannot be compared, WorkerError if an
     engine fails or is not deterministic.
     """
@@ -154,12 +155,16 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
             _check_given(sides[i], one, read_architecture(model), weights)
     common = {"model": str(model), "weights": weights, "dtype": options.dtype, "seed": options.seed,
               "sequences": sequences}
+    rows = sum(map(len, sequences)) + options.decode * len(sequences)
+    everything = None
+    if model and 4 * rows * sum(p.width for p in points(read_architecture(model))) <= options.budget:
+        everything = {p.name: list(range(rows)) for p in points(read_architecture(model))}
     jobs = _Jobs(sides, common, options, out)
-    seconds, _ = checks.execute(jobs.first() + jobs.swapped(), out, options.timeout, progress)
+    seconds, _ = checks.execute(jobs.first(everything) + jobs.swapped(), out, options.timeout, progress)
     a, b = (given.get(i) or recording.load(jobs.directory("recordings", i)) for i in range(2))
     comparison = compare(a, b)
-    keep = choose(comparison, a, options.budget)
-    if keep:
+    keep = {} if everything else choose(comparison, a, options.budget)
+    if keep and len(given) < 2:
         more, _ = checks.execute(jobs.values(keep), out, options.timeout, progress)
         seconds |= more
         for i, side in enumerate((a, b)):
@@ -277,8 +282,8 @@ class _Jobs:
     def directory(self, kind: str, i: int) -> Path:
         return self._out / kind / "ab"[i]
 
-    def first(self) -> list[Job]:
-        return [self._job(i, "recordings", "") for i, side in enumerate(self._sides) if side.engine]
+    def first(self, keep: dict[str, list[int]] | None) -> list[Job]:
+        return [self._job(i, "recordings", "", keep=keep) for i, side in enumerate(self._sides) if side.engine]
 
     def swapped(self) -> list[Job]:
         if self._options.swap is None:
