@@ -49,10 +49,12 @@ def faults(rank, job, model, contract):
         weight[5] = kept
 
     # Another rope base, as a config read wrongly would give it.
-    kept = model.rotary_base
-    model.rotary_base = 2 * kept
+    rotary, kept = model.rotary_pos_emb, (model.rotary_base, model.rotary_pos_emb.inv_freq)
+    model.rotary_base = 2 * kept[0]
+    half = torch.arange(0, model.config.kv_channels, 2, dtype=torch.float32) / model.config.kv_channels
+    rotary.inv_freq = 1.0 / model.rotary_base**half
     record(rank, job, model, contract, "rope-base")
-    model.rotary_base = kept
+    model.rotary_base, rotary.inv_freq = kept
 
     # One rank's shard of one weight.
     if rank == 1:
