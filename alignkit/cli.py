@@ -152,8 +152,8 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     aligned-megatron:tp=2,mode=packed (padded, one; packed is aligned-megatron's).
 
     The same tokens and weights go through both. Engines run eagerly, vLLM without CUDA graphs. Writes bisect.json,
-    report.html, the recordings and the engines' logs into --out. Exit status: 0 if nothing differs, 1 if something does,
-    3 if it was refused, 4 if an engine failed or is not deterministic.
+    report.html, the recordings and the engines' logs into --out. Exit status: 0 if nothing differs, 1 if something
+    does, 3 if it was refused, 4 if an engine failed or is not deterministic.
 
     \b
     Examples:
@@ -171,8 +171,8 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     op, _, to = (swap or "").partition("=")
     if swap and to != "aligned":
         raise InputError(f"swap: {swap!r} is not OP=aligned")
-    options = runs.Options(a, b, out, model=model, arch=arch, dtype=dtype, tokens=tokens, decode=decode, swap=op or None,
-                           budget=budget << 20, seed=seed, timeout=timeout)
+    options = runs.Options(a, b, out, model=model, arch=arch, dtype=dtype, tokens=tokens, decode=decode,
+                           swap=op or None, budget=budget << 20, seed=seed, timeout=timeout)
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
         result = runs.bisect(options, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -141,8 +142,8 @@ def bisect_command(options: Options, result: Result) -> str:
     mode = row.training.rpartition("-")[2]
     training = f"aligned-megatron:tp={row.training_tp},mode={mode}"
     model = options.model or options.out / f"model-{row.dtype}"
-    return (f"alignkit bisect {rollout} {training} --model {model} --dtype {row.dtype} "
-            f"--tokens {plan.rollout_file(options.out, row)}")
+    return shlex.join(["alignkit", "bisect", rollout, training, "--model", str(model), "--dtype", row.dtype, "--tokens",
+                       str(plan.rollout_file(options.out, row))])
 
 
 def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[Compared]:

@@ -42,8 +42,8 @@ def run_job(job: dict[str, Any]) -> None:
 
 
 def launch(job: dict[str, Any], body: Callable) -> None:
-    """Builds the model of `job` in its `tp` processes and calls ``body(rank, job, model, contract)`` in each; `body` is a
-    function of a module, which the processes import. Errors of the ranks are as in `run_job`."""
+    """Builds the model of `job` in its `tp` processes and calls ``body(rank, job, model, contract)`` in each; `body` is
+    a function of a module, which the processes import. Errors of the ranks are as in `run_job`."""
     tp = job["tp"]
     # The kernels take their threads from this variable; ranks share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // tp)))

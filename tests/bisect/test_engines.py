@@ -106,8 +106,8 @@ def test_a_recording_of_another_model_or_other_tokens_is_refused_before_an_engin
 
 
 def run_faulty(path, tmp_path, **job):
-    job = {"weights": "w", "model": str(path), "dtype": "bfloat16", "tp": 1, "mode": "padded", "chunk": None, "decode": 0,
-           "seed": 0, "swap": None, "keep": None, "swaps": False,
+    job = {"weights": "w", "model": str(path), "dtype": "bfloat16", "tp": 1, "mode": "padded", "chunk": None,
+           "decode": 0, "seed": 0, "swap": None, "keep": None, "swaps": False,
            "sequences": [list(range(3, 3 + n)) for n in LENGTHS],
            "runs": [{"out": str(tmp_path / "good/recording.json")}]} | job
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -127,7 +127,8 @@ def test_planted_faults_are_found_at_the_right_point(model, tmp_path):
     found = {name: between(at / "good", at / name, tmp_path) for name in expected}
     assert {name: c.suspect.point for name, c in found.items()} == expected
     rope = found["rope-base"].suspect
-    assert (0, 0) not in found["rope-base"].tokens and rope.differing == rope.compared - len(LENGTHS)  # position 0 turns by 0
+    # Position 0 turns by nothing.
+    assert (0, 0) not in found["rope-base"].tokens and rope.differing == rope.compared - len(LENGTHS)
     assert found["stale-shard"].suspect.pieces == [1]  # the second rank's KV head
 
 

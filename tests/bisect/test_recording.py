@@ -134,7 +134,8 @@ def test_files_that_are_not_recordings_are_refused(saved):
         with pytest.raises(InputError, match="truncated"):
             recording.load(saved)
     # A header that claims more than there may be, in a file that does not hold it.
-    header = json.dumps({"digest/embedding": {"dtype": "I64", "shape": [2**40, 1], "data_offsets": [0, 2**43]}}).encode()
+    claimed = {"dtype": "I64", "shape": [2**40, 1], "data_offsets": [0, 2**43]}
+    header = json.dumps({"digest/embedding": claimed}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(InputError):
         recording.load(saved)

@@ -32,8 +32,8 @@ class Values:
 
 @dataclass
 class PointDifference:
-    """One point: in how many of the compared tokens it differs. ranks: of how many tokens one side's tensor-parallel ranks
-    do not agree among themselves. pieces: which pieces of a row (KV heads' shares) differ in any token."""
+    """One point: in how many of the compared tokens it differs. ranks: of how many tokens one side's tensor-parallel
+    ranks do not agree among themselves. pieces: which pieces of a row (KV heads' shares) differ in any token."""
 
     point: str
     op: str
@@ -47,8 +47,8 @@ class PointDifference:
 
 @dataclass
 class Comparison:
-    """points: in the order of computation. missing: points that one side did not record. first: index into `points`, None
-    if nothing differs. rows: the rows that differ at the first point; tokens: those as (sequence, position)."""
+    """points: in the order of computation. missing: points that one side did not record. first: index into `points`,
+    None if nothing differs. rows: the rows that differ at the first point; tokens: those as (sequence, position)."""
 
     points: list[PointDifference]
     missing: list[str]
@@ -83,12 +83,12 @@ def check_comparable(a: Recording, b: Recording) -> None:
                        if a.architecture.get(k) != b.architecture.get(k))
         raise InputError(f"architecture: the recordings are of different models ({', '.join(names)})")
     if a.weights != b.weights:
-        raise InputError(f"weights: the recordings are of different weights, digests {a.weights:.16} and {b.weights:.16}")
+        raise InputError(f"weights: the recordings are of different ones, digests {a.weights:.16} and {b.weights:.16}")
     if a.sequences != b.sequences:
         raise InputError("tokens: the recordings are of different sequences")
     if STOCK not in (a.contract, b.contract) and a.contract != b.contract:
-        raise InputError(f"contract: {a.contract!r} and {b.contract!r}; both sides say they are aligned, but not to each "
-                         "other")
+        raise InputError(f"contract: {a.contract!r} and {b.contract!r}; both sides say they are aligned, but not to "
+                         "each other")
 
 
 def compare(a: Recording, b: Recording) -> Comparison:
@@ -121,9 +121,9 @@ def compare(a: Recording, b: Recording) -> Comparison:
 
 
 def choose(comparison: Comparison, a: Recording, budget: int) -> dict[str, list[int]]:
-    """Which rows of which points to record the values of, in at most `budget` bytes of fp32 a side: of the first point as
-    many of the tokens that differ as half of it holds, then of others those tokens' `GROWTH_TOKENS` first, the output
-    before the layers' ends before the rest."""
+    """Which rows of which points to record the values of, in at most `budget` bytes of fp32 a side: of the first point
+    as many of the tokens that differ as half of it holds, then of others those tokens' `GROWTH_TOKENS` first, the
+    output before the layers' ends before the rest."""
     by_name = {p.name: p for p in points(Architecture(**a.architecture))}
     differing = [p for p in comparison.points if p.differing]
     if comparison.suspect is None:

@@ -115,8 +115,8 @@ def _rope(arch, device):
         def one(x):  # [b, heads, s, d]; positions are a token's index, as nothing is cached
             b, heads, s, d = x.shape
             positions = torch.arange(s, device=x.device).repeat(b)
-            return ops.rope(x.transpose(1, 2).reshape(b * s, heads, d), positions, table).view(b, s, heads, d).transpose(
-                1, 2)
+            rows = x.transpose(1, 2).reshape(b * s, heads, d)
+            return ops.rope(rows, positions, table).view(b, s, heads, d).transpose(1, 2)
         return one(q), one(k)
     return rotate
 

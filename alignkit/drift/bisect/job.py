@@ -1,9 +1,9 @@
 """What the engines' processes have in common: their job, and the recording they leave.
 
-JOB: ``engine`` ("vllm" | "megatron" | "hf"), ``patched``, ``model`` (HF directory), ``weights`` (its digest), ``dtype``,
-``tp``, ``mode`` ("padded" | "one" | "packed"; of megatron and hf), ``chunk`` (of vllm; tokens in a step, or null),
-``decode`` (of vllm: tokens sampled after each sequence, 0 for none), ``seed``, ``swap`` (an op of `points.OPS`, or null),
-``keep`` (null, or by point the rows whose values are recorded), ``sequences``, and ``runs``: one, ``{"out":
+JOB: ``engine`` ("vllm" | "megatron" | "hf"), ``patched``, ``model`` (HF directory), ``weights`` (its digest),
+``dtype``, ``tp``, ``mode`` ("padded" | "one" | "packed"; of megatron and hf), ``chunk`` (of vllm; tokens in a step, or
+null), ``decode`` (of vllm: tokens sampled after each sequence, 0 for none), ``seed``, ``swap`` (an op of `points.OPS`,
+or null), ``keep`` (null, or by point the rows whose values are recorded), ``sequences``, and ``runs``: one, ``{"out":
 recording.json}``, with ``"in"``, another recording's, where the sequences are those recorded there.
 """
 from __future__ import annotations
@@ -41,14 +41,14 @@ def recorder(job: dict) -> Recorder:
 
 def finish(job: dict, engine: str, contract: str, sequences: list[list[int]], settings: dict,
            extra: Path | None = None) -> Recording:
-    """Merges the ranks' parts, writes the recording and removes the parts. extra: a part beside the ranks', of points that
-    none of them has."""
+    """Merges the ranks' parts, writes the recording and removes the parts. extra: a part beside the ranks', of points
+    that none of them has."""
     arch = read_architecture(job["model"])
     parts = [part(job, rank) for rank in range(job["tp"])]
     settings = {"dtype": job["dtype"], "tp": job["tp"], "swap": job["swap"], **settings,
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": versions()}
-    merged = recording.merge(parts, extra, arch, job["keep"], engine=engine, contract=contract, architecture=asdict(arch),
-                             weights=job["weights"], sequences=sequences, settings=settings)
+    merged = recording.merge(parts, extra, arch, job["keep"], engine=engine, contract=contract,
+                             architecture=asdict(arch), weights=job["weights"], sequences=sequences, settings=settings)
     merged.save(Path(job["runs"][0]["out"]).parent)
     for path in [*parts, *([extra] if extra else [])]:
         path.unlink()
@@ -73,7 +73,7 @@ def micro_batches(sequences: list[list[int]], mode: str) -> list[tuple[torch.Ten
 
 
 def targets(tokens: torch.Tensor, rows: np.ndarray, ignore: int) -> tuple[torch.Tensor, np.ndarray]:
-    """(labels, rows) like `tokens` and `rows`: the next token of the same sequence, `ignore` and -1 where there is none."""
+    """(labels, rows) like `tokens` and `rows`: the next token of its sequence, `ignore` and -1 where there is none."""
     labels = torch.full_like(tokens, ignore)
     known = np.full_like(rows, -1)
     follows = (rows[:, 1:] >= 0) & (rows[:, :-1] >= 0)

@@ -39,7 +39,8 @@ def body(rank: int, job: dict, model, contract: str) -> None:
     recorder.save(jobs.part(job, rank))
     dist.barrier()
     if rank == 0:
-        jobs.finish(job, f"megatron-core {megatron.core.__version__}", contract, job["sequences"], {"mode": job["mode"]})
+        jobs.finish(job, f"megatron-core {megatron.core.__version__}", contract, job["sequences"],
+                    {"mode": job["mode"]})
 
 
 def _packed(sequences: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:

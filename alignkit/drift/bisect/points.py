@@ -13,8 +13,8 @@ OPS = ("rms_norm", "linear", "rope", "attention", "silu_mul", "head")
 @dataclass(frozen=True)
 class Point:
     """width: of a token's row, over all ranks. pieces: in how many a row is digested, so that each tensor-parallel rank
-    has whole ones, whatever their number; 1: every rank holds the whole row. op: which made it, "" where only a sum or a
-    lookup is."""
+    has whole ones, whatever their number; 1: every rank holds the whole row. op: which made it, "" where only a sum or
+    a lookup is."""
 
     name: str
     width: int

@@ -36,8 +36,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 class Recorder:
     """Takes what the points of one rank put out; `index` says which row each token of the running step is.
 
-    keep: by point, the rows whose values are kept, and nothing else is recorded then; None: digests of all, and values of
-    the logprobs. Nothing of a tensor is held but digests and the rows to keep.
+    keep: by point, the rows whose values are kept, and nothing else is recorded then; None: digests of all, and values
+    of the logprobs. Nothing of a tensor is held but digests and the rows to keep.
     """
 
     def __init__(self, arch: Architecture, rows: int, keep: Mapping[str, list[int]] | None, tp: int = 1):
@@ -114,9 +114,9 @@ def digests(rows: torch.Tensor, pieces: int) -> np.ndarray:
 class Recording:
     """What one side put out.
 
-    sequences: token ids. digests: by point, int64 [rows, pieces]; seen: which rows were recorded; ranks_differ: the rows
-    that tensor-parallel ranks, which should all hold the same, did not agree on. values: by point, of the rows in `kept`.
-    dtypes: by point, as the engine had them. contract: "stock", or of aligned engines their own word.
+    sequences: token ids. digests: by point, int64 [rows, pieces]; seen: which rows were recorded; ranks_differ: the
+    rows that tensor-parallel ranks, which should all hold the same, did not agree on. values: by point, of the rows in
+    `kept`. dtypes: by point, as the engine had them. contract: "stock", or of aligned engines their own word.
     """
 
     engine: str
@@ -183,8 +183,8 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, keep: Mappi
         merged.digests[point.name] = np.concatenate(digest, 1) if point.sharded else digest[0]
         merged.seen[point.name] = np.minimum.reduce(seen)
         if not point.sharded and len(holders) > 1:
-            merged.ranks_differ[point.name] = np.any(
-                [(d != digest[0]).any(1) | (s != seen[0]) for d, s in zip(digest[1:], seen[1:])], axis=0).astype(np.uint8)
+            others = [(d != digest[0]).any(1) | (s != seen[0]) for d, s in zip(digest[1:], seen[1:])]
+            merged.ranks_differ[point.name] = np.any(others, axis=0).astype(np.uint8)
         if f"value/{point.name}" in holders[0].keys():
             values = [f.get_tensor(f"value/{point.name}") for f in holders]
             merged.values[point.name] = torch.cat(values, 1) if point.sharded else values[0]
@@ -194,8 +194,8 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, keep: Mappi
 
 
 def load(path: str | os.PathLike) -> Recording:
-    """Reads what `Recording.save` wrote. Raises InputError naming the file and what is wrong with it; what a file says of
-    its sizes is checked before anything of that size is read."""
+    """Reads what `Recording.save` wrote. Raises InputError naming the file and what is wrong with it; what a file says
+    of its sizes is checked before anything of that size is read."""
     path = Path(path)
     about = _load_json(path / JSON)
     known = {p.name: p for p in points(_architecture(path / JSON, about["architecture"]))}
@@ -284,8 +284,8 @@ def _shape(file: Path, f: safe_open, key: str, known: dict[str, Point], rows: in
         "value": dtype in DTYPES and len(shape) == 2 and shape[0] <= rows and shape[1] == point.width,
     }.get(kind, False)
     if not fits:
-        raise InputError(f"{file}: {key!r:.80} is {dtype} of shape {shape}, which no recording of {rows} tokens of this "
-                         "architecture holds")
+        raise InputError(f"{file}: {key!r:.80} is {dtype} of shape {shape}, which no recording of {rows} tokens of "
+                         "this architecture holds")
     return shape
 
 

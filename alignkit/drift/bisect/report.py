@@ -46,8 +46,8 @@ def swapped_line(result: Result) -> str | None:
         return text + ("nothing differs." if result.swapped.suspect is None else "something does.")
     now = next(p for p in result.swapped.points if p.point == suspect.point)
     if not result.confirmed:
-        return text + (f"{suspect.point} still differs, in {now.differing} tokens, before {suspect.differing}: {result.swap} "
-                       "is not the cause, or not alone.")
+        return text + (f"{suspect.point} still differs, in {now.differing} tokens, before {suspect.differing}: "
+                       f"{result.swap} is not the cause, or not alone.")
     text += f"{suspect.point} no longer differs: confirmed"
     new = result.swapped.suspect
     return text + ("; nothing else differs." if new is None else f"; the first that differs is {new.point}.")

@@ -10,7 +10,7 @@ import torch
 from ...check import plan
 from ...check import run as checks
 from ...check.machine import gpus, installed, machine
-from ...check.model import make_checkpoint
+from ...check.model import MAX_POSITION, make_checkpoint
 from ...check.plan import Job
 from ...check.run import Progress, WorkerError
 from ...convert import Architecture, Checkpoint, check_weights, read_architecture
@@ -27,6 +27,8 @@ _MODULES = {"vllm": ("vLLM", "vllm"), "megatron": ("Megatron-core", "megatron.co
                                                                                              "transformers")}
 MODES = ("padded", "one", "packed")
 LENGTHS = (5, 17, 64, 100)
+VOCAB = 2000
+"""Of the model that is made."""
 BUDGET = 2**28
 FILES = ("bisect.json", "report.html")
 FOLDERS = ("recordings", "values", "swapped", "logs", "jobs")
@@ -122,7 +124,9 @@ class Result:
     def to_json(self) -> dict:
         sides = {name: {"side": text, "engine": r.engine, "contract": r.contract, "settings": r.settings}
                  for name, text, r in (("a", self.names[0], self.a), ("b", self.names[1], self.b))}
-        swapped = None if self.swapped is None else {"op": self.swap, "confirmed": self.confirmed} | self.swapped.to_json()
+        swapped = None
+        if self.swapped is not None:
+            swapped = {"op": self.swap, "confirmed": self.confirmed} | self.swapped.to_json()
         return {**sides, "weights": self.a.weights, "architecture": self.a.architecture,
                 "sequences": [len(s) for s in self.a.sequences], **self.comparison.to_json(), "swap": swapped,
                 "run": self.info}
@@ -149,7 +153,10 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
     weights, model = next(iter(given.values())).weights if given else "", options.model
     if len(given) < 2:
         model = (options.model or make_checkpoint(out / "model", options.arch, getattr(torch, options.dtype),
-                                                  seed=options.seed)).resolve()
+                                                  seed=options.seed, vocab=VOCAB)).resolve()
+        for side in sides:
+            if side.engine:
+                read_architecture(model).check_tp(side.tp)
         weights = recording.weights_digest(model)
         for i, one in given.items():
             _check_given(sides[i], one, read_architecture(model), weights)
@@ -208,7 +215,8 @@ def _check(options: Options, sides: list[Side]) -> None:
         if any(side.directory for side in sides):
             raise InputError("decode: the tokens of a recording are given; a vLLM side cannot be made to sample them")
         if options.swap and decoding.stock:
-            raise UnsupportedError(f"swap: with decode, {decoding.name} could sample other tokens once an op is exchanged")
+            raise UnsupportedError(f"swap: with decode, {decoding.name} could sample other tokens once an op is "
+                                   "exchanged")
     if options.budget < 2**16:
         raise InputError(f"budget: {options.budget} bytes are less than {2**16}")
     if not 0 <= options.seed < 2**32:
@@ -241,17 +249,18 @@ def _sequences(options: Options, given: dict[int, Recording], arch: Architecture
     elif given:
         sequences = next(iter(given.values())).sequences
     else:
-        sequences = plan.draw_prompts(arch.vocab if arch else 2000, options.seed, LENGTHS)
+        sequences = plan.draw_prompts(arch.vocab if arch else VOCAB, options.seed, LENGTHS)
     if not sequences or not all(sequences):
         raise InputError("tokens: none, or an empty sequence")
     if len(set(map(tuple, sequences))) < len(sequences):
         raise InputError("tokens: two sequences are the same; rows could not be told apart")
-    if arch:
-        if max(map(max, sequences)) >= arch.vocab:
-            raise InputError(f"tokens: an id is beyond the model's vocabulary of {arch.vocab}")
+    if len(given) < 2:
+        vocab, positions = (arch.vocab, arch.max_position) if arch else (VOCAB, MAX_POSITION)
+        if max(map(max, sequences)) >= vocab:
+            raise InputError(f"tokens: an id is beyond the model's vocabulary of {vocab}")
         longest = max(map(len, sequences)) + options.decode + 1
-        if longest > arch.max_position:
-            raise InputError(f"tokens: {longest} positions, the model has {arch.max_position}")
+        if longest > positions:
+            raise InputError(f"tokens: {longest} positions, the model has {positions}")
     return sequences
 
 

@@ -1,7 +1,7 @@
 """Records a vLLM engine: ``python -m alignkit.drift.bisect.vllm_side JOB.json`` (see `job`).
 
-All sequences are sent as prompts at once, with ``decode`` tokens to be sampled after each. The engine runs eagerly: hooks
-see nothing in a CUDA graph.
+All sequences are sent as prompts at once, with ``decode`` tokens to be sampled after each. The engine runs eagerly:
+hooks see nothing in a CUDA graph.
 """
 from __future__ import annotations
 
