@@ -143,7 +143,7 @@ def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, 
         c = between(tmp_path / "reference/good", at / name, tmp_path)
         firsts.append(len(c.points) if c.first is None else c.first)
     assert firsts == sorted(firsts), firsts
-    assert firsts[0] == 1 and c.points[1].op == "rms_norm"
+    assert 0 < firsts[0] < firsts[-1]
     assert firsts[-1] >= len(c.points) - 1, c.suspect
 
 

@@ -89,9 +89,11 @@ def swap(model, op: str, arch) -> None:
     if op == "rms_norm":
         norm.forward = lambda self, x: ops.rms_norm(x, self.weight, self.variance_epsilon)
     elif op == "linear":
-        for module in model.model.modules():
+        for name, module in model.model.named_modules():
             if type(module) is torch.nn.Linear:
-                module.forward = lambda x, m=module: ops.linear(x, m.weight, m.bias)
+                # Those that tensor parallelism cuts along their sum have another order of it, also on one rank.
+                product = ops.row_parallel_linear if name.endswith(("o_proj", "down_proj")) else ops.linear
+                module.forward = lambda x, m=module, product=product: product(x, m.weight, m.bias)
     elif op == "head":
         head = model.lm_head
         head.forward = lambda x: ops.head_logits(x, head.weight, head.bias)
