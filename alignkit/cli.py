@@ -1,4 +1,4 @@
-"""The command `alignkit`: check, compare, doctor, serve, watch."""
+"""The command `alignkit`: check, compare, bisect, doctor, serve, watch."""
 from __future__ import annotations
 
 import json
@@ -85,6 +85,8 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
                  + (", report.html" if report else ""), soft_wrap=True)
     for failure in result.failures:
         click.echo(f"not equal: {failure}", err=True)
+    if result.failures:
+        click.echo(f"where it begins: {runs.bisect_command(options, result)}", err=True)
     return EXIT_DIFFERENT if result.failures else 0
 
 
@@ -118,6 +120,73 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
         for token in report.worst:
             console.print(f"worst: {token}", soft_wrap=True)
     return 0 if report.all_equal else EXIT_DIFFERENT
+
+
+@cli.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--model", type=click.Path(path_type=Path),
+              help="HF checkpoint directory of a dense Qwen2, Qwen3 or Llama model.  "
+                   "[default: a small random-weight one is made]")
+@click.option("--arch", type=click.Choice(("qwen3", "qwen2", "llama")), default="qwen3", show_default=True,
+              help="Family of the model that is made.")
+@click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True)
+@click.option("--tokens", type=click.Path(path_type=Path),
+              help="A logprob file whose sequences are run.  [default: random ones, or a recording's]")
+@click.option("--decode", default=0, show_default=True,
+              help="Tokens that the first vLLM side samples after each sequence, so that it is recorded decoding.")
+@click.option("--swap", metavar="OP=aligned",
+              help="Also run the stock sides with one op exchanged for alignkit's: rms_norm, linear, rope, attention, "
+                   "silu_mul or head.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bisect-results"), show_default=True,
+              help="Directory for the results.")
+@click.option("--budget", default=256, show_default=True, help="MiB of tensors recorded of each side.")
+@click.option("--seed", default=0, show_default=True, help="Of weights, tokens and sampling.")
+@click.option("--timeout", default=1800.0, show_default=True, help="Seconds one engine may take.")
+@click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
+def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, timeout, report) -> int:
+    """Find the first point of the model at which two engines differ.
+
+    A and B are each one of stock-vllm, aligned-vllm, stock-megatron, aligned-megatron and hf, or the directory of a
+    recording (such as OUT/recordings/a of an earlier run). Settings follow a colon: stock-vllm:tp=2,chunk=16 or
+    aligned-megatron:tp=2,mode=packed (padded, one; packed is aligned-megatron's).
+
+    The same tokens and weights go through both. Engines run eagerly, vLLM without CUDA graphs. Writes bisect.json,
+    report.html, the recordings and the engines' logs into --out. Exit status: 0 if nothing differs, 1 if something
+    does, 3 if it was refused, 4 if an engine failed or is not deterministic.
+
+    \b
+    Examples:
+      alignkit bisect stock-vllm stock-megatron
+      alignkit bisect stock-vllm stock-megatron --swap linear=aligned
+      alignkit bisect aligned-vllm:tp=2 aligned-megatron --model DIR --decode 8
+    """
+    from .check import report as reports
+    from .check.terminal import Terminal, console, interrupted_by_sigterm
+    from .drift.bisect import report as views
+    from .drift.bisect import run as runs
+
+    if report:
+        reports.require_report_libraries()
+    op, _, to = (swap or "").partition("=")
+    if swap and to != "aligned":
+        raise InputError(f"swap: {swap!r} is not OP=aligned")
+    options = runs.Options(a, b, out, model=model, arch=arch, dtype=dtype, tokens=tokens, decode=decode,
+                           swap=op or None, budget=budget << 20, seed=seed, timeout=timeout)
+    screen = console()
+    with interrupted_by_sigterm(), Terminal(screen) as progress:
+        result = runs.bisect(options, progress)
+    if report:
+        views.write_html(result, out / "report.html")
+    if result.comparison.suspect:
+        screen.print(views.table(result))
+    screen.print(views.headline(result), style="bold", soft_wrap=True)
+    for line in [views.swapped_line(result), *views.notes(result)]:
+        if line:
+            screen.print(line, soft_wrap=True)
+    screen.print(f"{result.info['seconds']['all']} s; results in {out}: bisect.json, recordings"
+                 + (", report.html" if report else ""), soft_wrap=True)
+    return EXIT_DIFFERENT if result.comparison.suspect else 0
 
 
 @cli.command()

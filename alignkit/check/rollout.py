@@ -50,6 +50,19 @@ def run(job: dict) -> None:
     """
     job = {"eager": True, "runner": "v1"} | job
     _check(job)
+    prepare(job)
+    llm = engine(job)
+    for spec in job["runs"]:
+        llm.reset_prefix_cache()
+        mode = spec["mode"]
+        logprobs = _evaluate(llm, job) if mode == "prompt_logprobs" else _sample(llm, job, mode)
+        logprobs.meta["mode"] = mode
+        save(spec["out"], logprobs)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def prepare(job: dict) -> None:
+    """The process's environment and the patch, before vLLM is imported."""
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[job["runner"]]
@@ -60,14 +73,6 @@ def run(job: dict) -> None:
     os.environ.pop(ENV, None)  # a stock row stays stock whatever the user's environment asks for
     if job["patched"]:
         patch_vllm()
-    llm = _engine(job)
-    for spec in job["runs"]:
-        llm.reset_prefix_cache()
-        mode = spec["mode"]
-        logprobs = _evaluate(llm, job) if mode == "prompt_logprobs" else _sample(llm, job, mode)
-        logprobs.meta["mode"] = mode
-        save(spec["out"], logprobs)
-    llm.llm_engine.engine_core.shutdown()
 
 
 def _check(job: dict) -> None:
@@ -82,12 +87,12 @@ def _check(job: dict) -> None:
         raise InputError("prompts: none, or an empty one")
 
 
-def _engine(job: dict):
+def engine(job: dict, **overrides):
+    """The job's engine; `overrides` are arguments of ``vllm.LLM``."""
     from vllm import LLM
 
     longest = max(len(p) for p in job["prompts"]) + job["max_tokens"] + 1
-    return LLM(
-        job["model"],
+    return LLM(job["model"], **dict(
         dtype=job["dtype"],
         tensor_parallel_size=job["tp"],
         seed=job["seed"],
@@ -100,7 +105,7 @@ def _engine(job: dict):
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=cache_bytes(job["model"], job["dtype"], len(job["prompts"]), longest),
         gpu_memory_utilization=GPU_SHARE,
-    )
+    ) | overrides)
 
 
 def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -134,6 +135,17 @@ def run(options: Options, progress: Progress) -> Result:
     return Result(compared, info)
 
 
+def bisect_command(options: Options, result: Result) -> str:
+    """The command that finds where the first patched row that is not equal begins to differ."""
+    row = next(c.row for c in result.compared if c.row.patched and not c.report.all_equal)
+    rollout = "aligned-vllm" + (f":tp={row.rollout_tp}" if row.rollout_tp > 1 else "")
+    mode = row.training.rpartition("-")[2]
+    training = f"aligned-megatron:tp={row.training_tp},mode={mode}"
+    model = options.model or options.out / f"model-{row.dtype}"
+    return shlex.join(["alignkit", "bisect", rollout, training, "--model", str(model), "--dtype", row.dtype, "--tokens",
+                       str(plan.rollout_file(options.out, row))])
+
+
 def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[Compared]:
     """Compares the files that the engines of `rows` wrote below `out`.
 
@@ -172,17 +184,22 @@ def _check_options(options: Options) -> Architecture | None:
         raise InputError(f"seed: {options.seed} is not in [0, 2^32)")
     if not options.timeout > 0:
         raise InputError(f"timeout: {options.timeout} is not positive")
-    if options.out.exists():
-        if not options.out.is_dir():
-            raise InputError(f"out: {options.out} is not a directory")
-        if any(options.out.iterdir()) and not (options.out / _MARK).exists():
-            raise InputError(f"out: {options.out} holds something else than an earlier check")
+    check_out(options.out)
     if options.model is not None:
         return _check_model(options.model, options)
     _check_sizes(options, MAX_POSITION)
     if KV_HEADS % options.tp:
         raise InputError(f"tp: {options.tp} ranks do not divide the model's {KV_HEADS} KV heads")
     return None
+
+
+def check_out(out: Path) -> None:
+    """InputError unless a run may write to this directory, and delete what an earlier one has left there."""
+    if out.exists():
+        if not out.is_dir():
+            raise InputError(f"out: {out} is not a directory")
+        if any(out.iterdir()) and not (out / _MARK).exists():
+            raise InputError(f"out: {out} holds something else than an earlier check")
 
 
 def _check_model(path: Path, options: Options) -> Architecture:
@@ -201,13 +218,14 @@ def _check_sizes(options: Options, positions: int) -> None:
                          "positions")
 
 
-def prepare(out: Path) -> None:
+def prepare(out: Path, files: tuple[str, ...] = ("check.json", "run.json", "report.html"),
+            folders: tuple[str, ...] = ("logprobs", "logs", "jobs")) -> None:
     """An empty place to write to: nothing of an earlier run can be taken for a result of this one."""
     out.mkdir(parents=True, exist_ok=True)
     (out / _MARK).touch()
-    for name in ("check.json", "run.json", "report.html"):
+    for name in files:
         (out / name).unlink(missing_ok=True)
-    for name in ("logprobs", "logs", "jobs"):
+    for name in folders:
         shutil.rmtree(out / name, ignore_errors=True)
         (out / name).mkdir()
 

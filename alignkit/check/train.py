@@ -38,27 +38,33 @@ def run_job(job: dict[str, Any]) -> None:
     RuntimeError with the traceback of the first rank that failed, after the others have been ended.
     """
     _check(job)
+    launch(job, _recompute_runs)
+
+
+def launch(job: dict[str, Any], body: Callable) -> None:
+    """Builds the model of `job` in its `tp` processes and calls ``body(rank, job, model, contract)`` in each; `body` is
+    a function of a module, which the processes import. Errors of the ranks are as in `run_job`."""
     tp = job["tp"]
     # The kernels take their threads from this variable; ranks share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // tp)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if tp == 1:
-        return _rank(0, job, dist.HashStore())
+        return _rank(0, job, body, dist.HashStore())
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        torch.multiprocessing.spawn(_guarded, (job, store.port), nprocs=tp)
+        torch.multiprocessing.spawn(_guarded, (job, body, store.port), nprocs=tp)
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None
         raise  # killed: there is no traceback
 
 
-def _guarded(rank: int, job: dict[str, Any], port: int) -> None:
+def _guarded(rank: int, job: dict[str, Any], body: Callable, port: int) -> None:
     """`_rank`, leaving the traceback of the first rank that fails with the parent: the others then fail too,
     for want of their peer, and say less."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
-        _rank(rank, job, store)
+        _rank(rank, job, body, store)
     except BaseException:
         store.compare_set(_FAILURE, "", f"rank {rank} of {job['tp']}:\n{traceback.format_exc()}")
         raise
@@ -90,8 +96,8 @@ def _check(job: dict[str, Any]) -> None:
             raise UnsupportedError("mode: stock Megatron's local attention takes no packed sequences")
 
 
-def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
-    """One tensor-parallel rank; rank 0 writes the results."""
+def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> None:
+    """One tensor-parallel rank."""
     tp = job["tp"]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gpu = torch.cuda.is_available()
@@ -99,7 +105,6 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=tp)
 
-    import megatron.core
     from megatron.core import parallel_state, tensor_parallel
 
     from alignkit.megatron import cpu, patch_megatron
@@ -115,18 +120,25 @@ def _rank(rank: int, job: dict[str, Any], store: dist.Store) -> None:
         model = gpt_model(job["model"], DTYPES[job["dtype"]],
                           sequence_parallel=job.get("sequence_parallel", False))
         computed_with = contract_id(next(model.parameters()).device) if job["patched"] else "stock"
-        for run in job["runs"]:
-            given = load(run["in"])
-            logprobs = recompute(model, given, run["mode"], temperature=job.get("temperature", 1.0),
-                                 patched=job["patched"], micro_batch=job.get("micro_batch"))
-            if rank == 0:
-                meta = {"engine": f"megatron-core {megatron.core.__version__}", "mode": run["mode"],
-                        **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")}}
-                save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, computed_with, meta))
-                print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
+        body(rank, job, model, computed_with)
     dist.barrier()  # no rank leaves before the others are done
     if tp == 1:
         dist.destroy_process_group()
+
+
+def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> None:
+    """The job's runs; rank 0 writes the results."""
+    import megatron.core
+
+    for run in job["runs"]:
+        given = load(run["in"])
+        logprobs = recompute(model, given, run["mode"], temperature=job.get("temperature", 1.0),
+                             patched=job["patched"], micro_batch=job.get("micro_batch"))
+        if rank == 0:
+            meta = {"engine": f"megatron-core {megatron.core.__version__}", "mode": run["mode"],
+                    **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")}}
+            save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, contract, meta))
+            print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
 
 
 def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0, patched: bool = True,

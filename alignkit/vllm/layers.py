@@ -6,7 +6,7 @@ numbers. What runs in the trunk's `forward` methods is compiled whole: they call
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -197,9 +197,11 @@ ALIGNED = {
 
 
 @contextmanager
-def aligned_layers() -> Iterator[None]:
+def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = True) -> Iterator[None]:
     """Inside, vLLM builds models out of the classes above; outside, and in every model built there, nothing
-    changes. Raises UnsupportedError if a layer is already replaced by someone else."""
+    changes. Raises UnsupportedError if a layer is already replaced by someone else.
+
+    names, attention: which of vLLM's classes, and whether its attention; `alignkit bisect` exchanges one at a time."""
     registry = custom_op.op_registry_oot
     entry = AttentionBackendEnum[seams.installed().attention]
     taken = sorted(ALIGNED.keys() & registry.keys())
@@ -208,8 +210,9 @@ def aligned_layers() -> Iterator[None]:
     # vLLM shares rotary embeddings between models and remembers backends: neither may cross the border.
     ropes = dict(rotary_embedding._ROPE_DICT)
     backend = AlignedAttentionBackend
-    registry.update(ALIGNED)
-    register_backend(entry, f"{backend.__module__}.{backend.__qualname__}")
+    registry.update({name: ALIGNED[name] for name in names})
+    if attention:
+        register_backend(entry, f"{backend.__module__}.{backend.__qualname__}")
     rotary_embedding._ROPE_DICT.clear()
     selector._cached_get_attn_backend.cache_clear()
     try:
@@ -217,7 +220,8 @@ def aligned_layers() -> Iterator[None]:
     finally:
         for name in ALIGNED:
             registry.pop(name, None)
-        entry.clear_override()
+        if attention:
+            entry.clear_override()
         rotary_embedding._ROPE_DICT.clear()
         rotary_embedding._ROPE_DICT.update(ropes)
         selector._cached_get_attn_backend.cache_clear()

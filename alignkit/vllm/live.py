@@ -239,8 +239,8 @@ def _comes_from(method: Any, packages: tuple[str, ...]) -> bool:
 
 
 def _is_vllms(hook: Callable) -> bool:
-    """Such as its NVTX ranges, which change nothing."""
-    return _comes_from(hook, ("vllm",))
+    """Or alignkit's: vLLM's NVTX ranges and `alignkit bisect`'s recorder, which change nothing."""
+    return _comes_from(hook, ("vllm", "alignkit"))
 
 
 def _name(hook: Callable) -> str:

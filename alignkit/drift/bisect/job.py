@@ -1,0 +1,82 @@
+"""What the engines' processes have in common: their job, and the recording they leave.
+
+JOB: ``engine`` ("vllm" | "megatron" | "hf"), ``patched``, ``model`` (HF directory), ``weights`` (its digest),
+``dtype``, ``tp``, ``mode`` ("padded" | "one" | "packed"; of megatron and hf), ``chunk`` (of vllm; tokens in a step, or
+null), ``decode`` (of vllm: tokens sampled after each sequence, 0 for none), ``seed``, ``swap`` (an op of `points.OPS`,
+or null), ``keep`` (null, or by point the rows whose values are recorded), ``sequences``, and ``runs``: one, ``{"out":
+recording.json}``, with ``"in"``, another recording's, where the sequences are those recorded there.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...check.machine import versions
+from ...convert import read_architecture
+from . import recording
+from .recording import Recorder, Recording
+
+
+def read(path: str) -> dict:
+    job = json.loads(Path(path).read_text())
+    run = job["runs"][0]
+    if "in" in run:
+        job["sequences"] = json.loads(Path(run["in"]).read_text())["sequences"]
+    Path(run["out"]).parent.mkdir(parents=True, exist_ok=True)
+    return job
+
+
+def part(job: dict, rank: int) -> Path:
+    return Path(job["runs"][0]["out"]).parent / f"rank{rank}.safetensors"
+
+
+def recorder(job: dict) -> Recorder:
+    rows = sum(map(len, job["sequences"])) + job["decode"] * len(job["sequences"])
+    return Recorder(read_architecture(job["model"]), rows, job["keep"], job["tp"])
+
+
+def finish(job: dict, engine: str, contract: str, sequences: list[list[int]], settings: dict,
+           extra: Path | None = None) -> Recording:
+    """Merges the ranks' parts, writes the recording and removes the parts. extra: a part beside the ranks', of points
+    that none of them has."""
+    arch = read_architecture(job["model"])
+    parts = [part(job, rank) for rank in range(job["tp"])]
+    settings = {"dtype": job["dtype"], "tp": job["tp"], "swap": job["swap"], **settings,
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": versions()}
+    merged = recording.merge(parts, extra, arch, job["keep"], engine=engine, contract=contract,
+                             architecture=asdict(arch), weights=job["weights"], sequences=sequences, settings=settings)
+    merged.save(Path(job["runs"][0]["out"]).parent)
+    for path in [*parts, *([extra] if extra else [])]:
+        path.unlink()
+    return merged
+
+
+def micro_batches(sequences: list[list[int]], mode: str) -> list[tuple[torch.Tensor, np.ndarray]]:
+    """(token ids [b, s], rows [b, s] with -1 for padding) of each micro-batch; packed ones are for Megatron alone."""
+    starts = np.cumsum([0] + [len(s) for s in sequences])
+    groups = [[i] for i in range(len(sequences))] if mode == "one" else [list(range(len(sequences)))]
+    batches = []
+    for group in groups:
+        longest = max(len(sequences[i]) for i in group)
+        tokens = torch.zeros(len(group), longest, dtype=torch.int64)
+        rows = np.full((len(group), longest), -1, dtype=np.int64)
+        for j, i in enumerate(group):
+            n = len(sequences[i])
+            tokens[j, :n] = torch.tensor(sequences[i])
+            rows[j, :n] = starts[i] + np.arange(n)
+        batches.append((tokens, rows))
+    return batches
+
+
+def targets(tokens: torch.Tensor, rows: np.ndarray, ignore: int) -> tuple[torch.Tensor, np.ndarray]:
+    """(labels, rows) like `tokens` and `rows`: the next token of its sequence, `ignore` and -1 where there is none."""
+    labels = torch.full_like(tokens, ignore)
+    known = np.full_like(rows, -1)
+    follows = (rows[:, 1:] >= 0) & (rows[:, :-1] >= 0)
+    labels[:, :-1] = torch.where(torch.from_numpy(follows), tokens[:, 1:], ignore)
+    known[:, :-1] = np.where(follows, rows[:, :-1], -1)
+    return labels, known

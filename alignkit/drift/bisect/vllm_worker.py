@@ -1,0 +1,173 @@
+"""What a vLLM worker records: `Recording` is mixed into the worker's class (vLLM's ``worker_extension_cls``).
+
+The hooks change nothing and are functions of alignkit's, so that an aligned worker, which looks at its hooks, lets them
+be. vLLM must run eagerly: hooks do not run in a CUDA graph.
+"""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from alignkit.convert import read_architecture
+from alignkit.errors import UnsupportedError
+from alignkit.vllm.seams import installed, resolve
+
+from . import job as jobs
+
+SWAP = "alignkit_swap"
+"""In vLLM's ``additional_config``: which op `SwappedWorker` exchanges."""
+LAYERS = {
+    "rms_norm": ("RMSNorm",),
+    "linear": ("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear",
+               "RowParallelLinear"),
+    "rope": ("RotaryEmbedding",),
+    "attention": (),
+    "silu_mul": ("SiluAndMul",),
+    "head": ("LogitsProcessor", "ParallelLMHead", "VocabParallelEmbedding"),
+}
+"""vLLM's classes by op."""
+
+
+class Recording:
+    """Methods for ``collective_rpc``."""
+
+    def alignkit_record(self, job_file: str) -> None:
+        self._alignkit_job = jobs.read(job_file)
+        self._alignkit_hooks = _Hooks(self.model_runner, self._alignkit_job)
+
+    def alignkit_save(self) -> None:
+        from vllm.distributed import get_tp_group
+
+        self._alignkit_hooks.recorder.save(jobs.part(self._alignkit_job, get_tp_group().rank_in_group))
+
+
+class _Hooks:
+    def __init__(self, runner, job: dict):
+        self._runner = runner
+        self.recorder = jobs.recorder(job)
+        arch = read_architecture(job["model"])
+        sequences = job["sequences"]
+        starts = np.cumsum([0] + [len(s) + job["decode"] for s in sequences])
+        self._first_row = {tuple(s): int(starts[i]) for i, s in enumerate(sequences)}
+        self._hidden: torch.Tensor | None = None
+        self._sampled = np.zeros(0, dtype=np.int64)
+        model = runner.get_model()
+        model.register_forward_pre_hook(self._step, with_kwargs=True)
+        model.register_forward_hook(self._after_step)
+        _after(model.model.embed_tokens, self.recorder, "embedding")
+        layers = list(model.model.layers)
+        for i, layer in enumerate(layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            # A norm adds the residual first and gives both.
+            _norm(layer.input_layernorm, self.recorder, f"layers.{i}.input_norm", f"layers.{i - 1}.residual")
+            attention.qkv_proj.register_forward_hook(_split(
+                self.recorder, [f"layers.{i}.{x}" for x in "qkv"],
+                [attention.q_size, attention.kv_size, attention.kv_size]))
+            if arch.qk_norm:
+                _after(attention.q_norm, self.recorder, f"layers.{i}.q_norm")
+                _after(attention.k_norm, self.recorder, f"layers.{i}.k_norm")
+            attention.attn.register_forward_pre_hook(_rotated(self.recorder, i))
+            _before(attention.o_proj, self.recorder, f"layers.{i}.attention")
+            _after(attention.o_proj, self.recorder, f"layers.{i}.attention_proj")
+            _norm(layer.post_attention_layernorm, self.recorder, f"layers.{i}.post_norm",
+                  f"layers.{i}.attention_residual")
+            width = arch.intermediate // job["tp"]
+            mlp.gate_up_proj.register_forward_hook(
+                _split(self.recorder, [f"layers.{i}.gate", f"layers.{i}.up"], [width, width]))
+            _before(mlp.down_proj, self.recorder, f"layers.{i}.activation")
+            _after(mlp.down_proj, self.recorder, f"layers.{i}.down")
+        _norm(model.model.norm, self.recorder, "final_norm", f"layers.{len(layers) - 1}.residual")
+        model.logits_processor.register_forward_hook(self._logits)
+
+    def _step(self, _, args, kwargs) -> None:
+        """Which row each token of this step is."""
+        runner, batch = self._runner, self._runner.input_batch
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        if positions.dim() != 1:
+            raise UnsupportedError("positions: of several dimensions (M-RoPE)")
+        starts = np.asarray(runner.query_start_loc.np[:batch.num_reqs + 1])
+        index = np.full(positions.shape[0], -1, dtype=np.int64)  # behind the last request there may be padding
+        positions = positions.cpu().numpy()
+        for i, request in enumerate(batch.req_ids[:batch.num_reqs]):
+            first = self._first_row.get(tuple(runner.requests[request].prompt_token_ids))
+            if first is not None:
+                mine = slice(starts[i], starts[i + 1])
+                index[mine] = first + positions[mine]
+        self.recorder.index = index
+        self._sampled = index[starts[1:] - 1]
+
+    def _after_step(self, _, inputs, output) -> None:
+        self._hidden = output
+
+    def _logits(self, _, inputs, output) -> None:
+        """The runner asks for logits of the rows it samples from, by index, and of prompts' rows, as slices."""
+        if output is None:  # gathered on another rank
+            return
+        asked, hidden = inputs[1], self._hidden
+        offset, rest = divmod(asked.data_ptr() - hidden.data_ptr(), hidden.stride(0) * hidden.element_size())
+        if rest == 0 and 0 <= offset <= len(hidden) - len(asked):
+            index = self.recorder.index[offset:offset + len(asked)]
+        elif len(asked) == len(self._sampled):
+            index = self._sampled
+        else:
+            raise UnsupportedError(f"logits of {len(asked)} rows, of which nothing says which they are")
+        self.recorder.put("logits", output, index)
+
+
+def _after(module, recorder, name: str) -> None:
+    def hook(_, inputs, output) -> None:
+        recorder.put(name, output[0] if isinstance(output, tuple) else output)
+    module.register_forward_hook(hook)
+
+
+def _before(module, recorder, name: str) -> None:
+    def hook(_, inputs) -> None:
+        recorder.put(name, inputs[0])
+    module.register_forward_pre_hook(hook)
+
+
+def _norm(module, recorder, name: str, residual: str) -> None:
+    def hook(_, inputs, output) -> None:
+        if isinstance(output, tuple):
+            recorder.put(residual, output[1])
+            output = output[0]
+        recorder.put(name, output)
+    module.register_forward_hook(hook)
+
+
+def _split(recorder, names: list[str], sizes: list[int]):
+    def hook(_, inputs, output) -> None:
+        for name, value in zip(names, output[0].split(sizes, -1)):
+            recorder.put(name, value)
+    return hook
+
+
+def _rotated(recorder, i: int):
+    def hook(_, inputs) -> None:
+        recorder.put(f"layers.{i}.q_rope", inputs[0])
+        recorder.put(f"layers.{i}.k_rope", inputs[1])
+    return hook
+
+
+class SwappedWorker(resolve(installed().worker)):
+    """A stock worker with one op exchanged for alignkit's."""
+
+    def load_model(self, **kwargs) -> None:
+        from alignkit.ops import library
+        from alignkit.vllm.layers import aligned_layers
+        from alignkit.vllm.parallel import GROUP, EngineTP
+
+        op = self.vllm_config.additional_config[SWAP]
+        library.name_group(GROUP, EngineTP())
+        with aligned_layers(LAYERS[op], attention=op == "attention"):
+            super().load_model(**kwargs)
+
+
+def write_job(job: dict, path: Path) -> str:
+    """For the workers: with the sequences in it."""
+    job = job | {"runs": [{"out": job["runs"][0]["out"]}]}
+    path.write_text(json.dumps(job))
+    return str(path)

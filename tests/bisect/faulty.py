@@ -1,0 +1,99 @@
+"""Recordings of Megatron-core with a fault planted: ``python -m tests.bisect.faulty JOB.json`` writes, beside the job's
+own recording, one of each fault; with ``"swaps"`` in the job instead one of a stock model after each exchange."""
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from alignkit.check import train
+from alignkit.drift.bisect import hf_side, megatron_side
+from alignkit.drift.bisect import job as jobs
+from alignkit.drift.bisect.points import OPS
+
+
+def main(path):
+    job = jobs.read(path)
+    if job["engine"] == "hf":
+        swaps_of_hf(path, job)
+    else:
+        train.launch(job, swaps if job["swaps"] else faults)
+
+
+def named(job, name):
+    """The job, with its recording in another directory."""
+    out = Path(job["runs"][0]["out"])
+    job = job | {"runs": [{"out": str(out.parent.parent / name / out.name)}]}
+    Path(job["runs"][0]["out"]).parent.mkdir(exist_ok=True)
+    return job
+
+
+def record(rank, job, model, contract, name):
+    for module in model.modules():  # those of the recording before
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    megatron_side.body(rank, named(job, name), model, contract)
+
+
+def faults(rank, job, model, contract):
+    megatron_side.body(rank, job, model, contract)
+    layer = model.decoder.layers[1]
+
+    # A stale shard: of one norm, one weight.
+    weight = layer.pre_mlp_layernorm.weight
+    kept = weight[5].item()
+    with torch.no_grad():
+        weight[5] += 0.25
+    record(rank, job, model, contract, "norm-weight")
+    with torch.no_grad():
+        weight[5] = kept
+
+    # Another rope base, as a config read wrongly would give it.
+    rotary, kept = model.rotary_pos_emb, (model.rotary_base, model.rotary_pos_emb.inv_freq)
+    model.rotary_base = 2 * kept[0]
+    half = torch.arange(0, model.config.kv_channels, 2, dtype=torch.float32) / model.config.kv_channels
+    rotary.inv_freq = 1.0 / model.rotary_base**half
+    record(rank, job, model, contract, "rope-base")
+    model.rotary_base, rotary.inv_freq = kept
+
+    # One rank's shard of one weight.
+    if rank == 1:
+        with torch.no_grad():
+            layer.self_attention.linear_qkv.weight[0] *= 1.5
+    record(rank, job, model, contract, "stale-shard")
+
+
+def swaps(rank, job, model, contract):
+    megatron_side.body(rank, job, model, contract)
+    for op in OPS:
+        megatron_side.swap(model, op)
+        record(rank, job, model, contract, f"swapped-{op}")
+
+
+def swaps_of_hf(path, job):
+    """One process for each would be slow; the exchanges add up, in the order of `OPS`."""
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    done = []
+
+    def swapped(*args, **kwargs):
+        model = load(*args, **kwargs)
+        for op in done:
+            hf_side.swap(model, op, jobs.read_architecture(job["model"]))
+        return model
+
+    transformers.AutoModelForCausalLM.from_pretrained = swapped
+    Path(job["runs"][0]["out"]).parent.mkdir(exist_ok=True)
+    hf_side.main([path])
+    for op in OPS:
+        done.append(op)
+        one = Path(path).with_name("one.json")
+        one.write_text(json.dumps(named(job, f"swapped-{op}")))
+        hf_side.main([str(one)])
+
+
+if __name__ == "__main__":
+    from tests.bisect import faulty  # not of __main__, which the ranks' processes cannot import
+
+    faulty.main(sys.argv[1])

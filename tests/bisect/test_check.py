@@ -1,0 +1,24 @@
+"""`alignkit check` says how to find where a difference begins."""
+import shlex
+
+import pytest
+
+from alignkit import cli
+from alignkit.check import run
+from alignkit.drift.bisect.run import parse_side
+from tests.cli.test_check import _result
+
+
+def test_a_check_that_is_not_equal_offers_bisect(monkeypatch, capsys, tmp_path):
+    result = _result((-1.0, -2.5))
+    for values, offered in ((result, True), (_result(), False)):
+        monkeypatch.setattr(run, "run", lambda options, progress, values=values: values)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["check", "--no-report", "--out", str(tmp_path)])
+        err = capsys.readouterr().err
+        assert ended.value.code == (1 if offered else 0) and ("alignkit bisect" in err) is offered
+        if offered:
+            words = shlex.split(err.partition("where it begins: ")[2])
+            assert [parse_side(side).name for side in words[2:4]] == ["aligned-vllm", "aligned-megatron:tp=1,mode=one"]
+            assert f"--model {tmp_path}/model-bfloat16 --dtype bfloat16" in " ".join(words)
+            cli.cli.commands["bisect"].make_context("bisect", words[2:])  # its options are the command's

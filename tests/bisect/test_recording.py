@@ -1,0 +1,184 @@
+"""Recordings and their comparison, without engines."""
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from alignkit.convert import Architecture
+from alignkit.drift.bisect import comparison as comparing
+from alignkit.drift.bisect import job as jobs
+from alignkit.drift.bisect import recording
+from alignkit.drift.bisect.points import points
+from alignkit.errors import InputError
+
+ARCH = Architecture("qwen3", 2, 16, 4, 2, 8, 24, 40, 64, 1e-6, 1e4, False)
+SEQUENCES = [[1, 2, 3], [4, 5]]
+ROWS = 5
+
+
+def outputs(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {p.name: torch.randn(ROWS, p.width, generator=g) for p in points(ARCH)}
+
+
+def record(tmp_path, values, tp=1, keep=None, index=None, **about):
+    """A recording of `values`, cut for `tp` ranks and merged."""
+    parts = []
+    for rank in range(tp):
+        recorder = recording.Recorder(ARCH, ROWS, keep, tp)
+        recorder.index = np.arange(ROWS) if index is None else np.array(index)
+        for p in points(ARCH):
+            value = values[rank][p.name] if isinstance(values, list) else values[p.name]
+            value = value.chunk(tp, 1)[rank] if p.sharded else value
+            recorder.put(p.name, value if index is None else value[np.maximum(recorder.index, 0)])
+        parts.append(tmp_path / f"part{rank}")
+        recorder.save(parts[-1])
+    about = {"engine": "e", "contract": "stock", "architecture": vars(ARCH), "weights": "w", "sequences": SEQUENCES,
+             "settings": {}} | about
+    return recording.merge(parts, None, ARCH, keep, **about)
+
+
+def test_the_order_of_rows_padding_and_ranks_change_nothing(tmp_path):
+    values = outputs()
+    one = record(tmp_path, values)
+    for other in (record(tmp_path, values, tp=2), record(tmp_path, values, index=[3, -1, 0, 2, 4, -1, 1])):
+        c = comparing.compare(one, other)
+        assert c.suspect is None and not c.missing
+        assert c.compared == ROWS * len(points(ARCH)) == ROWS * 38
+
+
+def test_the_first_point_that_differs_its_tokens_and_its_ulps(tmp_path):
+    values, changed = outputs(), outputs()
+    bits = changed["layers.1.up"][3, 20:21].view(torch.int32)
+    bits += 3
+    changed["logprob"][1] += 1.0
+    a, b = (record(tmp_path, v, keep={p.name: list(range(ROWS)) for p in points(ARCH)}) for v in (values, changed))
+    c = comparing.compare(a, b)
+    assert c.suspect.point == "layers.1.up" and c.suspect.op == "linear"
+    assert c.tokens == [(1, 0)] and c.suspect.differing == 1 and c.suspect.pieces == [1]
+    assert c.suspect.values.max_ulps == 3 and c.suspect.values.where == (1, 0, 20)
+    assert [p.point for p in c.points if p.differing] == ["layers.1.up", "logprob"]
+    assert dict((p, m) for p, _, m in c.by_position)[1] == pytest.approx(1.0)
+
+
+def test_types_that_differ_are_compared_by_value(tmp_path):
+    values = {k: v.bfloat16() for k, v in outputs().items()}
+    a, b = record(tmp_path, values), record(tmp_path, {k: v.float() for k, v in values.items()})
+    c = comparing.compare(a, b)
+    assert c.suspect is None and c.points[0].dtypes == ("bfloat16", "float32")
+
+
+def test_ranks_that_disagree_are_a_difference(tmp_path):
+    other = outputs()
+    other["layers.0.post_norm"][2, 0] += 1
+    a, b = record(tmp_path, outputs(), tp=2), record(tmp_path, [outputs(), other], tp=2)
+    c = comparing.compare(a, b)
+    assert c.suspect.point == "layers.0.post_norm" and c.suspect.ranks == 1 and c.tokens == [(0, 2)]
+
+
+def test_ulps():
+    x = torch.tensor([1.0, -1.0, 0.0, 1.0, -2.0**-126])
+    y = torch.tensor([1.0 + 2**-23, -1.0 - 2**-22, -0.0, 1.0, 2.0**-126])
+    assert comparing.ulps(x, y).tolist() == [1, 2, 0, 0, 2 * 2**23]
+    assert comparing.ulps(x[:1], torch.tensor([1.0 + 2**-7]).bfloat16()).tolist() == [1]
+
+
+def test_what_is_recorded_again_stays_within_the_budget(tmp_path):
+    changed = {k: v + 1 for k, v in outputs().items()}
+    a, b = record(tmp_path, outputs()), record(tmp_path, changed)
+    c = comparing.compare(a, b)
+    for budget in (16 * 4, 2000, 10**6):
+        chosen = comparing.choose(c, a, budget)
+        width = {p.name: p.width for p in points(ARCH)}
+        assert next(iter(chosen)) == "embedding" and chosen["embedding"][0] == 0
+        assert sum(4 * width[n] * len(rows) for n, rows in chosen.items()) <= max(budget, 64)
+    assert len(chosen) == len(points(ARCH))
+
+
+@pytest.mark.parametrize("field, value, said", [
+    ("weights", "x", "weights"), ("sequences", [[1, 2, 3], [4, 6]], "tokens"),
+    ("architecture", vars(ARCH) | {"rope_base": 5.0}, "architecture: .*rope_base"),
+])
+def test_recordings_of_something_else_are_refused(tmp_path, field, value, said):
+    with pytest.raises(InputError, match=said):
+        comparing.compare(record(tmp_path, outputs()), record(tmp_path, outputs(), **{field: value}))
+
+
+def test_contracts_of_two_aligned_sides_must_agree(tmp_path):
+    a, b = (record(tmp_path, outputs(), contract=c) for c in ("one", "two"))
+    with pytest.raises(InputError, match="contract"):
+        comparing.compare(a, b)
+    comparing.compare(a, record(tmp_path, outputs()))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    record(tmp_path, outputs(), tp=2).save(tmp_path / "r")
+    return tmp_path / "r"
+
+
+def test_a_recording_comes_back(saved, tmp_path):
+    read, made = recording.load(saved), record(tmp_path, outputs(), tp=2)
+    assert comparing.compare(read, made).suspect is None
+    assert read.values["logprob"].equal(made.values["logprob"]) and read.sequences == SEQUENCES
+
+
+def test_files_that_are_not_recordings_are_refused(saved):
+    file = saved / recording.TENSORS
+    whole = file.read_bytes()
+    for broken in (whole[:-1], whole[:100], b""):
+        file.write_bytes(broken)
+        with pytest.raises(InputError, match="truncated"):
+            recording.load(saved)
+    # A header that claims more than there may be, in a file that does not hold it.
+    claimed = {"dtype": "I64", "shape": [2**40, 1], "data_offsets": [0, 2**43]}
+    header = json.dumps({"digest/embedding": claimed}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(InputError):
+        recording.load(saved)
+    file.unlink()
+    with pytest.raises(InputError, match="no such file"):
+        recording.load(saved)
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"digest/embedding": torch.zeros(6, 1, dtype=torch.int64)}, "digest/embedding"),
+    ({"digest/other": torch.zeros(5, 1, dtype=torch.int64)}, "digest/other"),
+    ({"value/logits": torch.zeros(5, 40)}, "kept/logits"),
+    ({"value/logits": torch.zeros(1, 40), "kept/logits": torch.tensor([5])}, "rows that are not there"),
+    ({"seen/embedding": None}, "seen/embedding"),
+])
+def test_tensors_that_do_not_fit_are_refused(saved, change, said):
+    tensors = {k: v for k, v in (load_file(saved / recording.TENSORS) | change).items() if v is not None}
+    save_file(tensors, saved / recording.TENSORS)
+    with pytest.raises(InputError, match=said):
+        recording.load(saved)
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"format": "other"}, "not a recording"), ({"format_version": 2}, "version"), ({"sequences": [[]]}, "sequences"),
+    ({"sequences": [[1, True]]}, "token id"), ({"architecture": {"layers": 1}}, "architecture"),
+    ({"architecture": vars(ARCH) | {"layers": 10**9}}, "architecture"), ({"contract": 1}, "contract"),
+])
+def test_descriptions_that_do_not_fit_are_refused(saved, change, said):
+    path = saved / recording.JSON
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=said):
+        recording.load(saved)
+
+
+def test_a_huge_description_is_not_read(saved, monkeypatch):
+    monkeypatch.setattr(recording, "MAX_JSON", 100)
+    with pytest.raises(InputError, match="more than 100"):
+        recording.load(saved)
+
+
+def test_micro_batches_and_targets():
+    (tokens, rows), = jobs.micro_batches(SEQUENCES, "padded")
+    assert tokens.tolist() == [[1, 2, 3], [4, 5, 0]] and rows.tolist() == [[0, 1, 2], [3, 4, -1]]
+    labels, known = jobs.targets(tokens, rows, -100)
+    assert labels.tolist() == [[2, 3, -100], [5, -100, -100]] and known.tolist() == [[0, 1, -1], [3, -1, -1]]
+    assert [r.tolist() for _, r in jobs.micro_batches(SEQUENCES, "one")] == [[[0, 1, 2]], [[3, 4]]]
