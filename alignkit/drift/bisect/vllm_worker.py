@@ -161,6 +161,9 @@ class SwappedWorker(resolve(installed().worker)):
         from alignkit.vllm.parallel import GROUP, EngineTP
 
         op = self.vllm_config.additional_config[SWAP]
+        # vLLM's attention on the CPU takes AMX for granted, which a process must ask for; its products, by oneDNN, did.
+        if self.device.type == "cpu" and torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
         library.name_group(GROUP, EngineTP())
         with aligned_layers(LAYERS[op], attention=op == "attention"):
             super().load_model(**kwargs)
