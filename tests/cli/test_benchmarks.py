@@ -589,7 +589,9 @@ def test_tables(tables):
     assert "| qwen3 | batch | TP 1: one; TP 2 SP: packed | **20 of 20** | 1 of 10 | 2.5e-01 |" in text
     assert "| qwen3 | batch, eager | TP 1: one | **10 of 10** |  |  |" in text
     assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; commit abc; 2030-01-01)" in text
-    assert "| rollout, 64 requests | 2000 output tokens/s |  |  | **0.90** |" in tables.cost(cost)
+    assert "| rollout, 64 requests | 2000 output tokens/s |  | **0.90** |" in tables.cost(cost)
+    cost["rows"].append(cost["rows"][0] | {"engine": "hf_compiled", "ratio_to_stock": 1.4})
+    assert "| rollout, 64 requests | 2000 output tokens/s |  | 1.40 | **0.90** |" in tables.cost(cost)
     assert "| attention | 1.00 |" in tables.profile(profile)
     logp = tables.linear_logp(logp_sample())
     assert "| gemm | 5.00 ms | 100 |  |  |  |  |" in logp
