@@ -61,6 +61,8 @@ def _like(x, *_):
 
 
 def _product(x, weight, bias, leaves):
+    if x is None or weight is None:
+        _refuse_none(x=x, weight=weight)
     if (x.is_cpu or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype
             or bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype)):
         check_weight(x, weight, bias, dtypes=WITH_FP16)
@@ -81,6 +83,8 @@ def _row_parallel_linear(x, weight, bias, group):
 
 
 def _add_rms_norm(x, residual, weight, eps):
+    if x is None or weight is None:
+        _refuse_none(x=x, weight=weight)
     if (x.is_cpu or x.shape[-1] != weight.shape[0] or x.dtype != weight.dtype
             or residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype)):
         _check_norm(x, weight, eps, residual)
@@ -89,14 +93,16 @@ def _add_rms_norm(x, residual, weight, eps):
 
 
 def _add_rms_norm_to(x, residual, weight, eps):
-    _required("residual", residual)
+    if residual is None:
+        _refuse_none(residual=residual)
     return _add_rms_norm(x, residual, weight, eps)
 
 
-def _required(name, t):
+def _refuse_none(**tensors):
     """torch's dispatcher takes None for any tensor."""
-    if t is None:
-        raise InputError(f"{name}: expected a tensor, got None")
+    for name, t in tensors.items():
+        if t is None:
+            raise InputError(f"{name}: expected a tensor, got None")
 
 
 def _rms_norm(x, weight, eps):
@@ -109,14 +115,16 @@ def _check_rotation(name, x, positions, table):
 
 
 def _rope_qk(q, k, positions, table):
-    for name, t in (("q", q), ("k", k), ("positions", positions), ("table", table)):
-        _required(name, t)
+    if q is None or k is None or positions is None or table is None:
+        _refuse_none(q=q, k=k, positions=positions, table=table)
     _check_rotation("q", q, positions, table)
     _check_rotation("k", k, positions, table)
     return backends.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
 
 
 def _silu_mul(gate, up):
+    if gate is None or up is None:
+        _refuse_none(gate=gate, up=up)
     if gate.is_cpu or gate.shape != up.shape or gate.dtype != up.dtype:
         _check_silu(gate, up)
     return backends.select("silu_mul", gate.device).forward(rows(gate), rows(up)).view(gate.shape)

@@ -105,7 +105,7 @@ def draw(seed: int, index: int) -> Draw:
         d.leaves = [n for n, t in p.tensors().items() if t.leaf]  # it has no gradients
         d.worst(REFUSE)
         d.names |= {p.op, "backward", "gradient"}
-    d.names |= {"device"}
+    d.names |= {"device"} | ({"table"} if p.op == "rope" else set())
     for n in d.leaves:
         for args in (d.args, d.twin):
             args[n] = _leaf(args[n])
@@ -415,7 +415,7 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
             return
     if how == "None" and a.optional or how == "uninitialized" and name == "out" or name == "temperature" and how in (
             "a number", "a list", "numpy") or d.problem.schema and how in (
-            "uninitialized", "opaque", "meta", "fake"):
+            "uninitialized", "opaque", "meta", "fake", "jagged"):  # torch's dispatch answers for those
         return
     if t.is_inference() or t.is_neg():
         t = t.clone()
@@ -514,6 +514,8 @@ def _transform(d: Draw, s: Source) -> None:
     floating = [n for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and not t.written
                 and d.args[n].dtype.is_floating_point]
     if not floating or d.problem.schema:  # the dispatcher knows what its ops are in these
+        return
+    if "saved tensors are cloned" in d.forward:  # torch refuses its transforms beside hooks of saved tensors
         return
     d.wrapped = s.rng.choice(floating)
     d.wrap = s.rng.choice(("vmap", "func.grad", "fake mode", "forward AD"))

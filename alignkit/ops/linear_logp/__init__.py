@@ -531,6 +531,9 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
                     f"main_grad: {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}, does not fit "
                     f"weight: {tuple(weight.shape)} on {weight.device}")
             read = {"hidden": hidden, "weight": weight, "bias": bias}
+            check_plain("target", target)
+            if isinstance(temperature, torch.Tensor):
+                check_plain("temperature", temperature)
             check_apart("main_grad", main_grad, read | {"target": target, "temperature": temperature} | {
                 f"{name}.grad": t.grad for name, t in read.items() if t is not None and t.is_leaf})
         require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
