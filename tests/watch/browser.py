@@ -29,7 +29,9 @@ def chromium(*args: str, url: str, timeout: float = 300) -> str:
 def watch(directory: Path, *options: str, folder: str | None = None):
     """`alignkit watch` on a free port, run in `folder`: yields (its process, its address)."""
     process = subprocess.Popen([sys.executable, "-m", "alignkit.cli", "watch", str(directory), "--port", "0", *options],
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder)
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder,
+                               # A shell's background jobs ignore it, and so would what they start.
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     try:
         said, deadline = b"", time.monotonic() + 300
         while b"\n" not in said:

@@ -111,7 +111,7 @@ def run_faulty(path, tmp_path, **job):
            "sequences": [list(range(3, 3 + n)) for n in LENGTHS],
            "runs": [{"out": str(tmp_path / "good/recording.json")}]} | job
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.bisect.faulty", str(tmp_path / "job.json")],
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.bisection.faulty", str(tmp_path / "job.json")],
                           capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return tmp_path

@@ -1,4 +1,4 @@
-"""Recordings of Megatron-core with a fault planted: ``python -m tests.bisect.faulty JOB.json`` writes, beside the job's
+"""Recordings of Megatron-core with a fault planted: ``python -m tests.bisection.faulty JOB.json`` writes, beside the job's
 own recording, one of each fault; with ``"swaps"`` in the job instead one of a stock model after each exchange."""
 import json
 import sys
@@ -94,6 +94,6 @@ def swaps_of_hf(path, job):
 
 
 if __name__ == "__main__":
-    from tests.bisect import faulty  # not of __main__, which the ranks' processes cannot import
+    from tests.bisection import faulty  # not of __main__, which the ranks' processes cannot import
 
     faulty.main(sys.argv[1])
