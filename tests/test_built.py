@@ -39,6 +39,8 @@ def load(monkeypatch):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_library_of_other_sources_is_refused(part, load, tmp_path, monkeypatch):
+    if not PARTS[part].LIBRARY.exists():
+        pytest.skip(f"the kernels of {part} are not built")
     module = PARTS[part]
     load(module, of_other_sources(module.LIBRARY, part, tmp_path))
     message = f"{module.LIBRARY.name} was built from other sources .* install alignkit again"
@@ -132,6 +134,7 @@ def structs():
             "AlignkitHeadProducts": (cuda, head._Products)}
 
 
+@pytest.mark.skipif(not cuda.LIBRARY.exists(), reason="the CUDA kernels are not built")
 def test_every_struct_is_compared():
     """Each that is passed to the kernels; renamed, exchanged, widened and left out fields are noticed."""
     for name, (module, struct) in structs().items():
