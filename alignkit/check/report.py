@@ -141,7 +141,7 @@ def _difference(c: Compared) -> torch.Tensor:
 
 
 def _histogram(stock: list[Compared], patched: list[Compared]) -> str:
-    figure, axes = _figure()
+    figure, axes = figure_of()
     lowest, highest, step = -9.0, 1.0, 0.25
     edges = torch.arange(lowest, highest + step / 2, step, dtype=torch.float64)
     zero_at = lowest - 4 * step
@@ -163,7 +163,7 @@ def _histogram(stock: list[Compared], patched: list[Compared]) -> str:
 
 
 def _scatter(stock: Compared, patched: Compared) -> str:
-    figure, (values, differences) = _figure(2)
+    figure, (values, differences) = figure_of(2)
     for label, color, c in (("stock", _STOCK, stock), ("patched", _PATCHED, patched)):
         x, y = (torch.cat(side.logprobs).double() for side in (c.rollout, c.training))
         keep = x.isfinite() & y.isfinite()
@@ -180,7 +180,7 @@ def _scatter(stock: Compared, patched: Compared) -> str:
 
 
 def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
-    figure, axes = _figure()
+    figure, axes = figure_of()
     for label, color, rows in (("stock", _STOCK, stock), ("patched", _PATCHED, patched)):
         by_position: dict[int, list[float]] = {}
         for c in rows:
@@ -198,7 +198,8 @@ def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
     return _data_uri(figure)
 
 
-def _figure(columns: int = 1):
+def figure_of(columns: int = 1):
+    """A figure for a report and its axes: one, or an array of them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")

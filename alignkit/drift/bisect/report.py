@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ...check.report import figure_of
 from .comparison import Comparison, PointDifference
 from .run import Result
 
@@ -158,7 +159,7 @@ def _growth(result: Result) -> str:
     from matplotlib.ticker import MaxNLocator
 
     c = result.comparison
-    figure, (shares, sizes) = _figure(2)
+    figure, (shares, sizes) = figure_of(2)
     x = range(len(c.points))
     shares.plot(x, [100 * p.differing / max(p.compared, 1) for p in c.points], color=_SHARE, label="as it is")
     if result.swapped and len(result.swapped.points) == len(c.points):
@@ -185,22 +186,12 @@ def _growth(result: Result) -> str:
 
 
 def _by_position(c: Comparison) -> str:
-    figure, axes = _figure()
+    figure, axes = figure_of()
     axes.plot([p for p, _, _ in c.by_position], [m for _, _, m in c.by_position], color=_MAX)
     axes.set_xlabel("position in the sequence")
     axes.set_ylabel("max |d| of the logprob")
     axes.set_ylim(bottom=0)
     return _svg(figure)
-
-
-def _figure(columns: int = 1):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots(1, columns)
-    for ax in axes if columns > 1 else [axes]:
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _svg(figure) -> str:
