@@ -48,13 +48,15 @@ def in_default_mode(function: Callable) -> Callable:
 
 
 def op(function: Callable) -> Callable:
-    """Decorator of what users call: in the default mode, and not where torch makes tensors without memory."""
+    """Decorator of what users call: in the default mode, and not where torch makes tensors without memory of their own."""
     function = in_default_mode(function)
 
     @functools.wraps(function)
     def called(*args, **kwargs):
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             raise UnsupportedError(f"{function.__name__}: not under FakeTensorMode, where tensors have no memory")
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(f"{function.__name__}: not inside a transform of torch.func (grad, vmap, ...)")
         return function(*args, **kwargs)
     return called
 

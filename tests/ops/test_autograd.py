@@ -4,7 +4,7 @@ import torch
 from torch.autograd import forward_ad
 
 from alignkit import ops
-from alignkit.errors import AlignkitError, InputError, UnsupportedError
+from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from alignkit.testing import assert_bitwise_equal
 
@@ -108,7 +108,7 @@ def test_results_of_the_gated_delta_rule_are_not_differentiable():
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "vjp", "grad", "dual"])
 def test_transforms_are_refused(name, transform):
     function, tensors = (OPS | OTHERS)[name]
-    with pytest.raises(InputError, match=r"torch\.func|forward-mode"):
+    with pytest.raises(AlignkitError, match=r"torch\.func|forward-mode"):
         if transform == "vmap":
             torch.vmap(function)(*(t[None] for t in tensors))
         elif transform == "jvp":
@@ -120,6 +120,11 @@ def test_transforms_are_refused(name, transform):
         else:
             with forward_ad.dual_level():
                 function(*(forward_ad.make_dual(t, t) for t in tensors))
+
+
+def test_a_call_inside_a_transform_is_refused_whatever_it_is_given():
+    with pytest.raises(UnsupportedError, match=r"^rope_table: .*torch\.func"):
+        torch.func.grad(lambda x: (x * ops.rope_table(2, 8, 1e4)[0]).sum())(torch.ones(2))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -156,7 +161,7 @@ def test_sparse_gradients_are_refused_by_name(name):
     function, tensors = OPS[name]
     out = function(*leaves_of(tensors))
     out = out[0] if isinstance(out, tuple) else out
-    with pytest.raises(InputError, match=f"^{name}: the gradient of a result: expected a dense tensor"):
+    with pytest.raises(AlignkitError, match=f"^{name}: the gradient of a result: expected a dense tensor"):
         out.backward(torch.ones_like(out).to_sparse())
 
 
