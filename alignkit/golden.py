@@ -53,7 +53,7 @@ class Inputs:
         out = out if isinstance(out, tuple) else (out,)
         grads = [self.values(*o.shape, dtype=o.dtype, seed=90 + i) for i, o in enumerate(out)]
         torch.autograd.backward(out, grads)
-        return [*(o.detach() for o in out), *(t.grad for t in leaves)]
+        return [*(o.detach() for o in out), *(t.grad for t in leaves if t.grad is not None)]
 
 
 def linears(given: Inputs) -> list[torch.Tensor]:

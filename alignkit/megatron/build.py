@@ -79,7 +79,7 @@ def gpt_model(model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16,
             rotary_base=arch.rope_base,
         )
     model = model.to(torch.cuda.current_device(), dtype)  # norms are created in fp32
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(weights, strict=True)
     missing = {name for name, _ in model.named_parameters()} ^ set(weights)
     if missing:
         raise InputError(f"model: weights and GPTModel do not match: {', '.join(sorted(missing))}")
@@ -114,7 +114,7 @@ def _sequence_parallel_norms() -> Iterator[None]:
     """
     def norm(cls, config, hidden_size, eps=1e-5, **_):
         module = torch.nn.RMSNorm(hidden_size, eps=eps)
-        module.weight.sequence_parallel = True
+        module.weight.sequence_parallel = True  # pyright: ignore[reportAttributeAccessIssue] - Megatron's mark
         return module
 
     stock = vars(torch_norm.WrappedTorchNorm)["__new__"]

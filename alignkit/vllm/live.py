@@ -141,12 +141,8 @@ class _Methods(NamedTuple):
     methods: tuple[tuple[str, Any], ...]
 
     def another(self) -> bool:
-        if len(self.attributes) != self.size:
-            return True
-        for name, method in self.methods:
-            if self.attributes.get(name) is not method:
-                return True
-        return False
+        return len(self.attributes) != self.size or any(
+            self.attributes.get(name) is not method for name, method in self.methods)
 
 
 def _groups(methods: dict[str, Any]) -> Iterator[list[tuple[str, Any]]]:

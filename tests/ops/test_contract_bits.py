@@ -8,8 +8,8 @@ from hypothesis import given
 
 from alignkit import backends, native, ops
 from alignkit.errors import BackendError
-from alignkit.ops.linear import matmul
 from alignkit.ops import _common
+from alignkit.ops.linear import matmul
 from alignkit.ops.rope import _table
 from alignkit.testing import assert_bitwise_equal
 
@@ -42,7 +42,7 @@ def assert_same(function, *grads_of):
                 torch.manual_seed(7)
                 torch.autograd.backward(out, [torch.randn(o.shape).to(o.dtype) for o in out])
         seen.append([*out, *(t.grad for t in leaves)])
-    for i, (a, b) in enumerate(zip(*seen)):
+    for i, (a, b) in enumerate(zip(*seen, strict=True)):
         assert_bitwise_equal(a, b, f"output {i} of {len(grads_of)} gradients")
 
 
@@ -52,8 +52,9 @@ def test_fma_is_exact():
     b = torch.tensor([1 + 2.0**-12, 1 - 2.0**-23, 1 / 3, 2.0**-80])
     c = torch.tensor([2.0**-24, -1.0, -1.0, 2.0**-149])
     from fractions import Fraction
-    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist())]
-    for got, want in zip(_common.fma(a, b, c).tolist(), exact):
+    exact = [Fraction(x) * Fraction(y) + Fraction(z)
+             for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    for got, want in zip(_common.fma(a, b, c).tolist(), exact, strict=True):
         below, above = (torch.nextafter(torch.tensor(got), torch.tensor(s * float("inf"))).item() for s in (-1, 1))
         assert abs(Fraction(got) - want) <= min(abs(Fraction(below) - want), abs(Fraction(above) - want))
 
@@ -81,7 +82,7 @@ def test_the_default_dtype_does_not_matter():
                 got = everything()
             finally:
                 torch.set_default_dtype(torch.float32)
-        for a, b in zip(got, want):
+        for a, b in zip(got, want, strict=True):
             assert_bitwise_equal(a, b, backend)
 
 
@@ -112,7 +113,7 @@ def test_rms_norm(rows, h, dtype, seed):
     assert_same(lambda a, b: ops.rms_norm(a, b, 1e-6), x, w)
     r = randn(rows, h, dtype=dtype)
     for zero_centered in (False, True):
-        assert_same(lambda a, b, r: ops.rms_norm(a, b, 1e-6, r, zero_centered=zero_centered), x, w, r)
+        assert_same(lambda a, b, r, z=zero_centered: ops.rms_norm(a, b, 1e-6, r, zero_centered=z), x, w, r)
 
 
 @given(tokens=st.integers(1, 9), heads=st.integers(1, 3), half=st.integers(1, 20), dtype=dtypes, seed=seeds)

@@ -115,7 +115,7 @@ def prefix_hits(state, prompts):
 
 
 def prompt_logprobs(state, prompts, answers):
-    return [(tokens, evaluate(state, prompt, tokens, 0)) for prompt, (tokens, _) in zip(prompts, answers)]
+    return [(tokens, evaluate(state, prompt, tokens, 0)) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
 
 
 def sampled(state, prompts):
@@ -123,7 +123,7 @@ def sampled(state, prompts):
 
 
 def top_five(state, prompts, answers):
-    return [(tokens, evaluate(state, prompt, tokens, 5)) for prompt, (tokens, _) in zip(prompts, answers)]
+    return [(tokens, evaluate(state, prompt, tokens, 5)) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
 
 
 def hidden_of_steps(state, prompt, temperature):

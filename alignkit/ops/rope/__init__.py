@@ -19,7 +19,8 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _apply(dy, *ctx.saved_tensors, True), None, None
+        positions, table = ctx.saved_tensors
+        return _apply(dy, positions, table, True), None, None
 
 
 def _apply(x, positions, table, inverse):
