@@ -28,7 +28,11 @@ COMPILED = (
     ((256, 64), "", FP32, False, False),
 )
 """K and V, gates, type, state_v_first, and whether there is dht: Triton compiles for each, so it has no others."""
-gpu = pytest.mark.skipif(CPU, reason="about a GPU")
+
+
+def gpu(test):
+    skip = pytest.mark.skipif(CPU, reason="about a GPU")
+    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture(params=BACKENDS)
