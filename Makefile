@@ -8,6 +8,8 @@ REQUIREMENTS = requirements/cpu-py$(VERSION).txt
 STAMP = $(VENV)/.installed
 CHECK_ARGS ?=
 TEST_ARGS ?=
+# Test files at a time; 0: all in one process.
+TEST_JOBS ?= 2
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
 
@@ -16,7 +18,7 @@ check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
 test: setup $(ENGINES)/.fetched
-	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest $(TEST_ARGS)
+	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 
 # Mistakes, layout, types. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` mend what can be mended.
 lint: setup
