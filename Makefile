@@ -1,4 +1,5 @@
-# make check: the drift check on this machine's CPU.  make test: the tests.  Both set up .venv first.
+# make check: the drift check on this machine's CPU.  make test: the tests.  make lint: ruff and pyright.
+# All set up .venv first.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
@@ -7,15 +8,23 @@ REQUIREMENTS = requirements/cpu-py$(VERSION).txt
 STAMP = $(VENV)/.installed
 CHECK_ARGS ?=
 TEST_ARGS ?=
+# Test files at a time; 0: all in one process.
+TEST_JOBS ?= 2
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
 
-.PHONY: check test fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
+.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
 test: setup $(ENGINES)/.fetched
-	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest $(TEST_ARGS)
+	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+
+# Mistakes, layout, types. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` mend what can be mended.
+lint: setup
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 # Drawn calls of the ops, and drawn faults on one of two tensor-parallel ranks. The tests hold a short form.
 fuzz: setup

@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 _TIMEOUT = datetime.timedelta(minutes=30)
 """For how long a rank waits for another, which may be loading data: that of torch's groups by gloo."""
 
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Backend] = weakref.WeakKeyDictionary()
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
 def channel(group: dist.ProcessGroup):

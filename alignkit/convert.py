@@ -139,7 +139,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         max_position=size("max_position_embeddings"),
         norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps")),
         rope_base=_rope_base(config, family),
-        tied=config.get("tie_word_embeddings", False),
+        tied=config.get("tie_word_embeddings", False),  # pyright: ignore[reportArgumentType] - looked at below
     )
     if type(arch.tied) is not bool:
         raise InputError(f"tie_word_embeddings: {arch.tied!r:.200} in {path} is neither true nor false")
@@ -203,7 +203,7 @@ def _rope_base(config: Mapping, family: str) -> float:
     return values[0]
 
 
-def _positive(field: str, value: object) -> float:
+def _positive(field: str, value) -> float:
     if type(value) not in (int, float) or not 0 < value < 3e38:  # NaN compares false
         raise InputError(f"{field}: {value!r:.200} is not a positive number")
     return float(value)
@@ -386,14 +386,14 @@ def _layer_to_hf(arch: Architecture, name: str,
     hf = f"model.layers.{prefix}."
     if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
         suffix = rest.rpartition(".")[2]
-        for x, tensor in zip("qkv", split_qkv(arch, torch.cat(parts))):
+        for x, tensor in zip("qkv", split_qkv(arch, torch.cat(parts)), strict=True):
             yield f"{hf}self_attn.{x}_proj.{suffix}", tensor
     elif rest == "self_attention.linear_proj.weight":
         yield hf + "self_attn.o_proj.weight", torch.cat(parts, 1)
     elif rest == "mlp.linear_fc2.weight":
         yield hf + "mlp.down_proj.weight", torch.cat(parts, 1)
     elif rest == "mlp.linear_fc1.weight":
-        gates, ups = zip(*(part.chunk(2) for part in parts))
+        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
         yield hf + "mlp.gate_proj.weight", torch.cat(gates)
         yield hf + "mlp.up_proj.weight", torch.cat(ups)
     else:
@@ -410,7 +410,8 @@ def split_qkv(arch: Architecture, qkv: torch.Tensor) -> tuple[torch.Tensor, torc
     """The inverse of `merge_qkv`."""
     width = arch.head_dim * arch.heads // arch.kv_heads
     parts = qkv.unflatten(0, (arch.kv_heads, -1)).split([width, arch.head_dim, arch.head_dim], 1)
-    return tuple(x.flatten(0, 1).contiguous() for x in parts)
+    q, k, v = (x.flatten(0, 1).contiguous() for x in parts)
+    return q, k, v
 
 
 def _replicated(arch: Architecture, i: int) -> list[tuple[str, str]]:

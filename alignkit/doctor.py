@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import os
 import tempfile
 import warnings
@@ -211,7 +212,7 @@ def _attention(dtype: torch.dtype, device: str) -> str | None:
     q = _normal(8, total, heads, dim, dtype=dtype, device=device)
     k, v = (_normal(seed, total, kv_heads, dim, dtype=dtype, device=device) for seed in (9, 10))
     whole = ops.attention(q, k, v, starts.to(device))
-    sequences = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:])]
+    sequences = [slice(int(a), int(b)) for a, b in itertools.pairwise(starts)]
 
     for order, label in (([0], "alone"), ([1], "alone"), ([2], "alone"), ([2, 0, 1], "reordered")):
         rows = torch.cat([torch.arange(total)[sequences[i]] for i in order])
@@ -223,7 +224,7 @@ def _attention(dtype: torch.dtype, device: str) -> str | None:
     longest = max(lengths)
     padded = [x.new_zeros(len(lengths) * longest, *x.shape[1:]) for x in (q, k, v)]
     rows = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
-    for x, full in zip((q, k, v), padded):
+    for x, full in zip((q, k, v), padded, strict=True):
         full[rows] = x
     got = ops.attention(*padded, torch.arange(len(lengths) + 1, device=device) * longest)[rows]
     return _difference("padded", (got,), (whole,)) or _paged(q, k, v, lengths, sequences, whole)
@@ -239,7 +240,7 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
     for i, s in enumerate(sequences):
         table[i, :blocks[i]] = free[i]
         position = torch.arange(lengths[i])
-        for x, cache in zip((k, v), caches):
+        for x, cache in zip((k, v), caches, strict=True):
             cache[free[i][position // block], position % block] = x[s]
     for size, label in ((7, "paged in chunks"), (1, "paged one by one")):
         got = torch.empty_like(whole)
@@ -252,7 +253,7 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
                 torch.cat([q[r] for r in rows]), *caches, table[live].to(q.device),
                 torch.tensor([0, *counts], device=q.device).cumsum(0),
                 torch.tensor([done + n for n in counts], device=q.device))
-            for r, part in zip(rows, out.split(counts)):
+            for r, part in zip(rows, out.split(counts), strict=True):
                 got[r] = part
         problem = _difference(label, (got,), (whole,))
         if problem:

@@ -12,7 +12,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -133,9 +133,10 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
 def _make(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
     global _made_here
     told = _told(group, (socket.gethostname(), _made_here) if _wanted(device) else None)
-    if None in told or len({host for host, _ in told}) > 1:
+    hosts, made = zip(*(said or (None, None) for said in told), strict=True)
+    if None in hosts or len(set(hosts)) > 1:
         return None
-    if len({made for _, made in told}) > 1:
+    if len(set(made)) > 1:
         # torch 2.11 counts by process which exchange is the next, so these would wait for each other forever
         # (pytorch/pytorch#196082).
         _gathers("its ranks were in different groups before")
@@ -190,7 +191,7 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:
 
 def _told(group: dist.ProcessGroup, value: T) -> list[T]:
     """What each rank says."""
-    values: list[T] = [None] * dist.get_world_size(group)
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 import pickle
 import socket
 import traceback
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def free_port() -> int:
 def _serve(rank: int, world: int, port: int, inbox, outbox) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
+    groups: dict[int, Any] = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
     while (job := inbox.get()) is not None:
         size, function, args = pickle.loads(job)
         try:

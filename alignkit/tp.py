@@ -5,7 +5,8 @@ import functools
 import hashlib
 import os
 import pickle
-from typing import Any, Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ class TP:
             pickle.dumps(said)
         except Exception as e:
             error, said = e, _as_alignkit(e)
+        assert self.group is not None  # there is more than one rank
         answers = told(self.group, (strict(), *said))
         if error is not None:
             raise error
@@ -144,7 +146,7 @@ class TP:
                              f"{[answer[0] for answer in answers]}")
         return [value for _, _, value in answers]
 
-    def check_same(self, op: str, checks: Callable[[], dict[str, Hashable]]) -> None:
+    def check_same(self, op: str, checks: Callable[[], Mapping[str, Hashable]]) -> None:
         """`check`, and require the returned dict to be the same on every rank; the error names what differs."""
         seen = [dict(items) for items in self.check(op, lambda: tuple(checks().items()))]
         for key in dict.fromkeys(key for one in seen for key in one):

@@ -102,9 +102,7 @@ class Inputs:
 
     def theirs(self):
         """A call of flash-linear-attention's kernel; ImportError where it is not installed."""
-        from fla.ops.common.chunk_delta_h import (
-            chunk_gated_delta_rule_bwd_dhu as function,
-        )
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function
         from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
         packed = {}
         if self.starts is not None:
@@ -131,7 +129,7 @@ def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
         theirs = inputs.theirs()
         theirs()
         runs.append(theirs)
-    except Exception as e:  # noqa: BLE001  # a peer may raise whatever it likes
+    except Exception as e:  # a peer may raise whatever it likes
         print(f"flash-linear-attention failed: {type(e).__name__}: {str(e)[:300]}", flush=True)
     ms, *fla = watch.medians(runs, seconds)
     return case.key() | {"ms": ms, "fla_ms": fla[0] if fla else None, "x": fla[0] / ms if fla else None,

@@ -271,8 +271,8 @@ def calls(problem: Problem, impl: Impl, which: str) -> tuple[Callable[[], torch.
             leaf.grad = None
         outs = _outputs(function(*leaves, problem.target))
         given = (problem.gradient.new_ones(()) if impl.total else problem.gradient, problem.entropy_gradient)
-        outs = outs[:2 if impl.entropy else 1]
-        torch.autograd.backward(outs, [g.to(out.dtype) for out, g in zip(outs, given)])
+        outs = outs[:2 if impl.entropy else 1]  # a gradient too many is given where there is no entropy
+        torch.autograd.backward(outs, [g.to(out.dtype) for out, g in zip(outs, given, strict=False)])
         return outs[0].detach()
     return forward_backward, leaves
 
@@ -366,7 +366,7 @@ class Bench:
         """Whether an implementation can be imported; the others go on without one that raises whatever it likes."""
         try:
             IMPLS[name].load()
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:
             self._failed({"impl": name}, e)
             return False
         return True
@@ -375,7 +375,7 @@ class Bench:
         n, d, v = problem.size
         try:
             row = measure(problem, name, which, self.watch, self.options.seconds)
-        except Exception as e:  # noqa: BLE001  # as in starts()
+        except Exception as e:  # as in starts()
             self._failed({"n": n, "d": d, "v": v, "impl": name, "pass": which}, e)
         else:
             self.rows.append(row)

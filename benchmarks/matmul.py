@@ -175,7 +175,7 @@ def measure(problem: Problem, which: str, impls: dict[str, dict[str, Product]], 
             runs[name] = prepared(passes[which], problem)
             runs[name]()
             watch.synchronize()
-        except Exception as e:  # noqa: BLE001  # a peer may raise whatever it likes
+        except Exception as e:  # a peer may raise whatever it likes
             runs.pop(name, None)
             print(f"FAILED: {case.name}, {problem.m} rows, {which}, {name}: {type(e).__name__}: {str(e)[:200]}", flush=True)
     times = watch.medians([*runs.values()], seconds) if runs else []
@@ -209,7 +209,7 @@ def loaded(names: list[str]) -> dict[str, dict[str, Product]]:
     for name in names:
         try:
             found[name] = IMPLS[name]()
-        except Exception as e:  # noqa: BLE001  # as in measure()
+        except Exception as e:  # as in measure()
             print(f"without {name}: {type(e).__name__}: {str(e)[:200]}", flush=True)
     return found
 

@@ -153,7 +153,7 @@ def measure(case: Case, impls: list[str], passes: list[str], watch: Stopwatch, s
             try:
                 backend = BACKENDS.get(name, "auto")
                 runs[name] = within(backend, within(backend, inputs.call)(IMPLS[name](), which))
-            except Exception as e:  # noqa: BLE001  # a peer may raise whatever it likes
+            except Exception as e:  # a peer may raise whatever it likes
                 print(f"{name} failed, {case}, {which}: {type(e).__name__}: {str(e)[:300]}", flush=True)
         floor = MOVED[which] * inputs.dy.nbytes / speed * 1e3
         for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True):

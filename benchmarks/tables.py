@@ -330,7 +330,7 @@ def linear_logp_plot(results: dict, path: Path) -> None:
     impls = [i for i in dict.fromkeys(r["impl"] for r in results["rows"])
              if i != "gemm" and any(r["impl"] == i for *_, rows in panels for r in rows)]
     figure, axes = _figure(-(-len(panels) // 2), min(len(panels), 2), (9.5, 3.8 * -(-len(panels) // 2)))
-    for ax, (along, fixed, which, rows) in zip(axes, panels, strict=False):
+    for ax, (along, fixed, which, rows) in zip(axes, panels, strict=True):
         for impl in impls:
             points = sorted((r[along], r["x"]) for r in rows if r["impl"] == impl)
             own = impl.startswith("alignkit")

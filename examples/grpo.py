@@ -84,11 +84,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     llm = engine(args, directory, size)  # also starts torch.distributed, which Megatron joins
 
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from alignkit.megatron import build, cpu
 
@@ -126,7 +122,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             moved = optimizer.step()
             if not (args.stock and not GPU):
                 weights = list(build.hf_weights(model, arch))
-                llm.apply_model(lambda m: m.load_weights(weights) and None)  # in place, in the running engine
+                llm.apply_model(lambda m, weights=weights: m.load_weights(weights) and None)  # in place, in the running engine
                 llm.reset_prefix_cache()  # what it cached belongs to the old weights
             drift = compare_tensors(torch.cat(sampled)[None], torch.cat(trained)[None])
             rows.append({"step": step, "engines": "stock" if args.stock else "aligned", "tokens": drift.tokens,
@@ -172,8 +168,8 @@ def sample(llm, prompts: list[list[int]], size: Size) -> list[Sample]:
     params = SamplingParams(n=size.group, max_tokens=size.sampled, temperature=1.0, logprobs=0, ignore_eos=True,
                             detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [Sample(p, list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs)])
-            for p, o in zip(prompts, outputs) for c in o.outputs]
+    return [Sample(p, list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs, strict=True)])
+            for p, o in zip(prompts, outputs, strict=True) for c in o.outputs]
 
 
 def batch(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -230,11 +226,11 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> int:
         """Returns how many weights have changed in the model's type."""
-        for weight, master in zip(self.weights, self.masters):
+        for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = weight.main_grad
         self.adam.step()
         moved = 0
-        for weight, master in zip(self.weights, self.masters):
+        for weight, master in zip(self.weights, self.masters, strict=True):
             new = master.to(weight.dtype)
             moved += int((new != weight).sum())
             weight.copy_(new)

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,3 +25,27 @@ def ranks():
     with Ranks(4) as r:
         r.run(4, str)  # they have started: from here on a test may say how long a call may take
         yield r
+
+
+STARTS_AN_ENGINE = {"world", "pair", "vllm_process", "rollout"}
+"""Fixtures."""
+ENGINES = ("e2e/test_check.py", "e2e/test_grpo.py", "megatron/test_cuda.py", "megatron/test_train.py",
+           "vllm/test_cuda.py", "vllm/test_live.py", "vllm/test_processes.py", "vllm/test_serve.py")
+SEVERAL_GPUS = ("fuzz/test_cuda.py", "ops/test_agreement_cuda.py", "ops/test_devices_cuda.py", "ops/test_tp_cuda.py",
+                "ops/test_tp_faults_cuda.py")
+SLOW = ("e2e/test_check.py", "fuzz/test_fuzz.py", "vllm/test_processes.py")
+GPU = ("ops/test_linear_logp_sm90.py", "ops/test_schedules.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Marks by file, and by the fixtures that a test asks for. Tests of other files that need a GPU mark themselves."""
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if file in ENGINES or STARTS_AN_ENGINE & set(item.fixturenames):
+            item.add_marker("engine")
+        if file.endswith("_cuda.py") or file in GPU:
+            item.add_marker("gpu")
+        if file in SEVERAL_GPUS:
+            item.add_marker("gpus")
+        if file in SLOW:
+            item.add_marker("slow")

@@ -1,12 +1,22 @@
 """The package: importing it imports no engine, and each half works where the other engine is not installed."""
+import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
 
 import pytest
+from setuptools import Distribution
 
 from alignkit import native
 
+ROOT = Path(__file__).parents[1]
 BLOCK = """
 import sys
 class Block:
@@ -55,3 +65,64 @@ def test_no_code_is_shared_between_instruction_sets():
     shared = [line for line in symbols.splitlines() if re.match(r"[0-9a-f]+ [WVu] ", line)
               and not re.search(r"alignkit::(generic|avx2|avx512)::", line)]
     assert not shared, shared
+
+
+# Builds in the folder it runs in; nvcc, which takes minutes, is not found.
+BUILD = """
+import shutil, sys
+which = shutil.which
+shutil.which = lambda name, *args, **kwargs: None if name.endswith("nvcc") else which(name, *args, **kwargs)
+from setuptools import build_meta
+print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
+"""
+
+
+def build(what: str, sources: Path, out: Path) -> Path:
+    done = subprocess.run([sys.executable, "-c", BUILD, what, out], cwd=sources, capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
+    """Checkout -> sdist -> wheel -> an environment that has what alignkit needs, and no alignkit."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "alignkit", checkout / "alignkit", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(ROOT / "csrc", checkout / "csrc")
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    with tarfile.open(build("build_sdist", checkout, tmp_path)) as sdist:
+        sdist.extractall(tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+    wheel = build("build_wheel", unpacked, tmp_path)
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    assert {"alignkit/_cpu.so", "alignkit/py.typed", "alignkit/golden_cpu.json", "alignkit/check/report.html.j2"} <= inside
+    assert not [name for name in inside if name.startswith(("tests", "csrc", "benchmarks"))]
+
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    # Without pip: a wheel of this layout is unpacked. A .pth file in a folder that a .pth file names is not read, so the
+    # editable installation that the tests run from stays out.
+    folder = Path(sysconfig.get_path("purelib", vars={"base": tmp_path / "venv", "platbase": tmp_path / "venv"}))
+    zipfile.ZipFile(wheel).extractall(folder)
+    needed = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("torch", "numpy", "click")}
+    (folder / "needed.pth").write_text("\n".join(sorted(needed)) + "\n")
+    done = subprocess.run([python, "-m", "alignkit.cli", "doctor"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                          env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    where = subprocess.run([python, "-c", "import alignkit; print(alignkit.__file__)"], cwd=tmp_path, text=True,
+                           capture_output=True, check=True, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    assert Path(where.stdout.strip()).is_relative_to(folder)
+
+
+def test_the_cuda_library_is_in_the_wheel_where_nvcc_is(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    for nvcc, libraries in ((None, ["_cpu.so"]), ("nvcc", ["_cpu.so", "_sm90.so"])):
+        monkeypatch.setattr(setup, "find_nvcc", lambda nvcc=nvcc: nvcc)
+        command = setup.BuildKernels(Distribution({"name": "alignkit", "ext_modules": [setup.CPU, setup.SM90]}))
+        command.ensure_finalized()
+        assert [Path(path).name for path in command.get_outputs()] == libraries

@@ -84,7 +84,7 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
     spills = {name: (stores, loads) for name, stores, loads in re.findall(
         r"Function properties for (\S+)\n.*, (\d+) bytes spill stores, (\d+) bytes spill loads", log)}
     assert kernels and spills.keys() >= kernels.keys()
-    for mangled, name in zip(kernels, own_names(list(kernels))):
+    for mangled, name in zip(kernels, own_names(list(kernels)), strict=True):
         if spills[mangled] != ("0", "0"):
             found.append("{}: {} bytes of spill stores, {} of loads".format(mangled, *spills[mangled]))
         if not TENSOR_CORES.search(name):

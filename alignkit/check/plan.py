@@ -95,7 +95,7 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False) -> list[Row]
         else:
             chosen = [("batch", "tp1-padded"), ("one", "tp1-one")]
         pairs += [(dtype, *pair) for pair in chosen]
-    return [Row(*pair, patched) for patched in (False, True) for pair in pairs]
+    return [Row(dtype, rollout, training, patched) for patched in (False, True) for dtype, rollout, training in pairs]
 
 
 def rollout_file(out: Path, row: Row) -> Path:

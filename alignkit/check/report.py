@@ -123,7 +123,7 @@ def _pairs(result: Result) -> list[tuple[Compared, Compared]]:
             if not c.row.patched]
 
 
-def _cells(c: Compared) -> tuple[str, str, str]:
+def _cells(c: Compared) -> tuple[str, ...]:
     r = c.report
     return f"{r.bit_equal}/{r.tokens}", *(f"{x:.1e}" if x else "0" for x in (r.max_abs, r.mean_abs))
 
@@ -184,7 +184,7 @@ def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
     for label, color, rows in (("stock", _STOCK, stock), ("patched", _PATCHED, patched)):
         by_position: dict[int, list[float]] = {}
         for c in rows:
-            for a, b in zip(c.rollout.logprobs, c.training.logprobs):
+            for a, b in zip(c.rollout.logprobs, c.training.logprobs, strict=True):
                 for i, d in enumerate((b.double() - a.double()).abs().tolist()):
                     if d == d and d != float("inf"):
                         by_position.setdefault(i, []).append(d)

@@ -130,7 +130,7 @@ def _sample(llm, job: dict, mode: str) -> Logprobs:
             llm.generate(prompts, params, use_tqdm=False)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     if mode == "prefix":
-        missed = [i for i, (prompt, o) in enumerate(zip(job["prompts"], outputs))
+        missed = [i for i, (prompt, o) in enumerate(zip(job["prompts"], outputs, strict=True))
                   if len(prompt) > BLOCK_SIZE and not o.num_cached_tokens]
         if missed:
             raise RuntimeError(f"the prefix cache was not hit by prompts {missed}")
@@ -144,9 +144,9 @@ def _evaluate(llm, job: dict) -> Logprobs:
 
     sampled = load(job["tokens_from"])
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    whole = [{"prompt_token_ids": p + t} for p, t in zip(sampled.prompts, sampled.tokens)]
+    whole = [{"prompt_token_ids": p + t} for p, t in zip(sampled.prompts, sampled.tokens, strict=True)]
     outputs = llm.generate(whole, params, use_tqdm=False)
-    steps = [o.prompt_logprobs[len(prompt):] for prompt, o in zip(sampled.prompts, outputs)]
+    steps = [o.prompt_logprobs[len(prompt):] for prompt, o in zip(sampled.prompts, outputs, strict=True)]
     return _logprobs(llm, job, sampled.prompts, sampled.tokens, steps)
 
 
@@ -155,7 +155,8 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
     """steps: per token of each sequence, vLLM's logprobs by token id."""
     import vllm
 
-    values = [[step[t].logprob for t, step in zip(*sequence)] for sequence in zip(tokens, steps)]
+    values = [[step[t].logprob for t, step in zip(*sequence, strict=True)]
+              for sequence in zip(tokens, steps, strict=True)]
     meta = {"engine": f"vllm {vllm.__version__}",
             **{k: str(job[k]) for k in ("dtype", "tp", "eager", "runner", "max_num_batched_tokens")}}
     # vLLM hands out Python floats that were fp32: the way back is exact. The contract is the workers' word.

@@ -48,7 +48,7 @@ class Options:
     out: Path
     model: Path | None = None
     dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
-    tp: int | None = None
+    tp: int = None  # pyright: ignore[reportAssignmentType] - the default is this machine's, below
     full: bool = False
     max_tokens: int = 64
     temperature: float = 1.0

@@ -11,6 +11,7 @@ and keeps the logits of a whole micro-batch.
 """
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -168,7 +169,7 @@ def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0, pa
         pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
         values = [value for part in _micro_batches(pairs, micro_batch)
                   for value in _MODES[mode](logp, part, multiple, device)]
-        for i, value in zip(drawn, values):
+        for i, value in zip(drawn, values, strict=True):
             result[i] = value.cpu()
     return result
 
@@ -199,7 +200,7 @@ def _padded(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -
     tokens = torch.zeros(len(rows), s, dtype=torch.int64, device=device)
     labels = torch.full_like(tokens, IGNORE)
     spans = []
-    for i, (row, (prompt, sampled)) in enumerate(zip(rows, pairs)):
+    for i, (row, (prompt, sampled)) in enumerate(zip(rows, pairs, strict=True)):
         first, end = len(prompt) - 1, len(row) - 1
         tokens[i, :end] = torch.tensor(row[:-1])
         labels[i, first:end] = torch.tensor(sampled)
@@ -227,7 +228,7 @@ def _packed(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -
         tokens += row + [0] * padding
         labels += [IGNORE] * (len(prompt) - 1) + sampled + [IGNORE] * padding
         starts.append(len(tokens))
-    longest = max(b - a for a, b in zip(starts, starts[1:]))
+    longest = max(b - a for a, b in itertools.pairwise(starts))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
                              max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -87,7 +87,7 @@ class DriftReport:
 
     def to_json(self) -> dict:
         """Everything, as values that JSON can hold: a number that is not finite becomes None."""
-        return finite_or_none(asdict(self))
+        return {k: finite_or_none(v) for k, v in asdict(self).items()}
 
 
 def compare(rollout: Logprobs, training: Logprobs, *, allow_contract_mismatch: bool = False,
@@ -143,8 +143,8 @@ def compare_tensors(rollout_logp: torch.Tensor, train_logp: torch.Tensor, mask: 
     sequence, position = mask.bool().nonzero(as_tuple=True)
     if not len(sequence):
         raise InputError("mask: it keeps no token" if mask.numel() else "rollout_logp: it is empty")
-    pick = (x.detach().cpu()[sequence, position] for x in (rollout_logp, train_logp))
-    return _report(*pick, sequence, position, None, worst)
+    rollout, training = (x.detach().cpu()[sequence, position] for x in (rollout_logp, train_logp))
+    return _report(rollout, training, sequence, position, None, worst)
 
 
 def finite_or_none(value):
@@ -210,10 +210,10 @@ def _effective_fraction(log_weights: torch.Tensor) -> float:
 def _same_ids(name: str, rollout: list[list[int]], training: list[list[int]]) -> None:
     if len(rollout) != len(training):
         raise InputError(f"{name}: rollout has {len(rollout)} sequences, training {len(training)}")
-    for i, (a, b) in enumerate(zip(rollout, training)):
+    for i, (a, b) in enumerate(zip(rollout, training, strict=True)):
         if len(a) != len(b):
             raise InputError(f"{name}: sequence {i} has {len(a)} token ids in rollout, {len(b)} in training")
-        for j, (x, y) in enumerate(zip(a, b)):
+        for j, (x, y) in enumerate(zip(a, b, strict=True)):
             if x != y:
                 raise InputError(f"{name}: sequence {i}, position {j}: token id {x} in rollout, "
                                  f"{y} in training")

@@ -5,6 +5,7 @@ the contract id travel with the numbers, so two files can be refused when they c
 """
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -171,7 +172,7 @@ def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_nam
             or bool((offsets[1:] < offsets[:-1]).any())):  # no differences: they can overflow
         raise InputError(f"{path}: {offsets_name!r} does not cut the {packed.numel()} values of {name!r}")
     bounds = offsets.tolist()
-    return [packed[a:b].clone() for a, b in zip(bounds, bounds[1:])]
+    return [packed[a:b].clone() for a, b in itertools.pairwise(bounds)]
 
 
 def _check(logprobs: Logprobs) -> None:
@@ -195,7 +196,7 @@ def _check(logprobs: Logprobs) -> None:
             and contract.isprintable()):
         raise InputError(f"contract: a non-empty string is needed, of at most {MAX_CONTRACT} ASCII characters, "
                          f"not {contract!r:.80}")
-    for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs)):
+    for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs, strict=True)):
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
             kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
             raise InputError(f"logprobs: sequence {i} is {kind}, expected torch.float32")

@@ -114,7 +114,7 @@ def _sequence_parallel_norms() -> Iterator[None]:
     """
     def norm(cls, config, hidden_size, eps=1e-5, **_):
         module = torch.nn.RMSNorm(hidden_size, eps=eps)
-        module.weight.sequence_parallel = True
+        module.weight.sequence_parallel = True  # pyright: ignore[reportAttributeAccessIssue] - Megatron's mark
         return module
 
     stock = vars(torch_norm.WrappedTorchNorm)["__new__"]

@@ -41,5 +41,5 @@ def cpu_host() -> Iterator[None]:
     try:
         yield
     finally:
-        for (owner, name, _), value in zip(answers, saved):
+        for (owner, name, _), value in zip(answers, saved, strict=True):
             setattr(owner, name, value)

@@ -98,7 +98,7 @@ class RMSNorm(torch.nn.RMSNorm):
             raise UnsupportedError("layernorm_zero_centered_gamma is not supported")
         norm = cls(hidden_size, eps=eps)
         # Megatron sums the gradients of marked weights over the tensor-parallel ranks.
-        norm.weight.sequence_parallel = config.sequence_parallel
+        norm.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         return norm
 
 

@@ -54,7 +54,7 @@ def active() -> Patch:
     return _active
 
 
-def status(model: torch.nn.Module | None = None) -> dict[str, Any]:
+def status(model: Any = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
     Keys: patched, and if so megatron (version), vocab_size, seams (names that are replaced), classes (of Megatron's
@@ -257,7 +257,8 @@ class Patch:
             else:
                 tied = model.share_embeddings_and_output_weights
                 result = head.output_processor(
-                    hidden_states=call["hidden_states"], output_layer=model.output_layer, labels=labels,
+                    hidden_states=call["hidden_states"], output_layer=model.output_layer,
+                    labels=labels,  # pyright: ignore[reportArgumentType] - none only if `asked` has its own
                     output_weight=model.shared_embedding_or_output_weight() if tied else None, context=context)
                 result = result if asked is not None else -result.log_probs
             running.check_hooks()  # those of the output layer; no rank waits for this one any more

@@ -77,7 +77,8 @@ class Look:
         return types.NoneType, ()  # a copy of the model has not been looked at
 
     def _checked(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(map(operator.call, self._getters, self._own))
+        values = map(operator.call, self._getters, self._own)  # pyright: ignore[reportArgumentType] - it takes any call
+        return itertools.chain.from_iterable(values)
 
     def _content(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(map(dict.values, self._held))

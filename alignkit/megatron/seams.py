@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 from alignkit.errors import UnsupportedError
 
@@ -113,7 +114,7 @@ def resolve(core: Path, version: str) -> list[str]:
     return missing
 
 
-def _find(body: list[ast.stmt], path: list[str]) -> ast.AST | None:
+def _find(body: list[ast.stmt], path: list[str]) -> Any:
     """The definition, or the import, that binds the dotted `path` in `body`."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == path[0]:

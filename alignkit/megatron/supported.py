@@ -211,7 +211,7 @@ def _tensor(name: str, t, dtypes: tuple[torch.dtype, ...], shape: tuple, device:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided or t.is_nested:
         raise InputError(f"{name}: {wanted}, got a {type(t).__name__} of layout {t.layout}")
     if (t.dtype not in dtypes or t.dim() != len(shape)
-            or any(asked not in (None, n) for asked, n in zip(shape, t.shape))):
+            or any(asked not in (None, n) for asked, n in zip(shape, t.shape, strict=True))):
         raise InputError(f"{name}: {wanted}, got {str(t.dtype).removeprefix('torch.')} {list(t.shape)}")
     if device is not None and t.device != device:
         raise InputError(f"{name}: on {t.device}, but the model is on {device}")

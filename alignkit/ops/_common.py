@@ -7,7 +7,7 @@ import numbers
 import numpy as np
 import torch
 from torch.autograd import forward_ad
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
 from .. import backends, native
 from ..contract import SUM_LANES
@@ -30,7 +30,7 @@ def looks(device: torch.device) -> bool:
     return device.type == "cpu" or strict()
 
 
-_PLAIN = torch.Tensor.__torch_dispatch__
+_PLAIN = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_plain(name: str, t) -> None:
@@ -39,7 +39,7 @@ def check_plain(name: str, t) -> None:
         raise InputError(f"{name}: expected a tensor, got {type(t).__name__}")
     if isinstance(t, UninitializedTensorMixin):
         raise InputError(f"{name}: a parameter that is not initialized yet")
-    if type(t).__torch_dispatch__ is not _PLAIN:
+    if type(t).__torch_dispatch__ is not _PLAIN:  # pyright: ignore[reportAttributeAccessIssue]
         raise InputError(f"{name}: expected a plain tensor, got {type(t).__name__}")
     if t.layout != torch.strided:
         raise InputError(f"{name}: expected a dense tensor, got layout {t.layout}")
@@ -51,7 +51,7 @@ def check_plain(name: str, t) -> None:
         memory = t.data_ptr()
     except RuntimeError:
         raise InputError(f"{name}: a tensor of torch.func or vmap, which alignkit's ops cannot transform") from None
-    if not memory and (t.numel() and t.device.type != "meta" or torch._is_functional_tensor(t)):
+    if not memory and ((t.numel() and t.device.type != "meta") or torch._is_functional_tensor(t)):
         raise InputError(f"{name}: its {t.numel()} elements have no memory")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise InputError(f"{name}: has a tangent; forward-mode differentiation is not supported")
@@ -134,7 +134,7 @@ def check_tp(tp) -> TP:
 def check_apart(name: str, t: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
     """`t`, which is written to, shares no memory with tensors that are read meanwhile. Their views count whole."""
     def memory(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
     for other_name, other in others.items():
         if isinstance(other, torch.Tensor) and other.device == t.device and other.numel() and t.numel():

@@ -64,7 +64,7 @@ def _product(x, weight, bias, leaves):
     if x is None or weight is None:
         _refuse_none(x=x, weight=weight)
     if (x.is_cpu or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype
-            or bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype)):
+            or (bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype))):
         check_weight(x, weight, bias, dtypes=WITH_FP16)
     if x.ndim == 2:
         return matmul(x, weight, leaves=leaves, bias=bias, out_dtype=x.dtype)
@@ -86,7 +86,7 @@ def _add_rms_norm(x, residual, weight, eps):
     if x is None or weight is None:
         _refuse_none(x=x, weight=weight)
     if (x.is_cpu or x.shape[-1] != weight.shape[0] or x.dtype != weight.dtype
-            or residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype)):
+            or (residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype))):
         _check_norm(x, weight, eps, residual)
     total, y, _ = backends.select("rms_norm", x.device).forward(x, weight.contiguous(), eps, residual)
     return y, total

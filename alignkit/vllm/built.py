@@ -22,7 +22,7 @@ def architecture(model_config) -> Architecture:
         path = cached_file(source, "config.json", revision=model_config.revision)
     except OSError as e:
         raise UnsupportedError(f"model {source}: its config.json cannot be read: {e}") from e
-    return read_architecture(Path(path).parent)
+    return read_architecture(Path(str(path)).parent)
 
 
 def deviations(model: torch.nn.Module, read: Architecture, tp: int) -> list[str]:
@@ -34,7 +34,7 @@ def deviations(model: torch.nn.Module, read: Architecture, tp: int) -> list[str]
     return list(found.values())
 
 
-def _facts(model: torch.nn.Module, read: Architecture, tp: int) -> Iterator[tuple[str, Any, Any]]:
+def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, Any]]:
     """(name, as built, as read)."""
     trunk, head, logits = model.model, model.lm_head, model.logits_processor
     embedding = trunk.embed_tokens

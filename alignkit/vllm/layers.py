@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from vllm.distributed import split_tensor_along_last_dim
@@ -105,7 +106,7 @@ class _Embedding:
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         _require_plain(self, UnquantizedEmbeddingMethod)
-        if self.num_added_embeddings:
+        if self.num_added_embeddings:  # pyright: ignore[reportAttributeAccessIssue] - vLLM's class has it
             raise UnsupportedError("a vocabulary with added embeddings (LoRA)")
         self.quant_method = AlignedEmbeddingMethod()
 
@@ -178,20 +179,17 @@ class AlignedLogitsProcessor(LogitsProcessor):
 
 
 ALIGNED = {
-    stock: aligned
-    for stock, aligned in (
-        ("ReplicatedLinear", AlignedReplicatedLinear),
-        ("ColumnParallelLinear", AlignedColumnParallelLinear),
-        ("MergedColumnParallelLinear", AlignedMergedColumnParallelLinear),
-        ("QKVParallelLinear", AlignedQKVParallelLinear),
-        ("RowParallelLinear", AlignedRowParallelLinear),
-        ("VocabParallelEmbedding", AlignedVocabParallelEmbedding),
-        ("ParallelLMHead", AlignedParallelLMHead),
-        ("RMSNorm", AlignedRMSNorm),
-        ("SiluAndMul", AlignedSiluAndMul),
-        ("RotaryEmbedding", AlignedRotaryEmbedding),
-        ("LogitsProcessor", AlignedLogitsProcessor),
-    )
+    "ReplicatedLinear": AlignedReplicatedLinear,
+    "ColumnParallelLinear": AlignedColumnParallelLinear,
+    "MergedColumnParallelLinear": AlignedMergedColumnParallelLinear,
+    "QKVParallelLinear": AlignedQKVParallelLinear,
+    "RowParallelLinear": AlignedRowParallelLinear,
+    "VocabParallelEmbedding": AlignedVocabParallelEmbedding,
+    "ParallelLMHead": AlignedParallelLMHead,
+    "RMSNorm": AlignedRMSNorm,
+    "SiluAndMul": AlignedSiluAndMul,
+    "RotaryEmbedding": AlignedRotaryEmbedding,
+    "LogitsProcessor": AlignedLogitsProcessor,
 }
 """vLLM's class name -> the class that takes its place."""
 
@@ -203,7 +201,7 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
 
     names, attention: which of vLLM's classes, and whether its attention; `alignkit bisect` exchanges one at a time."""
     registry = custom_op.op_registry_oot
-    entry = AttentionBackendEnum[seams.installed().attention]
+    entry: Any = AttentionBackendEnum[seams.installed().attention]
     taken = sorted(ALIGNED.keys() & registry.keys())
     if taken or entry.is_overridden():
         raise UnsupportedError(f"{', '.join(taken) or entry.name}: already replaced by another vLLM plugin")
@@ -227,7 +225,7 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
         selector._cached_get_attn_backend.cache_clear()
 
 
-def _require_plain(layer: torch.nn.Module, method: type) -> None:
+def _require_plain(layer: Any, method: type) -> None:
     if type(layer.quant_method) is not method:
         name = type(layer.quant_method).__name__
         raise UnsupportedError(f"quantization ({name} in {type(layer).__name__})")

@@ -143,7 +143,7 @@ class _Methods(NamedTuple):
     def another(self) -> bool:
         if len(self.attributes) != self.size:
             return True
-        for name, method in self.methods:
+        for name, method in self.methods:  # noqa: SIM110 - in every step: a generator takes longer
             if self.attributes.get(name) is not method:
                 return True
         return False

@@ -10,7 +10,7 @@ from alignkit.errors import UnsupportedError
 
 
 class AlignedSampler(Sampler):
-    def __init__(self, logprobs_mode: str, use_fp64_gumbel: bool = False) -> None:
+    def __init__(self, logprobs_mode, use_fp64_gumbel: bool = False) -> None:
         super().__init__(logprobs_mode, use_fp64_gumbel)
         if logprobs_mode == "processed_logprobs":
             self.topk_topp_sampler = ProcessedLogprobs(use_fp64_gumbel)

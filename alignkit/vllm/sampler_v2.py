@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from alignkit.ops.linear_logp import token_logp
 from alignkit.vllm.sampler import require_fp32
 
 
-def _calling(function: Callable, **names: Callable) -> Callable:
+def _calling(function: Callable, **names: Any) -> Callable:
     """A copy of `function` that calls ours by the global `names`. Raises UnsupportedError if it knows no such name."""
     lacking = names.keys() - set(function.__code__.co_names)
     if lacking:
@@ -45,7 +46,8 @@ class _Ranks:
     not hold, so more of a row is on its way at once."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return functools.partial(self._launch, logprob._ranks_kernel[grid])
+        kernel: Any = logprob._ranks_kernel
+        return functools.partial(self._launch, kernel[grid])
 
     @staticmethod
     def _launch(kernel: Callable, *tensors, BLOCK_SIZE: int) -> None:

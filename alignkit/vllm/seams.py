@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from alignkit.errors import UnsupportedError
 
@@ -293,7 +294,7 @@ def _problem(tree: ast.Module, seam: Seam) -> str | None:
     return None
 
 
-def _find(scope: ast.AST, name: str) -> ast.AST | None:
+def _find(scope: Any, name: str) -> Any:
     """What `name` is bound to in a module or class body, in branches of it too; the last binding counts."""
     found = None
     for node in _statements(scope.body):

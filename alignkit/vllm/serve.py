@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from alignkit.errors import BackendError, UnsupportedError
 from alignkit.vllm.patch import patch_vllm
@@ -29,7 +30,7 @@ def serve(arguments: Sequence[str]) -> None:
     subparsers = parser.add_subparsers(required=True, dest="subparser")
     (command,) = cmd_init()
     command.subparser_init(subparsers).usage = f"{PROGRAM} {command.name} [model_tag] [options]"
-    args = parser.parse_args([command.name, *arguments])
+    args: Any = parser.parse_args([command.name, *arguments])
     _configure_logging(args)
     command.validate(args)
     _refuse(args)

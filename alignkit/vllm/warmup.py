@@ -3,6 +3,7 @@ happen once for a range of numbers of rows, so a few of those stand for all."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -13,14 +14,14 @@ from alignkit.ops.linear.cublaslt import ladder
 
 
 @torch.inference_mode()
-def warm_up(model: torch.nn.Module, config: VllmConfig, logprobs: Callable[[torch.Tensor], object]) -> None:
+def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], object]) -> None:
     """Runs the linear layers of `model` with as many rows as a step may have tokens, its head with as many as there may be
     sequences, and `logprobs` on some logits. All ranks call it together."""
     tokens, sequences = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
-    layers = {}  # one for all that are computed alike
+    layers: dict[Any, Any] = {}  # one for all that are computed alike
     for layer in model.modules():
         if isinstance(layer, LinearBase):
-            weight = layer.weight
+            weight: Any = layer.weight
             layers[type(layer), weight.shape, weight.stride(), weight.dtype, layer.bias is None] = layer
     for layer in layers.values():
         weight, bias = layer.weight, layer.bias

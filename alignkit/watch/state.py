@@ -118,7 +118,7 @@ class Rank:
             self.points.append(point)
             self._in_last = 1
         if len(self.points) > MAX_POINTS:  # an odd number: the last one stays as it is, and is half full
-            pairs = [a.merge(b) for a, b in zip(self.points[:-1:2], self.points[1::2])]
+            pairs = [a.merge(b) for a, b in zip(self.points[:-1:2], self.points[1::2], strict=True)]
             self.points = [*pairs, self.points[-1]]
             self._width *= 2
 

@@ -8,10 +8,10 @@ import torch
 
 from alignkit import contract
 from alignkit.check.model import make_checkpoint
+from alignkit.convert import read_architecture
 from alignkit.drift import bisect
 from alignkit.drift.bisect import run as runs
 from alignkit.drift.bisect.points import OPS, points
-from alignkit.convert import read_architecture
 
 LENGTHS = (5, 11, 33)
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 300}

@@ -61,7 +61,7 @@ def test_the_first_point_that_differs_its_tokens_and_its_ulps(tmp_path):
     assert c.tokens == [(1, 0)] and c.suspect.differing == 1 and c.suspect.pieces == [1]
     assert c.suspect.values.max_ulps == 3 and c.suspect.values.where == (1, 0, 20)
     assert [p.point for p in c.points if p.differing] == ["layers.1.up", "logprob"]
-    assert dict((p, m) for p, _, m in c.by_position)[1] == pytest.approx(1.0)
+    assert {p: m for p, _, m in c.by_position}[1] == pytest.approx(1.0)
 
 
 def test_types_that_differ_are_compared_by_value(tmp_path):

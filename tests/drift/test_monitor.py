@@ -52,24 +52,24 @@ def flipped(x, at):
 # The formulas as the frameworks write them, token by token in Python's floats.
 
 def rows_of(x, mask):
-    return [[v for v, keep in zip(row, kept) if keep] for row, kept in zip(x.tolist(), mask.tolist())]
+    return [[v for v, keep in zip(row, kept, strict=True) if keep] for row, kept in zip(x.tolist(), mask.tolist(), strict=True)]
 
 
 def verl_by_hand(rollout, training, mask):
-    rows = list(zip(rows_of(rollout, mask), rows_of(training, mask)))
-    pairs = [(r, t) for rs, ts in rows for r, t in zip(rs, ts)]
+    rows = list(zip(rows_of(rollout, mask), rows_of(training, mask), strict=True))
+    pairs = [(r, t) for rs, ts in rows for r, t in zip(rs, ts, strict=True)]
     n = len(pairs)
     diffs = [abs(math.exp(t) - math.exp(r)) for r, t in pairs]
     mean = sum(diffs) / n
     x, y = [math.exp(t) for _, t in pairs], [math.exp(r) for r, _ in pairs]
     mx, my = sum(x) / n, sum(y) / n
-    covariance = sum((a - mx) * (b - my) for a, b in zip(x, y))
+    covariance = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
     pearson = covariance / math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
     def masked_mean(values):
         return sum(values) / len(values) if values else 0.0
 
     mean_r, mean_t = [masked_mean(rs) for rs, _ in rows], [masked_mean(ts) for _, ts in rows]
-    gaps = [r - t for r, t in zip(mean_r, mean_t)]
+    gaps = [r - t for r, t in zip(mean_r, mean_t, strict=True)]
     def over(values):
         return sum(values) / len(values)
 
@@ -99,7 +99,7 @@ def verl_by_hand(rollout, training, mask):
 
 
 def nemo_by_hand(rollout, training, mask):
-    pairs = [(r, t) for rs, ts in zip(rows_of(rollout, mask), rows_of(training, mask)) for r, t in zip(rs, ts)]
+    pairs = [(r, t) for rs, ts in zip(rows_of(rollout, mask), rows_of(training, mask), strict=True) for r, t in zip(rs, ts, strict=True)]
 
     def mean(values):
         return sum(values) / len(pairs)
@@ -217,7 +217,7 @@ def test_weights_that_were_not_sent_are_found_at_that_step(tmp_path):
     hidden = torch.randn(4, 16, 64, generator=g).bfloat16()
     training = (torch.randn(96, 64, generator=g) / 8).bfloat16()
     rollout, tokens = training.clone(), torch.randint(0, 96, (4, 16), generator=g)
-    with monitor(tmp_path, alignkit.contract_id("cpu")) as watching, pytest.raises(DriftError) as caught:
+    with monitor(tmp_path, alignkit.contract_id("cpu")) as watching, pytest.raises(DriftError) as caught:  # noqa: PT012
         for step in range(6):
             logps = [alignkit.ops.linear_logp(hidden, weight, tokens) for weight in (rollout, training)]
             watching.log(step, *logps, tokens=tokens, context={"hidden": hidden}, weights={"head": training})
@@ -407,7 +407,7 @@ def test_a_killed_process_leaves_whole_records(tmp_path):
 def test_a_link_is_not_written_through(tmp_path):
     (tmp_path / "elsewhere").write_text("precious")
     (tmp_path / records.records_name(0)).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="elsewhere|link|exist"):
         monitor(tmp_path)
     assert (tmp_path / "elsewhere").read_text() == "precious"
 

@@ -59,7 +59,7 @@ class Draw:
         how = [*self.what]
         for where, names in (("forward in", self.forward), ("backward in", self.backward),
                              ("before in", self.before)):
-            if names or where == "before in" and names is not None:
+            if names or (where == "before in" and names is not None):
                 how.append(f"{where} {', '.join(names) or 'no mode'}")
         if self.leaves:
             how.append(f"gradients of {', '.join(self.leaves)}, given {self.gradient}"
@@ -298,8 +298,8 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
     elif a.kind == "flag":
         put = s.rng.choice(("x", "", None, 0, 1, 2, np.bool_(value), torch.tensor(value), [], _Raises(), torch.ones(2),
                             torch.tensor(True, device="meta")))
-        must = REFUSE if isinstance(put, _Raises) or isinstance(put, torch.Tensor) and (
-            put.ndim or put.device.type == "meta") else EITHER
+        must = REFUSE if isinstance(put, _Raises) or (isinstance(put, torch.Tensor) and (
+            put.ndim or put.device.type == "meta")) else EITHER
         if must == EITHER:
             d.twin[name] = bool(put)
     elif s.chance(0.7):
@@ -413,9 +413,9 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
         how = s.rng.choice(list(ODD_FORMS if odd else FORMS))
         if how == "freed" and not t.numel():
             return
-    if how == "None" and a.optional or how == "uninitialized" and name == "out" or name == "temperature" and how in (
-            "a number", "a list", "numpy") or d.problem.schema and how in (
-            "uninitialized", "opaque", "meta", "fake", "jagged"):  # torch's dispatch answers for those
+    if ((how == "None" and a.optional) or (how == "uninitialized" and name == "out")
+            or (name == "temperature" and how in ("a number", "a list", "numpy"))
+            or (d.problem.schema and how in ("uninitialized", "opaque", "meta", "fake", "jagged"))):  # torch answers for those
         return
     if t.is_inference() or t.is_neg():
         t = t.clone()
@@ -476,7 +476,7 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
         return
     group = [n for n, t in fit.items() if t.group == a.group]
     together = s.chance(0.5)
-    dtypes = [t for t in STRANGE if t not in a.dtypes or not together and len(group) > 1 and t != a.value.dtype]
+    dtypes = [t for t in STRANGE if t not in a.dtypes or (not together and len(group) > 1 and t != a.value.dtype)]
     dtype = s.rng.choice(dtypes)
     for n in group if together else (name,):
         t = d.args[n]

@@ -39,7 +39,7 @@ class Call:
     packed: Any = None
     """What to pass as packed_seq_params instead of what `starts` says."""
     label_smoothing: float = 0.0
-    logits: Callable = staticmethod(lambda t: t)
+    logits: Callable = staticmethod(lambda t: t)  # noqa: RUF009 - no method
     around: list[Callable] = field(default_factory=list)
     """Context managers of the model, entered around the forward."""
 

@@ -25,7 +25,7 @@ def judge(seed: int, index: int) -> dict:
     """The verdict of call `index` of the population `seed`: verdict, op, text (the call), detail."""
     drawn = draw(seed, index)
     text = drawn.text()
-    return dict(zip(("verdict", "detail"), _verdict(drawn))) | {
+    return dict(zip(("verdict", "detail"), _verdict(drawn), strict=True)) | {
         "op": drawn.problem.op, "text": text, "must": drawn.must, "what": drawn.what}
 
 
@@ -142,7 +142,7 @@ def _results(d: Draw, args, out, backward, gradient: str | None = None) -> dict[
                                                            if t is not None and t.requires_grad]):
                 depends = [*leaves.values(), *(g for g in grads if g.requires_grad)]
                 torch.autograd.grad(again, depends, allow_unused=True)
-        found |= {f"gradient of {n}": t for n, t in zip(leaves, taken) if t is not None}
+        found |= {f"gradient of {n}": t for n, t in zip(leaves, taken, strict=True) if t is not None}
     for n, a in d.problem.tensors().items():
         if a.written:
             found[f"what is in {n}"] = args[n]
@@ -222,7 +222,7 @@ def _of_foreign(d: Draw, e: Exception) -> tuple[str, str]:
     said = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
     if d.problem.schema and d.must != ANSWER:
         dispatcher = re.match(rf"{d.problem.schema}\(\) .*argument '?(\w+)'?", str(e))
-        if dispatcher and dispatcher[1] in d.names or str(e).startswith(f"Could not run '{d.problem.schema}'"):
+        if (dispatcher and dispatcher[1] in d.names) or str(e).startswith(f"Could not run '{d.problem.schema}'"):
             return "clear error", said
     if d.gradient == "sparse" and d.must != ANSWER and "sparse" in said:  # autograd's own views, after the op
         return "clear error", said

@@ -200,7 +200,7 @@ def outcomes(numbers: Iterable[tuple[int, int]], device: str, checkpoints: dict[
             fault = faults.draw(seed, index)
             before = pair.ask("control", fault, SETUP)
             answers = pair.ask("fault", fault, limit)
-            broken = any(a[0] in ("hung", "ended") or device == "cuda" and a[:2] == ("raised", "foreign")
+            broken = any(a[0] in ("hung", "ended") or (device == "cuda" and a[:2] == ("raised", "foreign"))
                          for a in answers)
             verdict, how = _verdict(fault, before, answers, device)
             if not broken:

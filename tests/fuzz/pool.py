@@ -36,7 +36,7 @@ def _serve(jobs, target: str, log: str) -> None:
 
 class _Worker:
     def __init__(self, target: str):
-        self.log = tempfile.NamedTemporaryFile("r", suffix=".log")
+        self.log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115 - kept as long as the worker
         self.jobs, theirs = _context.Pipe()
         self.process = _context.Process(target=_serve, args=(theirs, target, self.log.name), daemon=True)
         self.process.start()

@@ -1,6 +1,7 @@
 """Well-formed calls of each public op: their arguments drawn, and what is known of each argument."""
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -458,7 +459,7 @@ def gated_delta_rule(s: Source) -> Problem:
     sequences = len(starts) - 1 if starts else batch
     v_first = s.chance(0.3)
     state = (sequences, heads, *((v, k) if v_first else (k, v)))
-    counted = sum(-(-(b - a) // 64) for a, b in zip(starts, starts[1:])) if starts else None
+    counted = sum(-(-(b - a) // 64) for a, b in itertools.pairwise(starts)) if starts else None
 
     def rows(width: int, of: int = heads) -> Tensor:
         return Tensor(s.floats(batch, t, of, width, dtype=dtype) * 0.1, (0, 1, 2, 3), HALVES, ndim=True)

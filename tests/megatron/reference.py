@@ -36,7 +36,7 @@ def logits(arch, w, tokens):
     for i in range(arch.layers):
         p = f"model.layers.{i}."
 
-        def project(y, name):
+        def project(y, name, p=p):
             bias = w.get(f"{p}{name}_proj.bias")
             y = y @ w[f"{p}{name}_proj.weight"].T
             return y if bias is None else y + bias

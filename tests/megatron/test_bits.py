@@ -61,7 +61,7 @@ def test_batch_order_and_padding_change_nothing(data, checkpoint, world):
         alone = recompute(model, workers.as_logprobs(rows), "one")
         for mode in ("padded", "packed"):
             shuffled = recompute(model, workers.as_logprobs([rows[i] for i in order]), mode)
-            for i, value in zip(order, shuffled):
+            for i, value in zip(order, shuffled, strict=True):
                 assert_bitwise_equal(value, alone[i], f"{mode}, row {i}")
         tokens, positions, labels, counted = workers.batch(rows, multiple)
         loss = model(tokens, positions, None, labels=labels)
@@ -82,7 +82,7 @@ def test_weights_changed_in_place_reach_a_new_model(checkpoint, rows, world, pai
     results = pair.run(2, workers.train_and_send, path, torch.bfloat16, rows)
     before, after, sent = results[0]
     assert not torch.equal(before, after)
-    assert all(torch.equal(a, b) for a, b in zip(sent.values(), results[1][2].values()))
+    assert all(torch.equal(a, b) for a, b in zip(sent.values(), results[1][2].values(), strict=True))
     assert_bitwise_equal(workers.load_and_compute(world, path, torch.bfloat16, rows, sent), after)
 
 

@@ -35,7 +35,7 @@ def test_layout(checkpoint):
                                                             (shape.kv_heads, 2000)))
     merged = merge_qkv(shape, q, k, v).view(shape.kv_heads, group + 2, d)
     assert merged[1, 0, 0] == group * d and merged[1, group, 0] == 1000 + d and merged[1, -1, 0] == 2000 + d
-    assert all(torch.equal(a, b) for a, b in zip(split_qkv(shape, merged.flatten()), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(split_qkv(shape, merged.flatten()), (q, k, v), strict=True))
     weights = Checkpoint(checkpoint("qwen3"))
     fc1 = to_megatron(shape, weights, tp_rank=1, tp_size=2)["decoder.layers.0.mlp.linear_fc1.weight"]
     gate, up = (weights[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
@@ -242,7 +242,7 @@ def test_broken_weights(checkpoint, tmp_path):
         Checkpoint(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(InputError, match=name):
-        to_megatron(shape, dict({k: v for k, v in tensors.items() if k != name}))
+        to_megatron(shape, {k: v for k, v in tensors.items() if k != name})
     with pytest.raises(InputError, match=name):
         to_megatron(shape, dict(tensors | {name: torch.zeros(3, 3)}))
     with pytest.raises(UnsupportedError, match="lora_A"):

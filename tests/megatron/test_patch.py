@@ -85,7 +85,7 @@ def test_nothing_of_a_module_changes_but_its_class(checkpoint, world):
     attributes = [list(module.__dict__.items()) for module in model.modules()]
     with patch_megatron(300):
         model(torch.tensor([[1, 2]]), None, None)
-        for module, before in zip(model.modules(), attributes):
+        for module, before in zip(model.modules(), attributes, strict=True):
             more = {"_alignkit_look"} if module is model.decoder else set()
             assert set(module.__dict__) == set(dict(before)) | more
             assert all(module.__dict__[name] is value for name, value in before)
@@ -227,7 +227,7 @@ def test_state_dict_and_class_names_stay(checkpoint, world):
         model(torch.tensor([[1, 2]]), None, None)
         assert list(model.state_dict()) == keys
         assert [type(m).__name__ for m in model.modules() if m is not model.output_layer] == [
-            n for m, n in zip(model.modules(), names) if m is not model.output_layer]
+            n for m, n in zip(model.modules(), names, strict=True) if m is not model.output_layer]
 
 
 def test_an_unknown_version_is_refused(monkeypatch):

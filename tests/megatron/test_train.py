@@ -19,8 +19,9 @@ from tests.megatron import workers
 def sampled(rows, tmp_path):
     """A logprob file of `rows`: prompts of one to three tokens, the rest sampled."""
     cut = [min(len(row) - 1, i % 3 + 1) for i, row in enumerate(rows)]
-    given = Logprobs([row[:n] for n, row in zip(cut, rows)], [row[n:] for n, row in zip(cut, rows)],
-                     [torch.zeros(len(row) - n) for n, row in zip(cut, rows)], "none")
+    pairs = [(row[:n], row[n:]) for n, row in zip(cut, rows, strict=True)]
+    given = Logprobs([prompt for prompt, _ in pairs], [drawn for _, drawn in pairs],
+                     [torch.zeros(len(drawn)) for _, drawn in pairs], "none")
     save(tmp_path / "in", given)
     return given
 
@@ -45,7 +46,7 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
         got = load(tmp_path / mode)
         assert got.contract == contract.contract_id("cpu") and got.tokens == sampled.tokens
         assert got.meta["mode"] == mode and got.meta["tp"] == "2"
-        for a, b in zip(got.logprobs, expected):
+        for a, b in zip(got.logprobs, expected, strict=True):
             assert_bitwise_equal(a, b, mode)
 
     done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True,

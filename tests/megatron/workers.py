@@ -1,6 +1,7 @@
 """What the tests run on each tensor-parallel rank; all with real Megatron-core."""
 import contextlib
 import copy
+import itertools
 
 import torch
 
@@ -294,11 +295,7 @@ def recomputed(tp, model_dir, dtype, sequence_parallel, rows, configs):
 def optimizer_steps(tp, model_dir, dtype, rows, distributed, overlap, steps=3):
     """The losses of `steps` steps of Megatron's Adam. distributed: its states are cut over the data-parallel ranks,
     and with `overlap` the new parameters are gathered during the next forward."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     with megatron(tp), patch_megatron(read_architecture(model_dir).vocab):
@@ -332,7 +329,7 @@ def packed(rows, multiple=1, longest=None):
         tokens += row[:-1] + [0] * padding
         labels += row[1:] + [IGNORE] * padding
         starts.append(len(tokens))
-    longest = longest or max(b - a for a, b in zip(starts, starts[1:]))
+    longest = longest or max(b - a for a, b in itertools.pairwise(starts))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
                              max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -39,7 +39,7 @@ def test_linear(m, n, k, dtype, seed):
         xa, wa, ga, u, tiny = x.double().abs(), w.double().abs(), g.double().abs(), UNIT[dtype], SMALLEST[dtype] / 2
         assert_within(out, want, gamma(k + 4) * (xa @ wa.t() + b.double().abs()) + u * want.abs() * 1.001 + tiny)
         sums = ga @ wa, ga.t() @ xa, ga.sum(0)
-        for name, a, e, s, length in zip(("dx", "dw", "db"), got, expected, sums, (n, m, m)):
+        for name, a, e, s, length in zip(("dx", "dw", "db"), got, expected, sums, (n, m, m), strict=True):
             assert_within(a, e, gamma(length) * s + u * e.abs() * 1.001 + tiny, name)
 
 

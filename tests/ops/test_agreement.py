@@ -68,7 +68,7 @@ def test_long_verdicts(ranks):
 
 def through_a_channel(tp):
     """A group whose tensors live on GPUs has none for the hosts: its ranks make one, once."""
-    with (mock.patch.object(agreement, "_own", lambda group: None),
+    with (mock.patch.object(agreement, "_own", return_value=None),
           mock.patch.object(agreement, "_channels", WeakKeyDictionary())):
         calls.linear(tp, 4)
         made = agreement.channel(tp.group)

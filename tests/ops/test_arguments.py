@@ -96,7 +96,7 @@ def test_numbers(name, argument):
     want = call(name, **{argument: 2.0})
     for value in (2, np.float32(2), np.float64(2), np.int64(2), fractions.Fraction(2)):
         got = call(name, **{argument: value})
-        for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want))):
+        for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want)), strict=True):
             assert a is b or torch.equal(a, b), repr(value)
 
 
@@ -159,7 +159,7 @@ def test_tensors(name):
                     call(name, **{argument: value})
                 said = str(e.value)
                 # Of a device or type that differs, the other tensor may be the one that is named.
-                assert said.startswith(f"{argument}: ") or what in ("meta", "float64") and f"{argument}'s" in said, (
+                assert said.startswith(f"{argument}: ") or (what in ("meta", "float64") and f"{argument}'s" in said), (
                     argument, what, said)
 
 
@@ -202,8 +202,8 @@ def test_memory_that_overlaps():
     with pytest.raises(InputError, match="^main_grad: shares memory with the gradient of logp"):
         logp.backward(grads[100:106])
     call("linear_logp", weight=weight, main_grad=grads[:128].view(8, 16)).backward(grads[128:])
+    q = Q.clone()
     with pytest.raises(InputError, match="^out: shares memory with q"):
-        q = Q.clone()
         call("paged_attention", q=q, out=q)
 
 
@@ -221,8 +221,8 @@ def test_empty_batches_of_the_other_ops():
     x, up = (X[:, :0].clone().requires_grad_() for _ in range(2))
     ops.silu_mul(x, up).sum().backward()
     with pytest.raises(InputError, match="^cu_seqlens: all sequences are empty|^q: empty"):
-        call("chunk_gated_delta_rule_bwd_dhu", cu_seqlens=torch.tensor([0, 0]), **{
-            name: RULE[:, :0] for name in ("q", "k", "w", "do", "dv")}, g=RULE[:, :0, :, 0])
+        call("chunk_gated_delta_rule_bwd_dhu", cu_seqlens=torch.tensor([0, 0]), g=RULE[:, :0, :, 0],
+             **dict.fromkeys(("q", "k", "w", "do", "dv"), RULE[:, :0]))
 
 
 def test_a_table_is_the_callers_own():
@@ -236,9 +236,9 @@ def test_a_table_from_inference_may_train():
     with torch.inference_mode():
         table = ops.rope_table(8, 17, 2e4, X.device)
         ops.rope(Q, POS, table)
-    for table in (table, ops.rope_table(8, 17, 2e4, X.device)):
+    for either in (table, ops.rope_table(8, 17, 2e4, X.device)):
         q = Q.clone().requires_grad_()
-        ops.rope(q, POS, table).sum().backward()
+        ops.rope(q, POS, either).sum().backward()
         assert q.grad.isfinite().all()
 
 

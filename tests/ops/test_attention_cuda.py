@@ -36,7 +36,7 @@ def caches(k, v, lens, page, spare=3):
     cache = torch.full((blocks, page, k.shape[1], 2 * k.shape[2]), float("nan"), dtype=k.dtype)
     order = torch.randperm(blocks)[:sum(need)].split(need)
     table = torch.full((len(lens), width), -1, dtype=torch.int32)
-    for row, blocks_of, ks, vs in zip(table, order, k.split(lens), v.split(lens)):
+    for row, blocks_of, ks, vs in zip(table, order, k.split(lens), v.split(lens), strict=True):
         row[:len(blocks_of)] = blocks_of.int()
         at = torch.arange(len(ks))
         cache[blocks_of[at // page], at % page] = torch.cat([ks, vs], -1)
@@ -46,7 +46,7 @@ def caches(k, v, lens, page, spare=3):
 def last(lens, take):
     """Rows of a packed batch that are the last `take` of each sequence, and their starts."""
     ends = torch.tensor(lens).cumsum(0).tolist()
-    rows = torch.cat([torch.arange(e - t, e) for e, t in zip(ends, take)])
+    rows = torch.cat([torch.arange(e - t, e) for e, t in zip(ends, take, strict=True)])
     return rows, torch.tensor([0, *take]).cumsum(0).int()
 
 
@@ -71,13 +71,14 @@ def test_tiles(dim, heads, kv):
     want = backend.forward(q, k, v, cu, scale)
     for rows, warps, stages in TILES:
         got = backend.forward(q, k, v, cu, scale, BLOCK_M=rows, num_warps=warps, num_stages=stages)
-        for name, a, b in zip(("out", "shift"), got, want):
+        for name, a, b in zip(("out", "shift"), got, want, strict=True):
             assert_bitwise_equal(a, b, f"{name}, tile {rows, warps, stages}")
     grads = backend.backward(q, k, v, cu, *want, g, scale)
     options = [{"BLOCK_M": m, "BLOCK_N": n, "num_warps": w, "num_stages": s} for m, n, w, s in GRAD_Q]
     options += [{"grad_kv": {"BLOCK_N": n, "BLOCK_I": i, "num_warps": w, "num_stages": s}} for n, i, w, s in GRAD_KV]
     for option in options:
-        for name, a, b in zip(("dq", "dk", "dv"), backend.backward(q, k, v, cu, *want, g, scale, **option), grads):
+        got = backend.backward(q, k, v, cu, *want, g, scale, **option)
+        for name, a, b in zip(("dq", "dk", "dv"), got, grads, strict=True):
             assert_bitwise_equal(a, b, f"{name}, {option}")
 
 
@@ -120,7 +121,7 @@ def test_a_sequence_alone(dtype):
         return out.detach(), *torch.autograd.grad(out, leaves, g)
     whole = run((q, k, v), cu, g)
     wide = [torch.cat([t, t], -1)[..., :64] for t in (q, k, v)]
-    for name, a, b in zip(("out", "dq", "dk", "dv"), run(wide, cu, g), whole):
+    for name, a, b in zip(("out", "dq", "dk", "dv"), run(wide, cu, g), whole, strict=True):
         assert_bitwise_equal(a, b, f"{name} of strided inputs")
     order = torch.randperm(len(LENS)).tolist()
     shuffled = [torch.cat([t.split(LENS)[i] for i in order]) for t in (q, k, v, g)]
@@ -128,18 +129,19 @@ def test_a_sequence_alone(dtype):
     width = max(LENS) + 7
     full = [torch.full((len(LENS), width, *t.shape[1:]), 2.0, dtype=dtype) for t in (q, k, v)] + [
         torch.zeros(len(LENS), width, *g.shape[1:], dtype=dtype)]
-    for box, t in zip(full, (q, k, v, g)):
+    for box, t in zip(full, (q, k, v, g), strict=True):
         for i, part in enumerate(t.split(LENS)):
             box[i, :len(part)] = part
     padded = run([t.flatten(0, 1) for t in full[:3]], torch.arange(len(LENS) + 1) * width, full[3].flatten(0, 1))
-    for name, all_, a, b in zip(("out", "dq", "dk", "dv"), whole, moved, padded):
-        elsewhere = dict(zip(order, a.split([LENS[i] for i in order])))
+    for name, all_, a, b in zip(("out", "dq", "dk", "dv"), whole, moved, padded, strict=True):
+        elsewhere = dict(zip(order, a.split([LENS[i] for i in order]), strict=True))
         for i, part in enumerate(all_.split(LENS)):
             assert_bitwise_equal(elsewhere[i], part, f"{name} of sequence {i} in another order")
             assert_bitwise_equal(b.unflatten(0, (-1, width))[i, :LENS[i]], part, f"{name} of sequence {i} padded")
     start = sum(LENS[:5])
     s = slice(start, start + LENS[5])
-    for name, a, b in zip(("out", "dq", "dk", "dv"), run((q[s], k[s], v[s]), torch.tensor([0, LENS[5]]), g[s]), whole):
+    alone = run((q[s], k[s], v[s]), torch.tensor([0, LENS[5]]), g[s])
+    for name, a, b in zip(("out", "dq", "dk", "dv"), alone, whole, strict=True):
         assert_bitwise_equal(a, b[s], f"{name} of a sequence alone")
 
 
@@ -181,7 +183,7 @@ def test_accuracy(n, dim, heads, kv, dtype):
         expected.append(torch.einsum(equation, a, b))
         bound.append(torch.einsum(equation, error, b.abs()))
     expected[1:], bound[1:] = map(group, expected[1:]), map(group, bound[1:])
-    for name, a, e, limit in zip(("dq", "dk", "dv"), got, expected, bound):
+    for name, a, e, limit in zip(("dq", "dk", "dv"), got, expected, bound, strict=True):
         assert_within(a, e, limit + u * e.abs(), name)
 
 
@@ -200,7 +202,7 @@ def test_graph_replays_with_other_lengths():
         for take, there in (([1, 1, 1, 1], lens), ([5, 0, 1, 0], lens), ([0, 0, 0, 1], [7, 0, 0, 1]),
                             ([1, 1, 1, 0], [255, 3, 64, 0])):
             ends = [int(cu[i]) + n for i, n in enumerate(there)]
-            index = torch.cat([torch.arange(e - t, e) for e, t in zip(ends, take)])
+            index = torch.cat([torch.arange(e - t, e) for e, t in zip(ends, take, strict=True)])
             queries.fill_(float("nan"))
             queries[:len(index)] = q[index]
             starts.fill_(len(index))
@@ -225,7 +227,7 @@ def test_gradients_in_a_graph():
     for middle in (100, 0, 64, 255):
         cu[1] = middle
         graph.replay()
-        for name, a, b in zip(("out", "dq", "dk", "dv"), got, run()):
+        for name, a, b in zip(("out", "dq", "dk", "dv"), got, run(), strict=True):
             assert_bitwise_equal(a, b, f"{name}, sequences cut at {middle}")
 
 

@@ -72,7 +72,7 @@ def test_a_graph_that_nobody_differentiates(name):
         for _ in range(2):
             loss(function(*leaves)).backward(create_graph=create_graph)
         found.append([t.grad.detach() for t in leaves])
-    for a, b in zip(*found):
+    for a, b in zip(*found, strict=True):
         assert_bitwise_equal(a, b)
 
 
@@ -89,7 +89,7 @@ def test_gradcheck():
     def function(x, w):
         return ops.linear(x, w)
     x, w = leaves_of((X[:2, :3].contiguous(), W[:2, :3].contiguous()))
-    with pytest.warns(UserWarning, match="double precision"):
+    with pytest.warns(UserWarning, match="double precision"):  # noqa: PT031 - each of the two warns
         assert torch.autograd.gradcheck(function, (x, w), eps=1e-2, atol=1e-2, rtol=1e-2)
         with pytest.raises(UnsupportedError, match="^linear: "):
             torch.autograd.gradgradcheck(function, (x, w), eps=1e-2, atol=1e-2, rtol=1e-2)
@@ -108,7 +108,7 @@ def test_results_of_the_gated_delta_rule_are_not_differentiable():
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "vjp", "grad", "dual"])
 def test_transforms_are_refused(name, transform):
     function, tensors = (OPS | OTHERS)[name]
-    with pytest.raises(AlignkitError, match=r"torch\.func|forward-mode"):
+    with pytest.raises(AlignkitError, match=r"torch\.func|forward-mode"):  # noqa: PT012 - one of them runs
         if transform == "vmap":
             torch.vmap(function)(*(t[None] for t in tensors))
         elif transform == "jvp":
@@ -152,7 +152,7 @@ def test_gradients_that_come_in_as_views(name):
     for how, want in ((lambda o: torch.ones_like(o)._neg_view(), lambda o: -torch.ones_like(o)),
                       (lambda o: torch._efficientzerotensor(o.shape, dtype=o.dtype, device=o.device), torch.zeros_like),
                       (lambda o: torch.ones((), dtype=o.dtype).expand(o.shape), torch.ones_like)):
-        for a, b in zip(grads(how), grads(want)):
+        for a, b in zip(grads(how), grads(want), strict=True):
             assert torch.equal(a, b)
 
 
@@ -176,5 +176,5 @@ def test_saved_tensors_that_hooks_lay_out_anew(name):
         return [t.grad for t in leaves]
     want = grads()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous().mT if t.ndim > 1 else t, lambda t: t):
-        for a, b in zip(grads(), want):
+        for a, b in zip(grads(), want, strict=True):
             assert_bitwise_equal(a, b)

@@ -1,6 +1,5 @@
 """The C++ kernels give the bytes of the references, on every instruction set of this machine."""
 import contextlib
-
 import math
 
 import hypothesis.strategies as st
@@ -10,8 +9,8 @@ from hypothesis import given
 
 from alignkit import backends, native, ops
 from alignkit.errors import BackendError
-from alignkit.ops.linear import matmul
 from alignkit.ops import _common
+from alignkit.ops.linear import matmul
 from alignkit.ops.rope import _table
 from alignkit.testing import assert_bitwise_equal
 
@@ -44,7 +43,7 @@ def assert_same(function, *grads_of):
                 torch.manual_seed(7)
                 torch.autograd.backward(out, [torch.randn(o.shape).to(o.dtype) for o in out])
         seen.append([*out, *(t.grad for t in leaves)])
-    for i, (a, b) in enumerate(zip(*seen)):
+    for i, (a, b) in enumerate(zip(*seen, strict=True)):
         assert_bitwise_equal(a, b, f"output {i} of {len(grads_of)} gradients")
 
 
@@ -54,8 +53,9 @@ def test_fma_is_exact():
     b = torch.tensor([1 + 2.0**-12, 1 - 2.0**-23, 1 / 3, 2.0**-80])
     c = torch.tensor([2.0**-24, -1.0, -1.0, 2.0**-149])
     from fractions import Fraction
-    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist())]
-    for got, want in zip(_common.fma(a, b, c).tolist(), exact):
+    exact = [Fraction(x) * Fraction(y) + Fraction(z)
+             for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    for got, want in zip(_common.fma(a, b, c).tolist(), exact, strict=True):
         below, above = (torch.nextafter(torch.tensor(got), torch.tensor(s * float("inf"))).item() for s in (-1, 1))
         assert abs(Fraction(got) - want) <= min(abs(Fraction(below) - want), abs(Fraction(above) - want))
 
@@ -83,7 +83,7 @@ def test_the_default_dtype_does_not_matter():
                 got = everything()
             finally:
                 torch.set_default_dtype(torch.float32)
-        for a, b in zip(got, want):
+        for a, b in zip(got, want, strict=True):
             assert_bitwise_equal(a, b, backend)
 
 
@@ -114,7 +114,7 @@ def test_rms_norm(rows, h, dtype, seed):
     assert_same(lambda a, b: ops.rms_norm(a, b, 1e-6), x, w)
     r = randn(rows, h, dtype=dtype)
     for zero_centered in (False, True):
-        assert_same(lambda a, b, r: ops.rms_norm(a, b, 1e-6, r, zero_centered=zero_centered), x, w, r)
+        assert_same(lambda a, b, r, z=zero_centered: ops.rms_norm(a, b, 1e-6, r, zero_centered=z), x, w, r)
 
 
 @given(tokens=st.integers(1, 9), heads=st.integers(1, 3), half=st.integers(1, 20), dtype=dtypes, seed=seeds)
@@ -188,7 +188,7 @@ def written_out(h, w, b, target, temperature, cap, scale):
         z = torch.tensor([[fp32(math.tanh(v)) for v in row] for row in (z / cap).tolist()]) * cap
     z = z * scale / temperature
     found = []
-    for row, i in zip(z, target.tolist()):
+    for row, i in zip(z, target.tolist(), strict=True):
         tiles = []
         for tile in row.split(128):
             m = tile.max()
@@ -216,5 +216,5 @@ def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed)
     for backend in ("cpu", "reference"):
         with backends.use(backend):
             got = ops.linear_logp(h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale, return_entropy=True)
-        for name, a, expected in zip(("logp", "entropy"), got, want):
+        for name, a, expected in zip(("logp", "entropy"), got, want, strict=True):
             assert_bitwise_equal(a, expected, f"{name}, {backend}")

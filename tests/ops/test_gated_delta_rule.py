@@ -10,12 +10,7 @@ from hypothesis import given
 
 from alignkit import backends, cuda
 from alignkit.errors import InputError
-from alignkit.ops.gated_delta_rule import (
-    CHUNK,
-    chunk_gated_delta_rule_bwd_dhu,
-    fla,
-    reference,
-)
+from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu, fla, reference
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, EXP, SMALLEST, U32, UNIT, assert_within, gamma, seeds
@@ -33,7 +28,11 @@ COMPILED = (
     ((256, 64), "", FP32, False, False),
 )
 """K and V, gates, type, state_v_first, and whether there is dht: Triton compiles for each, so it has no others."""
-gpu = pytest.mark.skipif(CPU, reason="about a GPU")
+
+
+def gpu(test):
+    skip = pytest.mark.skipif(CPU, reason="about a GPU")
+    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture(params=BACKENDS)
@@ -50,7 +49,7 @@ def problem(t=130, heads=2, key_heads=1, k_dim=64, v_dim=64, batch=1, mode="g gk
     q, k = (torch.randn(batch, t, key_heads, k_dim) / k_dim**0.5 for _ in range(2))
     w = torch.randn(batch, t, heads, k_dim) / k_dim**0.5 / 2
     do, dv = (torch.randn(batch, t, heads, v_dim) for _ in range(2))
-    rows = {name: x.to(dtype) for name, x in zip(("q", "k", "w", "do", "dv"), (q, k, w, do, dv))}
+    rows = {name: x.to(dtype) for name, x in zip(("q", "k", "w", "do", "dv"), (q, k, w, do, dv), strict=True)}
     edges = [0, t] if starts is None else starts
     place = torch.cat([torch.arange(b - a) % CHUNK for a, b in pairwise(edges)]) + 1
     if "g" in mode.split():
@@ -130,7 +129,7 @@ def check(got, rows, rest):
             found, (want, bound) = bounds(rows, rest, i, begin, end, head, scale, rows["q"].dtype)
             assert len(found) == len(chunks)
             assert_within(dh0[i, head], want, bound, f"dh0, sequence {i}")
-            for j, (want, bound, want_dv2, bound_dv2) in zip(reversed(chunks), found):
+            for j, (want, bound, want_dv2, bound_dv2) in zip(reversed(chunks), found, strict=True):
                 assert_within(dh[0, j, head], want, bound, f"dh, sequence {i}, chunk {j}")
                 at = begin + (j - chunks.start) * CHUNK
                 new = dv2[0, at:min(at + CHUNK, end), head]
@@ -306,7 +305,7 @@ class States(torch.autograd.Function):
                 leaves = [t[at:at + CHUNK].clone().requires_grad_() for t in (q, k, w, gates)]
                 outs = chunk_step(*leaves[:3], u[at:at + CHUNK], leaves[3], states[i], ctx.scale)
             grads.append(torch.autograd.grad(outs, leaves, (do[at:at + CHUNK], dh[0, i, 0])))
-        dq, dk, dw, dgates = (torch.cat(g) for g in zip(*grads))
+        dq, dk, dw, dgates = (torch.cat(g) for g in zip(*grads, strict=True))
         return dq, dk, dw, dv2[0, :, 0], dgates, dh0[0, 0], None
 
 
@@ -338,7 +337,7 @@ def test_gradients_of_the_whole_rule(channels, t):
         mine = [x.clone().requires_grad_() for x in leaves]
         outs = rule(*mine, 0.125)
         results.append([*outs, *torch.autograd.grad(outs, mine, (do, dht))])
-    for name, a, b in zip(("o", "state", "q", "k", "v", "beta", "decay", "h0"), *results):
+    for name, a, b in zip(("o", "state", "q", "k", "v", "beta", "decay", "h0"), *results, strict=True):
         assert (a - b).norm() <= 2e-5 * b.norm(), name
 
 
@@ -530,7 +529,7 @@ def many_sequences(sequences, heads, dims):
             parts.append((rows["q"].new_empty(1, 0, heads, *dims), dht, rows["dv"][:, :0]))
         else:
             parts.append(run({name: t[:, begin:end] for name, t in rows.items()}, {"dht": dht, "need_dh0": True}))
-    dh, dh0, dv2 = zip(*parts)
+    dh, dh0, dv2 = zip(*parts, strict=True)
     rest["num_chunks"] = sum(len(t[0]) for t in dh)
     return rows, rest, (torch.cat(dh, 1), torch.cat(dh0), torch.cat(dv2, 1))
 

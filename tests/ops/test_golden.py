@@ -44,7 +44,7 @@ def test_new_cases_leave_the_old_ones(tmp_path, monkeypatch):
     file = tmp_path / "golden.json"
     file.write_text(golden.path("cpu").read_text())
     monkeypatch.setattr(golden, "path", lambda _: file)
-    monkeypatch.setattr(golden, "CASES", {name: golden.CASES["norms float32"] for name in ("norms float32", "new")})
+    monkeypatch.setattr(golden, "CASES", dict.fromkeys(("norms float32", "new"), golden.CASES["norms float32"]))
     whole = json.loads(file.read_text())
     file.write_text(json.dumps(whole | {"sha256": {"norms float32": whole["sha256"]["norms float32"]}}))
     golden.write("cpu")

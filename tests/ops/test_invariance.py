@@ -97,7 +97,7 @@ def test_attention_packing(lens, dtype, seed):
     for i, n in enumerate(lens):
         s = slice(int(cu[i]), int(cu[i + 1]))
         assert_bitwise_equal(ops.attention(q[s], k[s], v[s], torch.tensor([0, n])), packed[s], f"sequence {i} alone")
-        for pad, t in zip(pads, (q, k, v)):
+        for pad, t in zip(pads, (q, k, v), strict=True):
             pad[i, :n] = t[s]
     padded = ops.attention(*(p.flatten(0, 1) for p in pads), torch.arange(len(lens) + 1) * width).unflatten(0, (-1, width))
     for i, n in enumerate(lens):
@@ -118,15 +118,16 @@ def test_paged_attention(lens, block, dtype, seed):
     for i, n in enumerate(need):
         table[i, :n], blocks = blocks[:n], blocks[n:]
     got, done = torch.zeros_like(want), [0] * len(lens)
-    while any(d < n for d, n in zip(done, lens)):
-        step = [min(n - d, int(torch.randint(0, 60, ())) if torch.rand(()) < 0.5 else 1) for d, n in zip(done, lens)]
+    while any(d < n for d, n in zip(done, lens, strict=True)):
+        step = [min(n - d, int(torch.randint(0, 60, ())) if torch.rand(()) < 0.5 else 1)
+                for d, n in zip(done, lens, strict=True)]
         rows = [torch.arange(int(cu[i]) + done[i], int(cu[i]) + done[i] + s) for i, s in enumerate(step)]
         for i, r in enumerate(rows):
             for row in r.tolist():
                 p = row - int(cu[i])
-                for cache, t in zip(caches, (k, v)):
+                for cache, t in zip(caches, (k, v), strict=True):
                     cache[table[i, p // block], p % block] = t[row]
-        done = [d + s for d, s in zip(done, step)]
+        done = [d + s for d, s in zip(done, step, strict=True)]
         index = torch.cat(rows)
         got[index] = ops.paged_attention(q[index], *caches, table, torch.tensor([0, *step]).cumsum(0).int(),
                                          torch.tensor(done).int())
@@ -147,7 +148,7 @@ def test_attention_gradients_of_a_sequence(lens, dtype, seed):
     whole = grads(slice(None), cu)
     for i, n in enumerate(lens):
         s = slice(int(cu[i]), int(cu[i + 1]))
-        for name, a, b in zip("qkv", grads(s, torch.tensor([0, n])), whole):
+        for name, a, b in zip("qkv", grads(s, torch.tensor([0, n])), whole, strict=True):
             assert_bitwise_equal(a, b[s], f"d{name} of sequence {i}")
 
 

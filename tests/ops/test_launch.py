@@ -8,8 +8,8 @@ import torch
 from alignkit.ops.linear import cublaslt
 
 pytest.importorskip("triton")
-from alignkit.ops import _triton  # noqa: E402
-from alignkit.ops.linear.launch import Launch  # noqa: E402
+from alignkit.ops import _triton
+from alignkit.ops.linear.launch import Launch
 
 
 class On(torch.Tensor):

@@ -258,9 +258,9 @@ def test_sums_are_not_folded_into_the_product(k):
     assert_bitwise_equal(got, chain + bias.float(), "bias")
     if k > 1:
         a, b = operands(48, 40, 8 * k)
-        want = [by_triton(x, y, FP32) for x, y in zip(a.chunk(8, dim=1), b.chunk(8, dim=1))]
+        want = [by_triton(x, y, FP32) for x, y in zip(a.chunk(8, dim=1), b.chunk(8, dim=1), strict=True)]
         while len(want) > 1:
-            want = [left + right for left, right in zip(want[::2], want[1::2])]
+            want = [left + right for left, right in zip(want[::2], want[1::2], strict=True)]
         for parts in (1, 4, 8):
             tiles(a, b, 8, bias, got, False, parts=parts)
             assert_bitwise_equal(got, want[0] + bias.float(), f"leaves of {k}, {parts} parts")

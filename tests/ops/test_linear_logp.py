@@ -27,7 +27,7 @@ def run_in_blocks(tp, sizes, dtype, rows):
         return run_head(tp, sizes, dtype, {"temperature": 0.7, "soft_cap": 8.0})
     finally:
         module.EVEN = even
-        for (table, _), value in zip(cuts, before):
+        for (table, _), value in zip(cuts, before, strict=True):
             table["cpu"] = value
 
 

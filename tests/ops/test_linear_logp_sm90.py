@@ -53,7 +53,7 @@ def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed
     logits = matmul(hidden, weight)
     triton.statistics(logits, how, t, target, first, m0, q0, u0 if entropy else None, z0)
     assert_bitwise_equal(products, logits, "products")
-    for name, a, b in zip(("m", "q", "u", "z_target"), got, want):
+    for name, a, b in zip(("m", "q", "u", "z_target"), got, want, strict=True):
         assert_bitwise_equal(a, b, name)
 
 

@@ -49,14 +49,14 @@ def assert_same(x, residual, weight, zero_centered, kind, what):
     from alignkit.ops.rms_norm import triton
     got = kernels.forward(x, weight, 1e-6, residual, zero_centered)
     want = triton.forward(x, weight, 1e-6, residual, zero_centered)
-    for name, a, b in zip(("total", "y", "rstd"), got, want):
+    for name, a, b in zip(("total", "y", "rstd"), got, want, strict=True):
         assert_bitwise_equal(a, b, f"{name}, {what}")
     total, y, rstd = got
     dy, d_total = draw(y.shape, kind), None if residual is None else draw(y.shape, kind)
     dx, dweight = triton.backward(dy, total, weight, rstd, d_total, zero_centered)
     for chains in (0, 1, 2, 4, 8, -2, -4, -8):
         got = kernels.backward(dy, total, weight, rstd, d_total, zero_centered, FP32, chains)
-        for name, a, b in zip(("dx", "dweight"), got, (dx, dweight)):
+        for name, a, b in zip(("dx", "dweight"), got, (dx, dweight), strict=True):
             assert_bitwise_equal(a, b, f"{name}, {what}, {chains} chains")
     got = kernels.backward(dy, total, weight, rstd, d_total, zero_centered)
     assert_bitwise_equal(got[1], dweight.to(BF16), f"dweight rounded, {what}")
@@ -97,7 +97,7 @@ def test_what_the_kernels_do_not_take(x):
         with backends.use(backend):
             out = ops.rms_norm(*leaves[:2], 1e-6, leaves[2])
             seen.append([*out, *torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out])])
-    for i, (a, b) in enumerate(zip(*seen)):
+    for i, (a, b) in enumerate(zip(*seen, strict=True)):
         assert_bitwise_equal(a, b, f"output or gradient {i}")
 
 
@@ -120,6 +120,6 @@ def test_captured_in_a_graph_and_nothing_waits():
         out = run()
     x.neg_()
     graph.replay()
-    for a, b, c, sign in zip(again, want, out, (-1, 1, -1)):
+    for a, b, c, sign in zip(again, want, out, (-1, 1, -1), strict=True):
         assert_bitwise_equal(a, b, "again")
         assert_bitwise_equal(sign * c, b, "replayed")

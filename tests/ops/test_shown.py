@@ -166,6 +166,7 @@ def test_never_while_a_graph_is_captured(other, monkeypatch):
     assert not other
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 def test_a_captured_graph_stays_whole(other):
     """A first call in a capture is refused; after one outside it, the graph is captured and replayed."""

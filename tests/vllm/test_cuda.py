@@ -119,7 +119,7 @@ def prefix_hits(state, prompts):
 
 
 def prompt_logprobs(state, prompts, answers):
-    return [(tokens, evaluate(state, prompt, tokens, 0)) for prompt, (tokens, _) in zip(prompts, answers)]
+    return [(tokens, evaluate(state, prompt, tokens, 0)) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
 
 
 def sampled(state, prompts):
@@ -127,7 +127,7 @@ def sampled(state, prompts):
 
 
 def top_five(state, prompts, answers):
-    return [(tokens, evaluate(state, prompt, tokens, 5)) for prompt, (tokens, _) in zip(prompts, answers)]
+    return [(tokens, evaluate(state, prompt, tokens, 5)) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
 
 
 def hidden_of_steps(state, prompt, temperature):
@@ -230,11 +230,11 @@ def test_sleep(engines, expected, prompts, model):
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_worker_says_what_it_runs(engines, name):
     v1 = name.startswith("v1")
-    for worker in engines[name](statuses):
-        assert worker["patched"] and worker["contract"] == contract_id("sm90")
-        assert worker["modules"]["AlignedRowParallelLinear"] == 8 and worker["modules"]["AlignedAttentionImpl"] == 4
-        assert worker["modules"]["AlignedSampler" if v1 else "AlignedSamplerV2"] == 1
-        assert worker["symmetric_memory"] is (name == "tp2")
+    for said in engines[name](statuses):
+        assert said["patched"] and said["contract"] == contract_id("sm90")
+        assert said["modules"]["AlignedRowParallelLinear"] == 8 and said["modules"]["AlignedAttentionImpl"] == 4
+        assert said["modules"]["AlignedSampler" if v1 else "AlignedSamplerV2"] == 1
+        assert said["symmetric_memory"] is (name == "tp2")
 
 
 def replaced(state):
@@ -290,7 +290,7 @@ def test_a_served_completion_has_the_same_bits(expected, prompts, model, tmp_pat
                "--gpu-memory-utilization", "0.1"]
     model = with_tokenizer(shutil.copytree(model, tmp_path / "model"), VOCAB)
     with serving(model, options, tmp_path / "log", env) as server:
-        for prompt, (tokens, steps) in list(zip(prompts, expected))[:4]:
+        for prompt, (tokens, steps) in list(zip(prompts, expected, strict=True))[:4]:
             choice = complete(server, model, prompt, temperature=0.0)
             assert choice["token_ids"] == tokens
             assert choice["logprobs"]["token_logprobs"] == [s["sampled"] for s in steps]

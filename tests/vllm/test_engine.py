@@ -70,7 +70,7 @@ def evaluate(state, prompt, tokens, top):
 
 def _table(tokens, steps):
     return [{token: (x.rank, x.logprob) for token, x in step.items()} | {"sampled": step[t].logprob}
-            for t, step in zip(tokens, steps)]
+            for t, step in zip(tokens, steps, strict=True)]
 
 
 def greedy(state):

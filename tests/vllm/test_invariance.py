@@ -15,7 +15,7 @@ def assert_same(actual, expected):
     assert actual.contract == expected.contract == contract_id("cpu")
     assert actual.prompts == expected.prompts
     assert actual.tokens == expected.tokens
-    for i, (a, b) in enumerate(zip(actual.logprobs, expected.logprobs)):
+    for i, (a, b) in enumerate(zip(actual.logprobs, expected.logprobs, strict=True)):
         assert_bitwise_equal(a, b, f"sequence {i}")
 
 
@@ -36,7 +36,7 @@ def test_chunked_prefill_mixed_with_decode(rollout, dtype):
 
 def test_sampled_tokens(rollout):
     modes = rollout(("batch", "prompt_logprobs"), temperature=1.0)
-    assert len(set(sum(modes["batch"].tokens, []))) > 50  # drawn, not stuck
+    assert len({token for row in modes["batch"].tokens for token in row}) > 50  # drawn, not stuck
     assert_same(modes["prompt_logprobs"], modes["batch"])
 
 
@@ -45,4 +45,5 @@ def test_stock_engine_drifts(rollout):
     stock = rollout(("batch", "one", "prefix", "prompt_logprobs"), torch.float32, patched=False)
     batch = stock.pop("batch")
     assert batch.contract == "stock"
-    assert not all(bitwise_equal(a, b) for mode in stock.values() for a, b in zip(mode.logprobs, batch.logprobs))
+    assert not all(bitwise_equal(a, b) for mode in stock.values()
+                   for a, b in zip(mode.logprobs, batch.logprobs, strict=True))

@@ -39,7 +39,7 @@ def test_compiled_is_eager_is_ops(backend):
         arguments = drawn(rows, 64), drawn(rows + 1, 64)[:rows], torch.arange(rows)
         expected = trunk(ops, *arguments)
         for actual in (trunk(library, *arguments), compiled(library, *arguments)):
-            for a, b in zip(actual, expected):
+            for a, b in zip(actual, expected, strict=True):
                 assert_bitwise_equal(a, b)
 
 
@@ -64,7 +64,7 @@ def test_unknown_ranks():
 
 def test_rotated_together():
     q, k = drawn(3, 96).view(3, 6, 16).split([4, 2], dim=1)
-    for together, alone in zip(library.rope_qk(q, k, torch.arange(3), TABLE), (q, k)):
+    for together, alone in zip(library.rope_qk(q, k, torch.arange(3), TABLE), (q, k), strict=True):
         assert_bitwise_equal(together, ops.rope(alone, torch.arange(3), TABLE))
 
 

@@ -47,7 +47,7 @@ def generate(state):
 
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True, detokenize=False, logprobs=0)
     (output,) = state.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
-    return [step[t].logprob for t, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs)]
+    return [step[t].logprob for t, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)]
 
 
 def first_refusal(state):

@@ -35,7 +35,7 @@ def greedy(state, prompts):
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=0)
     outputs = state.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     answers = [o.outputs[0] for o in outputs]
-    return [(list(a.token_ids), [step[t].logprob for t, step in zip(a.token_ids, a.logprobs)])
+    return [(list(a.token_ids), [step[t].logprob for t, step in zip(a.token_ids, a.logprobs, strict=True)])
             for a in answers]
 
 
@@ -61,7 +61,7 @@ def structured(state):
 def test_same_bits_as_in_process(engine, rollout, prompts):
     process, _ = engine
     expected = rollout(("batch", "one", "prefix", "prompt_logprobs"))["batch"]
-    assert process(greedy, prompts) == list(zip(expected.tokens, [x.tolist() for x in expected.logprobs]))
+    assert process(greedy, prompts) == list(zip(expected.tokens, [x.tolist() for x in expected.logprobs], strict=True))
 
 
 def test_every_worker_says_what_it_runs(engine):
@@ -80,7 +80,13 @@ def test_a_refused_request_reaches_the_user_and_harms_no_other(engine, prompts):
     assert process(greedy, prompts[:1])
 
 
-def test_weights_are_reloaded_in_every_worker(engine, prompts, checkpoint, reloaded={}):
+@pytest.fixture(scope="module")
+def reloaded():
+    """What the engines with one worker and with two say after a reload."""
+    return {}
+
+
+def test_weights_are_reloaded_in_every_worker(engine, prompts, checkpoint, reloaded):
     process, tp = engine
     before = process(greedy, prompts)
     process(reload, checkpoint(seed=1))
@@ -157,8 +163,8 @@ def config_before_patch(state, model):
 
 def test_plugin_does_nothing_until_asked(vllm_process, checkpoint):
     process = vllm_process()
-    for asked in ("", "0", " False", "no", "OFF"):
-        assert process(registered, asked) == {"patched": False, "contract": "stock", "points": []}
+    for no in ("", "0", " False", "no", "OFF"):
+        assert process(registered, no) == {"patched": False, "contract": "stock", "points": []}
     assert process(stock_worker_class, checkpoint()) == "vllm.v1.worker.cpu_worker.CPUWorker"
     with pytest.raises(UnsupportedError, match="made before patch_vllm"):
         process(config_before_patch, checkpoint())

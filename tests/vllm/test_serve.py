@@ -101,7 +101,7 @@ def in_process(state, model):
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=0)
         (answer,) = state.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     tokens = list(answer.outputs[0].token_ids)
-    return tokens, [step[t].logprob for t, step in zip(tokens, answer.outputs[0].logprobs)]
+    return tokens, [step[t].logprob for t, step in zip(tokens, answer.outputs[0].logprobs, strict=True)]
 
 
 def test_a_completion_has_the_bits_of_an_aligned_engine(server, model, vllm_process):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import xml.etree.ElementTree
+from pathlib import Path
 from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
@@ -35,7 +36,7 @@ def cells(html, table):
         rows, inside, cell = [], False, None
 
         def handle_starttag(self, tag, attributes):
-            self.inside = self.inside or tag == "table" and dict(attributes).get("id") == table
+            self.inside = self.inside or (tag == "table" and dict(attributes).get("id") == table)
             if self.inside and tag == "tr":
                 self.rows.append([])
             self.cell = [] if self.inside and tag == "td" else self.cell
@@ -159,7 +160,7 @@ def test_it_listens_on_the_loopback_interface_alone(tmp_path):
     """The address that it is bound to, from the kernel."""
     with browser.watch(tmp_path) as (process, url):
         port = urlsplit(url).port
-        tables = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/{process.pid}/net/{name}")]
+        tables = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()]
         bound = [row[1].rpartition(":")[0] for row in tables
                  if row[1].endswith(f":{port:04X}") and row[3] == "0A"]  # listening
         assert bound == ["0100007F"] and url == f"http://127.0.0.1:{port}/"

@@ -51,7 +51,7 @@ def _packed(sequences: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:
 def _forward(model, tokens: torch.Tensor, rows: np.ndarray, record: _Hooks, recorder, *, patched: bool, starts) -> None:
     """Two forwards, as one with labels need not make logits: the second only records those."""
     device = tokens.device
-    b, s = tokens.shape
+    s = tokens.shape[1]
     mask = packed = None
     positions = torch.arange(s, device=device).expand_as(tokens)
     labels, known = jobs.targets(tokens.cpu(), rows, train.IGNORE)
@@ -134,7 +134,7 @@ class _Hooks:
             arch = self._arch
             groups = output[0].unflatten(-1, (arch.kv_heads // self._tp.size(), -1, arch.head_dim))
             sizes = [arch.heads // arch.kv_heads, 1, 1]  # per KV group: its queries, key and value
-            for x, part in zip("qkv", groups.split(sizes, -2)):
+            for x, part in zip("qkv", groups.split(sizes, -2), strict=True):
                 self._put(f"layers.{i}.{x}", part)
         return hook
 
@@ -147,7 +147,7 @@ class _Hooks:
 
     def _gate_up(self, i: int):
         def hook(_, inputs, output) -> None:
-            for x, part in zip(("gate", "up"), output[0].chunk(2, -1)):
+            for x, part in zip(("gate", "up"), output[0].chunk(2, -1), strict=True):
                 self._put(f"layers.{i}.{x}", part)
         return hook
 

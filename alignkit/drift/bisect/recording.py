@@ -173,7 +173,7 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, keep: Mappi
         dtypes |= json.loads(f.metadata()["dtypes"])
     merged = Recording(digests={}, seen={}, dtypes=dtypes, **about)
     for point in points(arch):
-        holders = [f for f, keys in zip(files, names) if f"digest/{point.name}" in keys]
+        holders = [f for f, keys in zip(files, names, strict=True) if f"digest/{point.name}" in keys]
         if not holders:
             continue
         digest = [f.get_tensor(f"digest/{point.name}").numpy() for f in holders]
@@ -183,7 +183,7 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, keep: Mappi
         merged.digests[point.name] = np.concatenate(digest, 1) if point.sharded else digest[0]
         merged.seen[point.name] = np.minimum.reduce(seen)
         if not point.sharded and len(holders) > 1:
-            others = [(d != digest[0]).any(1) | (s != seen[0]) for d, s in zip(digest[1:], seen[1:])]
+            others = [(d != digest[0]).any(1) | (s != seen[0]) for d, s in zip(digest[1:], seen[1:], strict=True)]
             merged.ranks_differ[point.name] = np.any(others, axis=0).astype(np.uint8)
         if f"value/{point.name}" in holders[0].keys():
             values = [f.get_tensor(f"value/{point.name}") for f in holders]
@@ -239,7 +239,7 @@ def _load_json(path: Path) -> dict:
     try:
         about = json.loads(path.read_text())
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{path}: truncated, or not JSON ({str(e):.100})") from None
+        raise InputError(f"{path}: truncated, or not JSON ({e!s:.100})") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"{path}: not a recording (format={FORMAT!r} is missing)")
     if about.get("format_version") != FORMAT_VERSION:

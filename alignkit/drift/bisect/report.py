@@ -170,7 +170,7 @@ def _growth(result: Result) -> str:
     shares.set_ylim(0, 105)
     known = [(i, p.values.max_abs) for i, p in enumerate(c.points) if p.values and 0 < p.values.max_abs < float("inf")]
     if known:
-        sizes.plot(*zip(*known), "o-", color=_MAX, markersize=3, linewidth=1)
+        sizes.plot(*zip(*known, strict=True), "o-", color=_MAX, markersize=3, linewidth=1)
         sizes.set_yscale("log")
     sizes.set_ylabel("max |d| where recorded")
     ends = [i for i, p in enumerate(c.points) if p.point.endswith(".residual")]

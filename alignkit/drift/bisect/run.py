@@ -243,7 +243,7 @@ def _model_of(options: Options, sides: list[Side]) -> Architecture | None:
 def _sequences(options: Options, given: dict[int, Recording], arch: Architecture | None) -> list[list[int]]:
     if options.tokens is not None:
         read = files.load(options.tokens)
-        sequences = [p + t for p, t in zip(read.prompts, read.tokens)]
+        sequences = [p + t for p, t in zip(read.prompts, read.tokens, strict=True)]
         if any(one.sequences != sequences for one in given.values()):
             raise InputError(f"tokens: {options.tokens} holds others than the recording")
     elif given:

@@ -46,11 +46,11 @@ def main(arguments: list[str]) -> None:
 
     recorder = jobs.recorder(job)
     sequences, start = [], 0
-    for prompt, output in zip(job["sequences"], outputs):
+    for prompt, output in zip(job["sequences"], outputs, strict=True):
         drawn = list(output.outputs[0].token_ids)[:decode]
         sequence = prompt + drawn
         steps = output.prompt_logprobs[1:] + list(output.outputs[0].logprobs)[:decode]
-        values = [step[token].logprob for step, token in zip(steps, sequence[1:])]
+        values = [step[token].logprob for step, token in zip(steps, sequence[1:], strict=True)]
         if values:
             recorder.put("logprob", torch.tensor(values), start + np.arange(len(values)))
         sequences.append(sequence)

@@ -140,7 +140,7 @@ def _norm(module, recorder, name: str, residual: str) -> None:
 
 def _split(recorder, names: list[str], sizes: list[int]):
     def hook(_, inputs, output) -> None:
-        for name, value in zip(names, output[0].split(sizes, -1)):
+        for name, value in zip(names, output[0].split(sizes, -1), strict=True):
             recorder.put(name, value)
     return hook
 

@@ -92,7 +92,7 @@ class Lines:
         while self.offset < end:
             piece = file.readline(MAX_LINE)
             whole = piece.endswith(b"\n")
-            if not piece or not whole and not self._skipping and len(piece) < MAX_LINE:
+            if not piece or (not whole and not self._skipping and len(piece) < MAX_LINE):
                 return  # the end, or a last line that is being written
             self.offset += len(piece)
             if not whole:
@@ -154,7 +154,7 @@ def _is_record(record) -> bool:
 
 def _is_token(token) -> bool:
     return (isinstance(token, dict) and all(_count(token.get(key)) for key in ("sequence", "position"))
-            and (token.get("token") is None or type(token["token"]) is int and abs(token["token"]) < 2**63)
+            and (token.get("token") is None or (type(token["token"]) is int and abs(token["token"]) < 2**63))
             and all(token.get(key) is None or _number(token[key]) for key in ("rollout", "training"))
             and all(isinstance(token.get(key), str) for key in ("rollout_bits", "training_bits")))
 

@@ -10,16 +10,7 @@ import torch
 from ... import backends
 from ...errors import InputError
 from .._calls import differentiable_once, in_default_mode, op
-from .._common import (
-    check_apart,
-    check_device,
-    check_like,
-    check_number,
-    check_tensor,
-    looks,
-    require,
-    unit,
-)
+from .._common import check_apart, check_device, check_like, check_number, check_tensor, looks, require, unit
 from .paging import check_pages
 
 INTS = (torch.int32, torch.int64)
@@ -70,7 +61,7 @@ def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Ten
         last, rows = int(starts[-1]), q.shape[0]
         require(int(starts[0]) == 0, f"{name}: must begin with 0")
         require(bool((starts[1:] >= starts[:-1]).all()), f"{name}: must not decrease")
-        require(last == rows or padded and last < rows, f"{name}: ends at {last}, q has {rows} rows")
+        require(last == rows or (padded and last < rows), f"{name}: ends at {last}, q has {rows} rows")
     return starts
 
 
@@ -164,6 +155,6 @@ def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out
 def _rows_view(name: str, cache: torch.Tensor) -> torch.Tensor:
     """[num_blocks, block_size, H, D] as [rows, H, D] without a copy."""
     (blocks, size, *row), (block_stride, *strides) = cache.shape, cache.stride()
-    if strides[-1] != 1 or blocks > 1 and block_stride != size * strides[0]:
+    if strides[-1] != 1 or (blocks > 1 and block_stride != size * strides[0]):
         raise InputError(f"{name}: strides {cache.stride()} cannot be viewed as rows")
     return cache.as_strided((blocks * size, *row), strides)

@@ -18,7 +18,7 @@ def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
     return acc
 
 
-def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float):
+def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
     """q [Hq, D] over its keys k, v [n, Hq, D]; returns fp32 out [Hq, D], m [Hq], l [Hq]."""
     heads, dim = q.shape
     m, l = (torch.full((heads,), start, dtype=torch.float32, device=q.device) for start in (float("-inf"), 0.0))
@@ -61,7 +61,7 @@ def backward(q, k, v, starts, out, m, l, d_out, scale):
     """Softmax probabilities again from m and l, then the products of the chain rule, in fp32."""
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
-    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist()):
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         n = last - first
         causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         for h in range(q.shape[1]):

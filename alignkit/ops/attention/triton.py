@@ -370,7 +370,7 @@ def paged(q, k, v, block_table, starts, seq_lens, block_size, scale, out, short=
 def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
     """Launch `kernel`, any but `_delta`, with `programs` for each head of k; `args` end where strides begin."""
     strides = [t.stride() for t in (q, k, v)]
-    constants = {name: of[0] for name, of in zip(("sqt", "skt", "svt"), strides)}
+    constants = {name: of[0] for name, of in zip(("sqt", "skt", "svt"), strides, strict=True)}
     constants |= _shape(q, k) | options
     own = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     launch(kernel, (programs * k.shape[1],), (*args, *(of[1] for of in strides)), own, **constants)

@@ -93,7 +93,7 @@ def register() -> None:
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function
     arguments = inspect.signature(function)
 
-    class Backend(theirs.BaseBackend):
+    class Backend(theirs.BaseBackend):  # pyright: ignore[reportAttributeAccessIssue] - it is not this file
         backend_type = "alignkit"
         priority = -1
 
@@ -104,4 +104,4 @@ def register() -> None:
         def chunk_gated_delta_rule_bwd_dhu(self, *args, **kwargs):
             return chunk_gated_delta_rule_bwd_dhu(**arguments.bind(*args, **kwargs).arguments)
 
-    theirs.register("common")(Backend)
+    theirs.register("common")(Backend)  # pyright: ignore[reportAttributeAccessIssue] - it is not this file

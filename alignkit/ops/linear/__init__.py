@@ -88,7 +88,7 @@ def _gradients(x: torch.Tensor, weight: torch.Tensor) -> tuple[bool, bool]:
 def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
     check_flag("sequence_parallel", sequence_parallel)
     check_weight(x, weight, bias, dtypes=WITH_FP16)
-    require(out_dtype is None or isinstance(out_dtype, torch.dtype) and out_dtype in (x.dtype, torch.float32),
+    require(out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in (x.dtype, torch.float32)),
             f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32")
     require(not sequence_parallel or x.ndim >= 2, "x: sequence_parallel needs a sequence dimension in front")
     if row:

@@ -144,7 +144,7 @@ def _call(function: str, *args) -> None:
 
 
 @functools.cache
-def _handle(device: int) -> int:
+def _handle(device: int) -> int | None:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         _call("Create", ctypes.byref(handle))
@@ -152,7 +152,7 @@ def _handle(device: int) -> int:
 
 
 @functools.cache
-def _operation(transpose_a: bool, transpose_b: bool, bias: bool) -> int:
+def _operation(transpose_a: bool, transpose_b: bool, bias: bool) -> int | None:
     """A descriptor: fp32 sums, alpha and beta on the host. One with a bias is used by one thread at a time, under `_lock`."""
     operation = ctypes.c_void_p()
     _call("MatmulDescCreate", ctypes.byref(operation), _COMPUTE_FP32, _TYPES[torch.float32])
@@ -166,12 +166,12 @@ def _operation(transpose_a: bool, transpose_b: bool, bias: bool) -> int:
 _lock = threading.Lock()
 
 
-def _set_bias(operation: int, address: int) -> None:
+def _set_bias(operation: int | None, address: int) -> None:
     _call("MatmulDescSetAttribute", operation, _BIAS_POINTER, ctypes.byref(ctypes.c_void_p(address)), 8)
 
 
 @functools.cache
-def _preference() -> int:
+def _preference() -> int | None:
     preference = ctypes.c_void_p()
     _call("MatmulPreferenceCreate", ctypes.byref(preference))
     _call("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(ctypes.c_uint64(0)), 8)

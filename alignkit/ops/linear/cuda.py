@@ -31,7 +31,7 @@ IDS = 256
 
 def takes(t: torch.Tensor) -> bool:
     """Whether a matrix may be an operand: bf16 that the copy engine takes."""
-    return t.dtype == torch.bfloat16 and copied(operand(t))
+    return t.dtype == torch.bfloat16 and copied(operand(t))  # pyright: ignore[reportArgumentType]
 
 
 def _fits(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: int) -> bool:

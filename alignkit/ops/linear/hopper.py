@@ -165,5 +165,5 @@ def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | N
     if chosen is None:
         return False
     launch, *blocks = chosen
-    launch(*(_Matrix(t, t.shape, t.stride(), *block) for t, block in zip((a, b, out), blocks)), bias)
+    launch(*(_Matrix(t, t.shape, t.stride(), *block) for t, block in zip((a, b, out), blocks, strict=True)), bias)
     return True

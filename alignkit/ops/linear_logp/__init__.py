@@ -47,7 +47,7 @@ EVEN = 66 * VOCAB_TILE
 def _cuts(start: int, stop: int, step: int | None, border: int = 0) -> list[slice]:
     """[start, stop) cut wherever the distance to `border` is a multiple of `step`; whole if that is None."""
     inner = () if step is None else range(start + step - (start - border) % step, stop, step)
-    return [slice(a, b) for a, b in zip((start, *inner), (*inner, stop)) if a < b]
+    return [slice(a, b) for a, b in zip((start, *inner), (*inner, stop), strict=True) if a < b]
 
 
 def _cpu_rows(columns: int, workspace: int) -> int:
@@ -247,7 +247,7 @@ def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bo
     if len(parts) == 1:
         return parts[0]
     empty = torch.empty(0, dtype=torch.float32, device=target.device)
-    logp, lse, ent = zip(*parts) if parts else ((empty,),) * 3
+    logp, lse, ent = zip(*parts, strict=True) if parts else ((empty,),) * 3
     return torch.cat(logp), torch.cat(lse), torch.cat(ent) if entropy else None
 
 
@@ -345,9 +345,9 @@ class _LinearLogp(torch.autograd.Function):
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
             if dw is not None and len(blocks) > 1:
-                round_into(dw[columns], dw_sum)
+                round_into(dw[columns], dw_sum)  # pyright: ignore[reportArgumentType]
             if need_b:
-                round_into(db[columns], db_sum)
+                round_into(db[columns], db_sum)  # pyright: ignore[reportArgumentType] - `blocks` has some
         for grad in (dw, db):
             if grad is not None:
                 grad[used:].zero_()

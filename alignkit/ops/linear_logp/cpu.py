@@ -43,7 +43,7 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
     shape = len(x), -(-x.shape[1] // VOCAB_TILE)
     seen = [_empty(z, *shape), *(None if t is None else _empty(z, *shape, dtype=torch.int32) for t in (q, u))]
     native.tile_stats(x, VOCAB_TILE, *seen)
-    for kept, stats in zip((m, q, u), seen):
+    for kept, stats in zip((m, q, u), seen, strict=True):
         if kept is not None:
             kept.copy_(stats)
     if target is not None:

@@ -8,19 +8,7 @@ import torch
 
 from ... import cuda
 from ..linear.cuda import takes
-from .triton import (
-    check_rows,
-    finish,
-    gradient,
-    gradient_type,
-    join,
-    pick,
-    put,
-    spread,
-    statistics,
-    take,
-    transform,
-)
+from .triton import check_rows, finish, gradient, gradient_type, join, pick, put, spread, statistics, take, transform
 
 __all__ = ["check_rows", "finish", "gradient", "gradient_type", "head_gradient", "head_products", "head_statistics",
            "join", "pick", "put", "spread", "statistics", "take", "transform"]
@@ -59,7 +47,7 @@ def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, 
     Of the rows, `before` of a batch come before these; the first count[0] of the batch (int32, on the device) are
     computed; None: all. Something is written for the others too."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
-    if head is None or products is not None and (products.stride(0) % 4 or products.data_ptr() % 16):
+    if head is None or (products is not None and (products.stride(0) % 4 or products.data_ptr() % 16)):
         return False
     cuda.call("alignkit_head_statistics", hidden.device, ctypes.byref(head), m, q, u, ctypes.c_int64(m.stride(0)), z_target,
               products, ctypes.c_int64(0 if products is None else products.stride(0)))

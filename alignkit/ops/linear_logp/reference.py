@@ -28,7 +28,8 @@ def _tile_stats(z: torch.Tensor, entropy: bool):
 
 def _lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """float64 m + log(2^-39 s), the logarithm of the C library."""
-    return torch.tensor([a + (math.log(b * 2.0**-39) if b > 0 else -INF) for a, b in zip(m.tolist(), s.tolist())],
+    return torch.tensor([a + (math.log(b * 2.0**-39) if b > 0 else -INF)
+                         for a, b in zip(m.tolist(), s.tolist(), strict=True)],
                         dtype=torch.float64, device=m.device)
 
 
@@ -88,7 +89,7 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
     """m, q, u [n, tiles] <- statistics of the tiles of products z [n, C]; column 0 is id `first`, a tile's border.
     z_target[r] <- the logit of target[r] where it is among them."""
     z = _logits(z, how, temperature)
-    for kept, seen in zip((m, q, u), _tile_stats(z, u is not None)):
+    for kept, seen in zip((m, q, u), _tile_stats(z, u is not None), strict=True):
         if kept is not None:
             kept.copy_(seen)
     if target is not None:
@@ -98,7 +99,7 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
 
 
 @in_torch
-def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def join(m, q, u, z_target, top) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows from their tiles: the maximum fp32 [n] (`top` if given), and int64 [3, n]: s, u and z_target's bits."""
     n, tiles = m.shape
     if top is None:

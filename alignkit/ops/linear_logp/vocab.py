@@ -1,8 +1,8 @@
 """How the vocabulary is shared among ranks."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 
@@ -31,7 +31,7 @@ class Shards:
     def agree(cls, tp: TP, op: str, checks: Callable) -> Shards:
         """Collect what `checks` returns on each rank: `describe`'s part, the arguments that must be the same, by name, and the
         rank's largest target, (id, where). Every rank raises the same InputError if they do not fit."""
-        parts, metas, largest = zip(*tp.check(op, checks))
+        parts, metas, largest = zip(*tp.check(op, checks), strict=True)
         for name in ("vocab_size", *metas[0]):
             values = [p[2] for p in parts] if name == "vocab_size" else [meta[name] for meta in metas]
             require(all(v == values[0] for v in values),
