@@ -4,6 +4,7 @@ package installs all the same; `alignkit doctor` says what is missing. An nvcc t
 installation.
 
 A library is built again when it is not of the sources that are here: it says of which it is, by their hash."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -29,8 +30,15 @@ CPU = Extension(
     "alignkit._cpu",
     sources=[f"csrc/cpu/{name}.cpp" for name in ("api", "isa_generic", "isa_avx2", "isa_avx512")],
     # No contraction: a multiply-add is fused where the source says so and nowhere else.
-    extra_compile_args=["-O3", "-g0", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
-                        "-fno-trapping-math"],
+    extra_compile_args=[
+        "-O3",
+        "-g0",
+        "-std=c++17",
+        "-fopenmp",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ],
     extra_link_args=["-fopenmp"],
     language="c++",
     optional=True,
@@ -38,10 +46,18 @@ CPU = Extension(
 SM90 = Extension(
     "alignkit._sm90",
     sources=sorted(glob("csrc/sm90/*.cu")),
-    extra_compile_args=["-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-lineinfo",
-                        "--fmad=false",  # no contraction, as above
-                        "-Xcompiler", "-fPIC", "-shared",
-                        "-cudart", "static"],  # beside the runtime of any torch
+    extra_compile_args=[
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-O3",
+        "-std=c++17",
+        "-lineinfo",
+        "--fmad=false",  # no contraction, as above
+        "-Xcompiler",
+        "-fPIC",
+        "-shared",
+        "-cudart",
+        "static",
+    ],  # beside the runtime of any torch
 )
 
 

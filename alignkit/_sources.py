@@ -1,4 +1,5 @@
 """The hash of what the kernels are built from. setup.py reads this file by itself: it imports nothing of alignkit."""
+
 from __future__ import annotations
 
 import hashlib
@@ -12,8 +13,11 @@ BUILT = "built.json"
 
 def files(part: str) -> list[Path]:
     """What decides the library of csrc/`part`: its sources, and setup.py with the compilers' options."""
-    return [ROOT / "setup.py", ROOT / "csrc/interface.h",
-            *sorted(file for file in (ROOT / "csrc" / part).iterdir() if file.suffix in SUFFIXES)]
+    return [
+        ROOT / "setup.py",
+        ROOT / "csrc/interface.h",
+        *sorted(file for file in (ROOT / "csrc" / part).iterdir() if file.suffix in SUFFIXES),
+    ]
 
 
 def digest(found: list[Path]) -> str:

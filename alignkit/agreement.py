@@ -1,5 +1,6 @@
 """What ranks that share a layer tell each other before they compute: short messages through the hosts' memory and network,
 never through a GPU, so that nothing here waits for one."""
+
 from __future__ import annotations
 
 import datetime
@@ -54,7 +55,9 @@ def told(group: dist.ProcessGroup, value: Any) -> list[Any]:
         if longest > SLOT - _LENGTH:
             messages = _send(through, size, ours, longest + _LENGTH)
     except RuntimeError as e:
-        raise BackendError(f"tensor-parallel group: its ranks could not reach each other, one may have ended: {e}") from e
+        raise BackendError(
+            f"tensor-parallel group: its ranks could not reach each other, one may have ended: {e}"
+        ) from e
     return [pickle.loads(message) for message in messages]
 
 
@@ -63,7 +66,7 @@ def _send(through, size: int, message: bytes, slot: int) -> list[bytes]:
     ours = bytearray(slot)
     ours[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
     if len(message) <= slot - _LENGTH:
-        ours[_LENGTH:_LENGTH + len(message)] = message
+        ours[_LENGTH : _LENGTH + len(message)] = message
     gathered = [torch.empty(slot, dtype=torch.uint8, device="cpu") for _ in range(size)]
     through.allgather([gathered], [torch.frombuffer(ours, dtype=torch.uint8)]).wait()
     messages = []

@@ -4,6 +4,7 @@
 family give the same bits, so the choice is one of speed; where there is none, it is an error, never a fallback. With
 versions of torch and Triton that those bits were not shown with, they are tested first (`alignkit.shown`).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -76,8 +77,10 @@ def admit(device: torch.device) -> None:
 def _require_hopper(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
-        raise BackendError(f"device: {torch.cuda.get_device_name(device)} has compute capability "
-                           f"{'.'.join(map(str, capability))}; alignkit's contract for CUDA is that of 9.0 (Hopper)")
+        raise BackendError(
+            f"device: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{'.'.join(map(str, capability))}; alignkit's contract for CUDA is that of 9.0 (Hopper)"
+        )
     if importlib.util.find_spec("triton") is None:
         raise BackendError("device: CUDA tensors need triton, which is not installed")
 

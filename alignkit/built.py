@@ -1,5 +1,6 @@
 """Loads what setup.py built, if it is of this alignkit: a library says from which sources it was built, and where the
 fields of its structs lie. Another one would compute other bits, or read arguments from the wrong places."""
+
 from __future__ import annotations
 
 import ctypes
@@ -14,6 +15,7 @@ AGAIN = "install alignkit again (in a checkout: `make kernels`) and restart Pyth
 
 class _Field(ctypes.Structure):
     """AlignkitField of csrc/interface.h."""
+
     _fields_ = [("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("size", ctypes.c_size_t)]
 
 
@@ -30,8 +32,10 @@ def load(library: Path, part: str) -> ctypes.CDLL:
         found = "unknown"
     wanted = _expected(part)
     if found != wanted:
-        raise BackendError(f"{library.name} was built from other sources ({found[:12]}) than those of this alignkit "
-                           f"({wanted[:12]}): {AGAIN}")
+        raise BackendError(
+            f"{library.name} was built from other sources ({found[:12]}) than those of this alignkit "
+            f"({wanted[:12]}): {AGAIN}"
+        )
     return lib
 
 
@@ -43,8 +47,9 @@ def _expected(part: str) -> str:
     try:
         return json.loads(Path(__file__).with_name(_sources.BUILT).read_text())[part]
     except (OSError, ValueError, KeyError):
-        raise BackendError(f"{_sources.BUILT} of the package does not say from which sources the kernels of {part} "
-                           f"were built: {AGAIN}") from None
+        raise BackendError(
+            f"{_sources.BUILT} of the package does not say from which sources the kernels of {part} were built: {AGAIN}"
+        ) from None
 
 
 def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> None:
@@ -59,7 +64,10 @@ def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) ->
     fields = [(field[0], getattr(struct, field[0])) for field in struct._fields_]
     here = [("", 0, ctypes.sizeof(struct)), *((field, at.offset, at.size) for field, at in fields)]
     if here != there:
-        different = sorted(f"{what or 'the whole'} at {offset}, {size} bytes"
-                           for what, offset, size in set(here) ^ set(there))
-        raise BackendError(f"{name}: Python and the library disagree about the fields of this struct "
-                           f"({'; '.join(different) or 'their order'}): {AGAIN}")
+        different = sorted(
+            f"{what or 'the whole'} at {offset}, {size} bytes" for what, offset, size in set(here) ^ set(there)
+        )
+        raise BackendError(
+            f"{name}: Python and the library disagree about the fields of this struct "
+            f"({'; '.join(different) or 'their order'}): {AGAIN}"
+        )

@@ -1,4 +1,5 @@
 """The command `alignkit`: check, compare, bisect, doctor, serve, watch."""
+
 from __future__ import annotations
 
 import json
@@ -43,15 +44,24 @@ def cli(settings: dict, with_traceback: bool) -> None:
 
 
 @cli.command()
-@click.option("--model", type=click.Path(path_type=Path),
-              help="HF checkpoint directory of a dense Qwen2, Qwen3 or Llama model.  "
-                   "[default: a random-weight one is made]")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("check-results"), show_default=True,
-              help="Directory for the results.")
-@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES),
-              help="May be given twice.  [default: both]")
-@click.option("--tp", type=int,
-              help="Largest tensor-parallel size; 1 leaves those rows out.  [default: 2; 1 with a single GPU]")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="HF checkpoint directory of a dense Qwen2, Qwen3 or Llama model.  [default: a random-weight one is made]",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("check-results"),
+    show_default=True,
+    help="Directory for the results.",
+)
+@click.option(
+    "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="May be given twice.  [default: both]"
+)
+@click.option(
+    "--tp", type=int, help="Largest tensor-parallel size; 1 leaves those rows out.  [default: 2; 1 with a single GPU]"
+)
 @click.option("--full", is_flag=True, help="Every pair of rollout and training, in every dtype.")
 @click.option("--max-tokens", default=64, show_default=True, help="Tokens sampled for each prompt.")
 @click.option("--temperature", default=1.0, show_default=True, help="Of the sampling.")
@@ -72,8 +82,16 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
     if report:
         reports.require_report_libraries()
     options = runs.Options(
-        out=out, model=model, dtypes=list(dict.fromkeys(dtypes)) or list(DTYPES), tp=tp, full=full,
-        max_tokens=max_tokens, temperature=temperature, seed=seed, timeout=timeout)
+        out=out,
+        model=model,
+        dtypes=list(dict.fromkeys(dtypes)) or list(DTYPES),
+        tp=tp,
+        full=full,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        timeout=timeout,
+    )
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
         result = runs.run(options, progress)
@@ -81,8 +99,11 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
         reports.write_html(result, out / "report.html")
     screen.print(reports.table(result))
     screen.print(reports.headline(result), style="bold", soft_wrap=True)
-    screen.print(f"{result.info['seconds']['all']} s; results in {out}: check.json, run.json"
-                 + (", report.html" if report else ""), soft_wrap=True)
+    screen.print(
+        f"{result.info['seconds']['all']} s; results in {out}: check.json, run.json"
+        + (", report.html" if report else ""),
+        soft_wrap=True,
+    )
     for failure in result.failures:
         click.echo(f"not equal: {failure}", err=True)
     if result.failures:
@@ -94,8 +115,9 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
 @click.argument("rollout", type=click.Path(path_type=Path))
 @click.argument("training", type=click.Path(path_type=Path))
 @click.option("--allow-contract-mismatch", is_flag=True, help="Compare although the contract ids differ.")
-@click.option("--worst", type=click.IntRange(min=0), default=10, show_default=True,
-              help="How many of the worst tokens to print.")
+@click.option(
+    "--worst", type=click.IntRange(min=0), default=10, show_default=True, help="How many of the worst tokens to print."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     """Compare two logprob files, ROLLOUT and TRAINING.
@@ -107,8 +129,9 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 
     from . import drift
 
-    report = drift.compare(drift.load(rollout), drift.load(training), worst=worst,
-                           allow_contract_mismatch=allow_contract_mismatch)
+    report = drift.compare(
+        drift.load(rollout), drift.load(training), worst=worst, allow_contract_mismatch=allow_contract_mismatch
+    )
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))
     else:
@@ -125,21 +148,44 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 @cli.command()
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@click.option("--model", type=click.Path(path_type=Path),
-              help="HF checkpoint directory of a dense Qwen2, Qwen3 or Llama model.  "
-                   "[default: a small random-weight one is made]")
-@click.option("--arch", type=click.Choice(("qwen3", "qwen2", "llama")), default="qwen3", show_default=True,
-              help="Family of the model that is made.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="HF checkpoint directory of a dense Qwen2, Qwen3 or Llama model.  "
+    "[default: a small random-weight one is made]",
+)
+@click.option(
+    "--arch",
+    type=click.Choice(("qwen3", "qwen2", "llama")),
+    default="qwen3",
+    show_default=True,
+    help="Family of the model that is made.",
+)
 @click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True)
-@click.option("--tokens", type=click.Path(path_type=Path),
-              help="A logprob file whose sequences are run.  [default: random ones, or a recording's]")
-@click.option("--decode", default=0, show_default=True,
-              help="Tokens that the first vLLM side samples after each sequence, so that it is recorded decoding.")
-@click.option("--swap", metavar="OP=aligned",
-              help="Also run the stock sides with one op exchanged for alignkit's: rms_norm, linear, rope, attention, "
-                   "silu_mul or head.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bisect-results"), show_default=True,
-              help="Directory for the results.")
+@click.option(
+    "--tokens",
+    type=click.Path(path_type=Path),
+    help="A logprob file whose sequences are run.  [default: random ones, or a recording's]",
+)
+@click.option(
+    "--decode",
+    default=0,
+    show_default=True,
+    help="Tokens that the first vLLM side samples after each sequence, so that it is recorded decoding.",
+)
+@click.option(
+    "--swap",
+    metavar="OP=aligned",
+    help="Also run the stock sides with one op exchanged for alignkit's: rms_norm, linear, rope, attention, "
+    "silu_mul or head.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("bisect-results"),
+    show_default=True,
+    help="Directory for the results.",
+)
 @click.option("--budget", default=256, show_default=True, help="MiB of tensors recorded of each side.")
 @click.option("--seed", default=0, show_default=True, help="Of weights, tokens and sampling.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds one engine may take.")
@@ -171,8 +217,20 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     op, _, to = (swap or "").partition("=")
     if swap and to != "aligned":
         raise InputError(f"swap: {swap!r} is not OP=aligned")
-    options = runs.Options(a, b, out, model=model, arch=arch, dtype=dtype, tokens=tokens, decode=decode,
-                           swap=op or None, budget=budget << 20, seed=seed, timeout=timeout)
+    options = runs.Options(
+        a,
+        b,
+        out,
+        model=model,
+        arch=arch,
+        dtype=dtype,
+        tokens=tokens,
+        decode=decode,
+        swap=op or None,
+        budget=budget << 20,
+        seed=seed,
+        timeout=timeout,
+    )
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
         result = runs.bisect(options, progress)
@@ -184,8 +242,11 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     for line in [views.swapped_line(result), *views.notes(result)]:
         if line:
             screen.print(line, soft_wrap=True)
-    screen.print(f"{result.info['seconds']['all']} s; results in {out}: bisect.json, recordings"
-                 + (", report.html" if report else ""), soft_wrap=True)
+    screen.print(
+        f"{result.info['seconds']['all']} s; results in {out}: bisect.json, recordings"
+        + (", report.html" if report else ""),
+        soft_wrap=True,
+    )
     return EXIT_DIFFERENT if result.comparison.suspect else 0
 
 
@@ -220,8 +281,12 @@ def serve(arguments) -> None:
 
 @cli.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True,
-              help="Where to listen. Others than this machine can read the page only if this is one of its addresses.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Where to listen. Others than this machine can read the page only if this is one of its addresses.",
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0: any that is free.")
 def watch(directory, host, port) -> int:
     """Serve a page over a drift monitor's directory DIR: drift by step, ranks, worst tokens, live."""

@@ -2,6 +2,7 @@
 
 Two logprobs may be compared bit for bit only if they carry the same contract id.
 """
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ def _family(device: torch.device | torch.Tensor | str | None) -> str:
         except RuntimeError:
             raise InputError(f"device: {device!r} is neither a device nor one of {', '.join(VERSION)}") from None
     if not isinstance(given, torch.device):
-        raise InputError(f"device: {given!r}; contract_id needs the device that computed the numbers, such as "
-                         "weight.device or 'cuda'")
+        raise InputError(
+            f"device: {given!r}; contract_id needs the device that computed the numbers, such as "
+            "weight.device or 'cuda'"
+        )
     return backends.family(given)

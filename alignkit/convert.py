@@ -10,6 +10,7 @@ Megatron's layout, per tensor-parallel rank:
 - ``linear_proj`` and ``linear_fc2`` are cut along their columns.
 - The vocabulary is padded with zero rows to a multiple of ``128 * tp``, then cut along its rows.
 """
+
 from __future__ import annotations
 
 import glob
@@ -27,32 +28,125 @@ from alignkit.errors import InputError, UnsupportedError
 VOCAB_MULTIPLE = 128
 _FAMILIES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 # Fields of config.json fall into four kinds. Those that are read here:
-_READ = frozenset((
-    "architectures", "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-    "hidden_act", "layer_types", "sliding_window", "rope_theta", "rope_scaling", "rope_parameters"))
+_READ = frozenset(
+    (
+        "architectures",
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "hidden_act",
+        "layer_types",
+        "sliding_window",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    )
+)
 # Those that an engine computes with, and what they must be, if they are there:
-_MUST_BE_OFF = frozenset((
-    "attention_bias", "bias", "mlp_bias", "qkv_bias", "use_sliding_window", "quantization_config", "num_experts",
-    "num_local_experts", "clip_qkv", "qk_norm", "use_qk_norm", "layer_norm_elementwise_affine", "use_mrope",
-    "dual_chunk_attention_config", "is_encoder_decoder", "add_cross_attention"))
+_MUST_BE_OFF = frozenset(
+    (
+        "attention_bias",
+        "bias",
+        "mlp_bias",
+        "qkv_bias",
+        "use_sliding_window",
+        "quantization_config",
+        "num_experts",
+        "num_local_experts",
+        "clip_qkv",
+        "qk_norm",
+        "use_qk_norm",
+        "layer_norm_elementwise_affine",
+        "use_mrope",
+        "dual_chunk_attention_config",
+        "is_encoder_decoder",
+        "add_cross_attention",
+    )
+)
 _MUST_BE = {"partial_rotary_factor": (1, None), "pretraining_tp": (1, None), "logit_scale": (1,), "is_causal": (True,)}
 # Those that change no logprob: names, versions, token ids, lengths that only limit, what sampling, training and
 # classification take from a config.
-_HARMLESS = frozenset((
-    "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "transformers_version", "torch_dtype", "dtype",
-    "_attn_implementation_autoset", "unsloth_fixed", "tokenizer_class", "torchscript", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
-    "max_window_layers", "max_sequence_length", "max_seq_len", "max_seq_length", "model_max_length", "seq_length",
-    "initializer_range", "attention_dropout", "hidden_dropout", "output_attentions", "output_hidden_states",
-    "output_scores", "return_dict", "return_dict_in_generate", "chunk_size_feed_forward", "is_decoder",
-    "cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads", "use_bfloat16", "tf_legacy_loss",
-    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
-    "do_sample", "temperature", "top_k", "top_p", "typical_p", "min_length", "max_length", "max_new_tokens",
-    "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty", "length_penalty",
-    "repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
-    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
-    "exponential_decay_length_penalty", "remove_invalid_values"))
+_HARMLESS = frozenset(
+    (
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "auto_map",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "_attn_implementation_autoset",
+        "unsloth_fixed",
+        "tokenizer_class",
+        "torchscript",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "max_window_layers",
+        "max_sequence_length",
+        "max_seq_len",
+        "max_seq_length",
+        "model_max_length",
+        "seq_length",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "return_dict",
+        "return_dict_in_generate",
+        "chunk_size_feed_forward",
+        "is_decoder",
+        "cross_attention_hidden_size",
+        "tie_encoder_decoder",
+        "pruned_heads",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "min_length",
+        "max_length",
+        "max_new_tokens",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "diversity_penalty",
+        "length_penalty",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "remove_invalid_values",
+    )
+)
 # Any other is let through if it holds no number and turns nothing on (null, false, a name), else refused.
 _MAY_BE_ABSENT = {"llama": ("num_key_value_heads", "head_dim"), "qwen2": ("head_dim",), "qwen3": ()}
 """Sizes that follow from others. The other defaults of transformers' classes are the sizes of some one model."""
@@ -93,8 +187,11 @@ class Architecture:
 
     def check_tp(self, tp: int) -> None:
         """UnsupportedError unless every rank of `tp` gets the same whole number of heads and columns."""
-        for name, size in (("num_key_value_heads", self.kv_heads), ("num_attention_heads", self.heads),
-                           ("intermediate_size", self.intermediate)):
+        for name, size in (
+            ("num_key_value_heads", self.kv_heads),
+            ("num_attention_heads", self.heads),
+            ("intermediate_size", self.intermediate),
+        ):
             if tp < 1 or size % tp:
                 raise UnsupportedError(f"tp: {tp} ranks do not divide {name} = {size}")
 
@@ -150,8 +247,9 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     if family == "qwen2" and arch.head_dim * heads != hidden:
         raise UnsupportedError(f"head_dim: {arch.head_dim} with {heads} heads; in vLLM qwen2's is hidden_size / heads")
     kinds = config.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == arch.layers
-                                  and all(kind == "full_attention" for kind in kinds)):
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == arch.layers and all(kind == "full_attention" for kind in kinds)
+    ):
         raise UnsupportedError(f"layer_types: {kinds!r:.200} is not full_attention for each of {arch.layers} layers")
     return arch
 
@@ -166,8 +264,10 @@ def _refuse_foreign(config: Mapping, family: str) -> None:
             if value not in _MUST_BE[field]:
                 raise UnsupportedError(f"{field}: {value!r:.200} is not {_MUST_BE[field][0]!r}")
         elif field not in _READ | _HARMLESS and value is not None and value is not False and not isinstance(value, str):
-            raise UnsupportedError(f"{field}: {value!r:.200} is no field of a dense {family} that alignkit knows, and an "
-                                   "engine may compute with it; if it changes nothing, take it out of config.json")
+            raise UnsupportedError(
+                f"{field}: {value!r:.200} is no field of a dense {family} that alignkit knows, and an "
+                "engine may compute with it; if it changes nothing, take it out of config.json"
+            )
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"hidden_act: {config['hidden_act']!r:.200} is not supported, only 'silu'")
     # Qwen's classes ignore the window where use_sliding_window is off; vLLM takes any other's.
@@ -299,9 +399,12 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
     if arch.tied and "lm_head.weight" in weights:
         head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
         if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or not torch.equal(
-                head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8)):
-            raise InputError("tie_word_embeddings: config.json says that the head is the embedding, but the checkpoint "
-                             "carries another lm_head.weight; with false it is a head of its own")
+            head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8)
+        ):
+            raise InputError(
+                "tie_word_embeddings: config.json says that the head is the embedding, but the checkpoint "
+                "carries another lm_head.weight; with false it is a head of its own"
+            )
 
 
 def _check_tensor(weights: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> None:
@@ -317,8 +420,14 @@ def _check_tensor(weights: Mapping[str, torch.Tensor], name: str, shape: tuple[i
         raise UnsupportedError(f"model: {name} is of type {dtype}")
 
 
-def to_megatron(arch: Architecture, weights: Mapping[str, torch.Tensor], *, tp_rank: int = 0,
-                tp_size: int = 1, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def to_megatron(
+    arch: Architecture,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
     """One rank's GPTModel state dict.
 
     weights: HF names to whole tensors, for instance a `Checkpoint`.
@@ -359,8 +468,9 @@ def to_megatron(arch: Architecture, weights: Mapping[str, torch.Tensor], *, tp_r
     return state
 
 
-def to_hf(arch: Architecture, names: Iterable[str],
-          shards: Callable[[str], list[torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def to_hf(
+    arch: Architecture, names: Iterable[str], shards: Callable[[str], list[torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole HF tensors, one at a time, from Megatron's shards: the inverse of `to_megatron`.
 
     names: the Megatron names to convert, the same in the same order on every rank.
@@ -380,8 +490,7 @@ def to_hf(arch: Architecture, names: Iterable[str],
             yield from _layer_to_hf(arch, name, parts)
 
 
-def _layer_to_hf(arch: Architecture, name: str,
-                 parts: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _layer_to_hf(arch: Architecture, name: str, parts: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     prefix, _, rest = name.removeprefix("decoder.layers.").partition(".")
     hf = f"model.layers.{prefix}."
     if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
@@ -417,11 +526,12 @@ def split_qkv(arch: Architecture, qkv: torch.Tensor) -> tuple[torch.Tensor, torc
 def _replicated(arch: Architecture, i: int) -> list[tuple[str, str]]:
     """(Megatron, HF) names of the layer's weights that every rank holds whole."""
     hf, mg = f"model.layers.{i}.", f"decoder.layers.{i}."
-    names = [(mg + "input_layernorm.weight", hf + "input_layernorm.weight"),
-             (mg + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight")]
+    names = [
+        (mg + "input_layernorm.weight", hf + "input_layernorm.weight"),
+        (mg + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight"),
+    ]
     if arch.qk_norm:
-        names += [(f"{mg}self_attention.{x}_layernorm.weight", f"{hf}self_attn.{x}_norm.weight")
-                  for x in "qk"]
+        names += [(f"{mg}self_attention.{x}_layernorm.weight", f"{hf}self_attn.{x}_norm.weight") for x in "qk"]
     return names
 
 

@@ -3,6 +3,7 @@
 The library has a plain C interface, so one build serves every torch and Python version. It holds its own CUDA
 runtime and finds the driver when a kernel is launched: loading it takes no GPU.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -40,10 +41,12 @@ def available() -> bool:
 
 def mirrors(struct: str) -> Callable[[type[ctypes.Structure]], type[ctypes.Structure]]:
     """Of a class with the fields of a C `struct` of the kernels. Raises BackendError if they lie elsewhere there."""
+
     def check_layout(python: type[ctypes.Structure]) -> type[ctypes.Structure]:
         if available():
             built.check_layout(library(), struct, python)
         return python
+
     return check_layout
 
 

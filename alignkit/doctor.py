@@ -1,4 +1,5 @@
 """`alignkit doctor`: what is installed and patched here, and whether the ops keep their promise."""
+
 from __future__ import annotations
 
 import importlib
@@ -78,11 +79,18 @@ def self_test() -> Iterator[tuple[str, str | None]]:
             for name, op, rows in _row_ops(dtype, device):
                 company = "alone, reordered, in chunks" + (", by one thread" if device == "cpu" else "")
                 yield f"{name} {short}: rows {company}", _attempt(_company, op, rows)
-            yield f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one", _attempt(
-                _attention, dtype, device)
-            yield f"gated_delta_rule {short}: sequences and heads alone, packed, dense", _attempt(_delta_rule, dtype, device)
-            yield f"linear_logp {short}: as log_softmax, token_logp and logp_from_logits of head_logits", _attempt(
-                _logp_of_logits, dtype, device)
+            yield (
+                f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one",
+                _attempt(_attention, dtype, device),
+            )
+            yield (
+                f"gated_delta_rule {short}: sequences and heads alone, packed, dense",
+                _attempt(_delta_rule, dtype, device),
+            )
+            yield (
+                f"linear_logp {short}: as log_softmax, token_logp and logp_from_logits of head_logits",
+                _attempt(_logp_of_logits, dtype, device),
+            )
     yield f"row_parallel_linear, linear_logp: {_TP} tensor-parallel ranks as one", _attempt(_tensor_parallel)
 
 
@@ -166,8 +174,9 @@ def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, l
     weight, bias = _normal(2, 96, _WIDTH, dtype=dtype, device=device), _normal(3, 96, dtype=dtype, device=device)
     norm = _normal(4, _WIDTH, dtype=dtype, device=device)
     head = _normal(5, _VOCAB, _WIDTH, dtype=dtype, device=device)
-    target, positions = (torch.randint(n, (_ROWS,), generator=torch.Generator().manual_seed(6)).to(device)
-                         for n in (_VOCAB, 512))
+    target, positions = (
+        torch.randint(n, (_ROWS,), generator=torch.Generator().manual_seed(6)).to(device) for n in (_VOCAB, 512)
+    )
     table = ops.rope_table(64, 512, 10000.0, device)
     yield "linear", lambda x: ops.linear(x, weight, bias), [x]
     yield "row_parallel_linear", lambda x: ops.row_parallel_linear(x, weight, bias), [x]
@@ -175,8 +184,7 @@ def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, l
     yield "rms_norm with residual", lambda x, r: ops.rms_norm(x, norm, 1e-6, residual=r), [x, residual]
     yield "rope", lambda x, p: ops.rope(x.unflatten(-1, (-1, 64)), p, table), [x, positions]
     yield "silu_mul", ops.silu_mul, [x, residual]
-    yield ("linear_logp", lambda x, t: ops.linear_logp(x, head, t, temperature=0.7, return_entropy=True),
-           [x, target])
+    yield ("linear_logp", lambda x, t: ops.linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
 
 
 def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
@@ -238,7 +246,7 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     caches = [x.new_zeros(sum(blocks), block, *x.shape[1:]) for x in (k, v)]
     for i, s in enumerate(sequences):
-        table[i, :blocks[i]] = free[i]
+        table[i, : blocks[i]] = free[i]
         position = torch.arange(lengths[i])
         for x, cache in zip((k, v), caches, strict=True):
             cache[free[i][position // block], position % block] = x[s]
@@ -246,13 +254,17 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
         got = torch.empty_like(whole)
         for done in range(0, max(lengths), size):
             live = [i for i, n in enumerate(lengths) if n > done]
-            rows = [slice(sequences[i].start + done, min(sequences[i].start + done + size, sequences[i].stop))
-                    for i in live]
+            rows = [
+                slice(sequences[i].start + done, min(sequences[i].start + done + size, sequences[i].stop)) for i in live
+            ]
             counts = [r.stop - r.start for r in rows]
             out = ops.paged_attention(
-                torch.cat([q[r] for r in rows]), *caches, table[live].to(q.device),
+                torch.cat([q[r] for r in rows]),
+                *caches,
+                table[live].to(q.device),
                 torch.tensor([0, *counts], device=q.device).cumsum(0),
-                torch.tensor([done + n for n in counts], device=q.device))
+                torch.tensor([done + n for n in counts], device=q.device),
+            )
             for r, part in zip(rows, out.split(counts), strict=True):
                 got[r] = part
         problem = _difference(label, (got,), (whole,))
@@ -264,8 +276,9 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
 def _delta_rule(dtype: torch.dtype, device: str) -> str | None:
     lengths, heads, dim = (5, 130, 64), 2, 64
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    q, k, w, do, dv = (_normal(seed, 1, sum(lengths), heads, dim, dtype=dtype, device=device) * dim ** -0.5
-                       for seed in range(15, 20))
+    q, k, w, do, dv = (
+        _normal(seed, 1, sum(lengths), heads, dim, dtype=dtype, device=device) * dim**-0.5 for seed in range(15, 20)
+    )
     g = -torch.cat([torch.arange(n) % 64 + 1 for n in lengths]).to(device)[None, :, None].expand(-1, -1, heads) / 50
     dh, dh0, dv2 = chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, cu_seqlens=starts.to(device), need_dh0=True)
     chunk = 0
@@ -274,7 +287,9 @@ def _delta_rule(dtype: torch.dtype, device: str) -> str | None:
         chunk = chunks.stop
         for head in (slice(0, heads), slice(1, 2)):
             alone = chunk_gated_delta_rule_bwd_dhu(*(t[:, rows, head] for t in (q, k, w, do, dv, g)), need_dh0=True)
-            problem = _difference("a sequence alone", alone, (dh[:, chunks, head], dh0[i:i + 1, head], dv2[:, rows, head]))
+            problem = _difference(
+                "a sequence alone", alone, (dh[:, chunks, head], dh0[i : i + 1, head], dv2[:, rows, head])
+            )
             if problem:
                 return problem
     return None
@@ -326,8 +341,9 @@ def _sharded(tp: TP) -> list[torch.Tensor]:
         results.append(ops.row_parallel_linear(x[:, shard], weight[:, shard], tp=tp))
         cuts = [0, 256, _VOCAB] if tp.size > 1 else [0, _VOCAB]
         first, last = cuts[tp.rank], cuts[tp.rank + 1]
-        results += ops.linear_logp(x, weight[first:last], target, vocab_size=_VOCAB, vocab_start=first, tp=tp,
-                                   return_entropy=True)
+        results += ops.linear_logp(
+            x, weight[first:last], target, vocab_size=_VOCAB, vocab_start=first, tp=tp, return_entropy=True
+        )
     return results
 
 
@@ -344,6 +360,8 @@ def _difference(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Ten
         wrong = (a.contiguous().view(bits) != b.contiguous().view(bits)).nonzero()
         if len(wrong):
             where = tuple(wrong[0].tolist())
-            return (f"{label}: {len(wrong)} of {a.numel()} values differ, the first at {list(where)}: "
-                    f"{a[where].item()!r} instead of {b[where].item()!r}")
+            return (
+                f"{label}: {len(wrong)} of {a.numel()} values differ, the first at {list(where)}: "
+                f"{a[where].item()!r} instead of {b[where].item()!r}"
+            )
     return None

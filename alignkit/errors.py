@@ -24,7 +24,8 @@ class DriftError(AlignkitError):
     the run's first difference, None if it could not be written.
     """
 
-    def __init__(self, message: str, *, step: int | None = None, rank: int | None = None, token=None,
-                 replay=None) -> None:
+    def __init__(
+        self, message: str, *, step: int | None = None, rank: int | None = None, token=None, replay=None
+    ) -> None:
         super().__init__(message)  # the message alone: then the error can be pickled, as between Ray's workers
         self.step, self.rank, self.token, self.replay = step, rank, token, replay

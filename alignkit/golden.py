@@ -5,6 +5,7 @@ their hashes, as they were when the contract's id was last changed. The tests co
 After a change of the contract, and of its id, they are written anew, on the CPU and on a GPU of the family:
 ``python -m alignkit.golden cpu`` and ``python -m alignkit.golden cuda``. Under the same id this adds new cases alone.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -63,15 +64,17 @@ def linears(given: Inputs) -> list[torch.Tensor]:
 
 def norms(given: Inputs) -> list[torch.Tensor]:
     x, r, w = given.values(70, 200, seed=1), given.values(70, 200, seed=3), given.values(200, seed=2)
-    return (given.run(lambda x, w: ops.rms_norm(x, w, 1e-6), x, w)
-            + given.run(lambda *t: ops.rms_norm(*t[:2], 1e-6, t[2]), x, w, r))
+    return given.run(lambda x, w: ops.rms_norm(x, w, 1e-6), x, w) + given.run(
+        lambda *t: ops.rms_norm(*t[:2], 1e-6, t[2]), x, w, r
+    )
 
 
 def elementwise(given: Inputs) -> list[torch.Tensor]:
     x, gate = given.values(70, 3, 64, seed=1), given.values(70, 300, seed=2, scale=2.0**-3)
     positions = given.integers(70, seed=3, below=500)
-    return (given.run(lambda x: ops.rope(x, positions, ops.rope_table(64, 500, 1e6, x.device)), x)
-            + given.run(lambda g: ops.silu_mul(g[:, :150], g[:, 150:]), gate))
+    return given.run(lambda x: ops.rope(x, positions, ops.rope_table(64, 500, 1e6, x.device)), x) + given.run(
+        lambda g: ops.silu_mul(g[:, :150], g[:, 150:]), gate
+    )
 
 
 def attention(given: Inputs) -> list[torch.Tensor]:
@@ -79,8 +82,13 @@ def attention(given: Inputs) -> list[torch.Tensor]:
     starts = given.tensor([0, *np.cumsum(lens).tolist()])
     q, k, v = (given.values(sum(lens), h, 64, seed=h + i) for i, h in enumerate((4, 2, 2)))
     cache = given.values(20, 16, 2, 64, seed=5), given.values(20, 16, 2, 64, seed=6)
-    paged = ops.paged_attention(q[:7], *cache, given.integers(2, 9, seed=7, below=20).int(),
-                                given.tensor([0, 3, 7], torch.int32), given.tensor([130, 77], torch.int32))
+    paged = ops.paged_attention(
+        q[:7],
+        *cache,
+        given.integers(2, 9, seed=7, below=20).int(),
+        given.tensor([0, 3, 7], torch.int32),
+        given.tensor([130, 77], torch.int32),
+    )
     return [*given.run(lambda q, k, v: ops.attention(q, k, v, starts), q, k, v), paged]
 
 
@@ -91,9 +99,13 @@ def head(given: Inputs) -> list[torch.Tensor]:
     kwargs = {"temperature": 0.7, "vocab_size": 690, "return_entropy": True}
     logits = ops.head_logits(h, w, b, soft_cap=8.0)
     logp = given.run(
-        lambda h, w, b: ops.linear_logp(h, w, target, bias=b, soft_cap=8.0, logit_scale=0.5, **kwargs), h, w, b)
-    return (logp + given.run(lambda z: ops.logp_from_logits(z, target, **kwargs), logits.to(given.dtype))
-            + [logits, ops.log_softmax(logits, temperature=0.7)])
+        lambda h, w, b: ops.linear_logp(h, w, target, bias=b, soft_cap=8.0, logit_scale=0.5, **kwargs), h, w, b
+    )
+    return (
+        logp
+        + given.run(lambda z: ops.logp_from_logits(z, target, **kwargs), logits.to(given.dtype))
+        + [logits, ops.log_softmax(logits, temperature=0.7)]
+    )
 
 
 def large_head(given: Inputs) -> list[torch.Tensor]:
@@ -119,14 +131,17 @@ def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
     def decays(t: torch.Tensor) -> torch.Tensor:
         """Sums of the logarithms to base 2 of powers of it: -2, -1 or 0, in every row."""
         return -(t % 3).float()
+
     q, k, w = (few(1, rows, heads, 64, seed=seed) for seed in (1, 2, 3))
     do, dv = (halves(1, rows, heads, 64, seed=seed) for seed in (4, 5))
     g, gk = (decays(given.integers(*q.shape[:n], seed=n, below=30)) for n in (3, 4))
     dht = halves(3, heads, 64, 64, seed=6).float()
     packed = {"cu_seqlens": starts, "base2": True, "need_dh0": True, "scale": 0.5}
-    found = [*chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, gk, dht=dht, **packed),
-             *chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, dht=dht, state_v_first=True, **packed),
-             *chunk_gated_delta_rule_bwd_dhu(q[:, :, :1], k[:, :, :1], w, do, dv, scale=0.5)[::2]]
+    found = [
+        *chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, gk, dht=dht, **packed),
+        *chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, dht=dht, state_v_first=True, **packed),
+        *chunk_gated_delta_rule_bwd_dhu(q[:, :, :1], k[:, :, :1], w, do, dv, scale=0.5)[::2],
+    ]
     if given.device.type == "cuda":
         q, k, w, do, dv = (given.values(1, rows, heads, 64, seed=seed, scale=2.0**-9) for seed in (11, 12, 13, 14, 15))
         g = -given.integers(1, rows, heads, seed=16, below=100).float() / 64
@@ -135,8 +150,11 @@ def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
     return found
 
 
-CASES = {f"{f.__name__} {str(dtype).removeprefix('torch.')}": (f, dtype)
-         for f in (linears, norms, elementwise, attention, head, large_head, gated_delta_rule) for dtype in DTYPES}
+CASES = {
+    f"{f.__name__} {str(dtype).removeprefix('torch.')}": (f, dtype)
+    for f in (linears, norms, elementwise, attention, head, large_head, gated_delta_rule)
+    for dtype in DTYPES
+}
 
 
 def path(family: str) -> Path:
@@ -147,16 +165,19 @@ def load(family: str) -> dict[str, list[str]]:
     """The hashes of each case's tensors. Raises BackendError where they are not those of this contract."""
     kept = json.loads(path(family).read_text())
     if kept["contract"] != contract_id(family):
-        raise BackendError(f"{path(family).name} holds the bits of {kept['contract']}, "
-                           f"but this is {contract_id(family)}")
+        raise BackendError(
+            f"{path(family).name} holds the bits of {kept['contract']}, but this is {contract_id(family)}"
+        )
     return kept["sha256"]
 
 
 def hashes(case: str, device: torch.device | str) -> list[str]:
     """What a case gives on `device`, by the backend that is chosen."""
     function, dtype = CASES[case]
-    return [hashlib.sha256(t.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for t in function(Inputs(device, dtype))]
+    return [
+        hashlib.sha256(t.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for t in function(Inputs(device, dtype))
+    ]
 
 
 def difference(device: torch.device, backend: str) -> str | None:

@@ -3,6 +3,7 @@
 The library has a plain C interface, so one build serves every torch and Python version. Wrappers take
 CPU tensors whose shapes the ops have already checked; they hold no rules of their own.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -28,8 +29,10 @@ def library() -> ctypes.CDLL:
     """The kernel library. Raises BackendError where the package was installed without it, for one that was built from
     other sources, and where ALIGNKIT_CPU_ISA names no instruction set of this machine."""
     if not LIBRARY.exists():
-        raise BackendError("alignkit's CPU kernels were not built: install alignkit where a C++17 compiler is "
-                           "found, or choose ALIGNKIT_BACKEND=reference (same bits, very slow)")
+        raise BackendError(
+            "alignkit's CPU kernels were not built: install alignkit where a C++17 compiler is "
+            "found, or choose ALIGNKIT_BACKEND=reference (same bits, very slow)"
+        )
     lib = built.load(LIBRARY, "cpu")
     built.check_layout(lib, "Attention", _Attention)
     lib.alignkit_isa.restype = ctypes.c_char_p
@@ -76,16 +79,40 @@ def _threads():
 def gemm(a: torch.Tensor, b: torch.Tensor, leaves: int, out: torch.Tensor, accumulate: bool) -> None:
     m, k = a.shape
     n = b.shape[0]
-    library().alignkit_gemm(_long(m), _long(n), _long(k), _long(leaves),
-                            _ptr(a), DTYPES[a.dtype], _long(a.stride(0)), _long(a.stride(1)),
-                            _ptr(b), DTYPES[b.dtype], _long(b.stride(0)), _long(b.stride(1)),
-                            _ptr(out), _long(out.stride(0)), int(accumulate), _threads())
+    library().alignkit_gemm(
+        _long(m),
+        _long(n),
+        _long(k),
+        _long(leaves),
+        _ptr(a),
+        DTYPES[a.dtype],
+        _long(a.stride(0)),
+        _long(a.stride(1)),
+        _ptr(b),
+        DTYPES[b.dtype],
+        _long(b.stride(0)),
+        _long(b.stride(1)),
+        _ptr(out),
+        _long(out.stride(0)),
+        int(accumulate),
+        _threads(),
+    )
 
 
 def round(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """y [M, N] <- fp32 x (+ fp32 bias [N]), rounded to y's type; x has unit stride in its last dim, and may be y."""
-    library().alignkit_round(_long(x.shape[0]), _long(x.shape[1]), _ptr(x), _long(x.stride(0)), _ptr(bias),
-                             ROUNDED[y.dtype], _ptr(y), _long(y.stride(0)), _long(y.stride(1)), _threads())
+    library().alignkit_round(
+        _long(x.shape[0]),
+        _long(x.shape[1]),
+        _ptr(x),
+        _long(x.stride(0)),
+        _ptr(bias),
+        ROUNDED[y.dtype],
+        _ptr(y),
+        _long(y.stride(0)),
+        _long(y.stride(1)),
+        _threads(),
+    )
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -102,54 +129,151 @@ def _float(v: float | None):
 
 
 def logits(x, bias, cap, scale, temperature, z, capped) -> None:
-    library().alignkit_logits(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(x), _long(x.stride(0)), _ptr(bias),
-                              _float(cap), _float(scale), _ptr(temperature), _ptr(z), _long(z.stride(0)), _ptr(capped),
-                              _threads())
+    library().alignkit_logits(
+        _long(x.shape[0]),
+        _long(x.shape[1]),
+        DTYPES[x.dtype],
+        _ptr(x),
+        _long(x.stride(0)),
+        _ptr(bias),
+        _float(cap),
+        _float(scale),
+        _ptr(temperature),
+        _ptr(z),
+        _long(z.stride(0)),
+        _ptr(capped),
+        _threads(),
+    )
 
 
 def logits_back(g, cap, scale, temperature, capped) -> None:
-    library().alignkit_logits_back(_long(g.shape[0]), _long(g.shape[1]), _ptr(g), _long(g.stride(0)), _float(cap),
-                                   _float(scale), _ptr(temperature), _ptr(capped), _threads())
+    library().alignkit_logits_back(
+        _long(g.shape[0]),
+        _long(g.shape[1]),
+        _ptr(g),
+        _long(g.stride(0)),
+        _float(cap),
+        _float(scale),
+        _ptr(temperature),
+        _ptr(capped),
+        _threads(),
+    )
 
 
 def join(m, q, u, given, top, s, v) -> None:
-    library().alignkit_join(_long(m.shape[0]), _long(m.shape[1]), _ptr(m), _ptr(q), _ptr(u), _ptr(given), _ptr(top), _ptr(s),
-                            _ptr(v), _threads())
+    library().alignkit_join(
+        _long(m.shape[0]),
+        _long(m.shape[1]),
+        _ptr(m),
+        _ptr(q),
+        _ptr(u),
+        _ptr(given),
+        _ptr(top),
+        _ptr(s),
+        _ptr(v),
+        _threads(),
+    )
 
 
 def finish(m, s, u, z, logp, lse, entropy) -> None:
-    library().alignkit_finish(_long(m.numel()), _ptr(m), _ptr(s), _ptr(u), _ptr(z), _ptr(logp), _ptr(lse), _ptr(entropy))
+    library().alignkit_finish(
+        _long(m.numel()), _ptr(m), _ptr(s), _ptr(u), _ptr(z), _ptr(logp), _ptr(lse), _ptr(entropy)
+    )
 
 
 def log_probs(z, temperature, lse, out) -> None:
-    library().alignkit_log_probs(_long(z.shape[0]), _long(z.shape[1]), DTYPES[z.dtype], _ptr(z), _long(z.stride(0)),
-                                 _ptr(temperature), _ptr(lse), _ptr(out), _long(out.stride(0)), _threads())
+    library().alignkit_log_probs(
+        _long(z.shape[0]),
+        _long(z.shape[1]),
+        DTYPES[z.dtype],
+        _ptr(z),
+        _long(z.stride(0)),
+        _ptr(temperature),
+        _ptr(lse),
+        _ptr(out),
+        _long(out.stride(0)),
+        _threads(),
+    )
 
 
 def tile_stats(z, tile, m, q, u) -> None:
-    library().alignkit_tile_stats(_long(z.shape[0]), _long(z.shape[1]), _long(tile), _ptr(z), _long(z.stride(0)),
-                                  _ptr(m), _ptr(q), _ptr(u), _long(m.shape[1]), _threads())
+    library().alignkit_tile_stats(
+        _long(z.shape[0]),
+        _long(z.shape[1]),
+        _long(tile),
+        _ptr(z),
+        _long(z.stride(0)),
+        _ptr(m),
+        _ptr(q),
+        _ptr(u),
+        _long(m.shape[1]),
+        _threads(),
+    )
 
 
 def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
-    library().alignkit_logits_grad(_long(z.shape[0]), _long(z.shape[1]), _ptr(z), _long(z.stride(0)), _ptr(lse),
-                                   _ptr(entropy), _ptr(g_logp), _ptr(g_entropy), _ptr(column), _threads())
+    library().alignkit_logits_grad(
+        _long(z.shape[0]),
+        _long(z.shape[1]),
+        _ptr(z),
+        _long(z.stride(0)),
+        _ptr(lse),
+        _ptr(entropy),
+        _ptr(g_logp),
+        _ptr(g_entropy),
+        _ptr(column),
+        _threads(),
+    )
 
 
 def rms_norm(x, weight, zero_centered, eps, y, rstd) -> None:
-    library().alignkit_rms_norm(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(x), _long(x.stride(0)),
-                                _ptr(weight), int(zero_centered), ctypes.c_float(eps), _ptr(y), _ptr(rstd), _threads())
+    library().alignkit_rms_norm(
+        _long(x.shape[0]),
+        _long(x.shape[1]),
+        DTYPES[x.dtype],
+        _ptr(x),
+        _long(x.stride(0)),
+        _ptr(weight),
+        int(zero_centered),
+        ctypes.c_float(eps),
+        _ptr(y),
+        _ptr(rstd),
+        _threads(),
+    )
 
 
 def rms_norm_grad(dy, x, weight, zero_centered, rstd, dx, dw) -> None:
-    library().alignkit_rms_norm_grad(_long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(dy), _ptr(x),
-                                     _ptr(weight), int(zero_centered), _ptr(rstd), _ptr(dx), _ptr(dw), _threads())
+    library().alignkit_rms_norm_grad(
+        _long(x.shape[0]),
+        _long(x.shape[1]),
+        DTYPES[x.dtype],
+        _ptr(dy),
+        _ptr(x),
+        _ptr(weight),
+        int(zero_centered),
+        _ptr(rstd),
+        _ptr(dx),
+        _ptr(dw),
+        _threads(),
+    )
 
 
 def rope(x, positions, table, inverse, y) -> None:
     t, h, d = x.shape
-    library().alignkit_rope(_long(t), _long(h), _long(d), DTYPES[x.dtype], int(inverse), _ptr(x), _long(x.stride(0)),
-                            _long(x.stride(1)), _ptr(positions), _ptr(table), _ptr(y), _threads())
+    library().alignkit_rope(
+        _long(t),
+        _long(h),
+        _long(d),
+        DTYPES[x.dtype],
+        int(inverse),
+        _ptr(x),
+        _long(x.stride(0)),
+        _long(x.stride(1)),
+        _ptr(positions),
+        _ptr(table),
+        _ptr(y),
+        _threads(),
+    )
 
 
 def rope_table(positions: int, dim: int, base: float, table) -> None:
@@ -157,30 +281,68 @@ def rope_table(positions: int, dim: int, base: float, table) -> None:
 
 
 def silu_mul(gate, up, y) -> None:
-    library().alignkit_silu_mul(_long(gate.shape[0]), _long(gate.shape[1]), DTYPES[gate.dtype], _ptr(gate),
-                                _long(gate.stride(0)), _ptr(up), _long(up.stride(0)), _ptr(y), _threads())
+    library().alignkit_silu_mul(
+        _long(gate.shape[0]),
+        _long(gate.shape[1]),
+        DTYPES[gate.dtype],
+        _ptr(gate),
+        _long(gate.stride(0)),
+        _ptr(up),
+        _long(up.stride(0)),
+        _ptr(y),
+        _threads(),
+    )
 
 
 def silu_mul_grad(gate, up, dy, dgate, dup) -> None:
-    library().alignkit_silu_mul_grad(_long(gate.shape[0]), _long(gate.shape[1]), DTYPES[gate.dtype], _ptr(gate),
-                                     _long(gate.stride(0)), _ptr(up), _long(up.stride(0)), _ptr(dy), _ptr(dgate),
-                                     _ptr(dup), _threads())
+    library().alignkit_silu_mul_grad(
+        _long(gate.shape[0]),
+        _long(gate.shape[1]),
+        DTYPES[gate.dtype],
+        _ptr(gate),
+        _long(gate.stride(0)),
+        _ptr(up),
+        _long(up.stride(0)),
+        _ptr(dy),
+        _ptr(dgate),
+        _ptr(dup),
+        _threads(),
+    )
 
 
 class _Attention(ctypes.Structure):
-    _fields_ = ([("dtype", ctypes.c_int), ("threads", ctypes.c_int)]
-                + [(n, ctypes.c_int64) for n in ("heads_q", "heads_kv", "dim", "seqs")]
-                + [("scale", ctypes.c_float)]
-                + [(n, ctypes.c_void_p) for n in ("q", "k", "v")]
-                + [(n, ctypes.c_int64) for n in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")]
-                + [(n, ctypes.c_void_p) for n in ("q_start", "kv_start", "kv_rows")])
+    _fields_ = (
+        [("dtype", ctypes.c_int), ("threads", ctypes.c_int)]
+        + [(n, ctypes.c_int64) for n in ("heads_q", "heads_kv", "dim", "seqs")]
+        + [("scale", ctypes.c_float)]
+        + [(n, ctypes.c_void_p) for n in ("q", "k", "v")]
+        + [(n, ctypes.c_int64) for n in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")]
+        + [(n, ctypes.c_void_p) for n in ("q_start", "kv_start", "kv_rows")]
+    )
 
 
 def _attention(q, k, v, q_start, kv_start, kv_rows, scale) -> _Attention:
-    return _Attention(DTYPES[q.dtype], torch.get_num_threads(), q.shape[1], k.shape[1], q.shape[2],
-                      q_start.numel() - 1, scale, q.data_ptr(), k.data_ptr(), v.data_ptr(),
-                      q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                      q_start.data_ptr(), kv_start.data_ptr(), None if kv_rows is None else kv_rows.data_ptr())
+    return _Attention(
+        DTYPES[q.dtype],
+        torch.get_num_threads(),
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        q_start.numel() - 1,
+        scale,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        q_start.data_ptr(),
+        kv_start.data_ptr(),
+        None if kv_rows is None else kv_rows.data_ptr(),
+    )
 
 
 def attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l) -> None:
@@ -190,8 +352,9 @@ def attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l) -> None:
 
 def attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv) -> None:
     args = _attention(q, k, v, starts, starts, None, scale)
-    library().alignkit_attention_grad(ctypes.byref(args), _ptr(out), _ptr(m), _ptr(l), _ptr(d_out), _ptr(dq), _ptr(dk),
-                                      _ptr(dv))
+    library().alignkit_attention_grad(
+        ctypes.byref(args), _ptr(out), _ptr(m), _ptr(l), _ptr(d_out), _ptr(dq), _ptr(dk), _ptr(dv)
+    )
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:

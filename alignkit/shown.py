@@ -5,6 +5,7 @@ versions nothing is assumed: where an op is first called, the golden bits of the
 on that device, and unless every one holds, the op raises. That takes seconds, once per installation: what passed is
 remembered under ``$XDG_CACHE_HOME/alignkit`` (``~/.cache/alignkit``).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -24,10 +25,7 @@ from . import _sources, cuda, native
 from .contract import contract_id
 from .errors import BackendError
 
-SHOWN = {
-    "cpu": ({"torch": "2.13.0+cpu"},),
-    "sm90": ({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
-}
+SHOWN = {"cpu": ({"torch": "2.13.0+cpu"},), "sm90": ({"torch": "2.11.0+cu130", "triton": "3.6.0"},)}
 """By device family: each combination of versions."""
 
 _lock = threading.Lock()
@@ -41,6 +39,7 @@ def installed(family: str) -> dict[str, str]:
     found = {"torch": str(torch.__version__)}
     if family == "sm90":
         import triton
+
         found["triton"] = triton.__version__
         if os.environ.get("TRITON_PTXAS_PATH"):  # an assembler other than Triton's own
             found["ptxas"] = os.environ["TRITON_PTXAS_PATH"]
@@ -64,8 +63,10 @@ def require(device: torch.device, backend: str) -> str:
             _verdicts[key] = None
         if key not in _verdicts:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise BackendError(f"device: the bits of {contract_id(family)} were {other}they must be tested, which "
-                                   "cannot be while a CUDA graph is captured: call an op before")
+                raise BackendError(
+                    f"device: the bits of {contract_id(family)} were {other}they must be tested, which "
+                    "cannot be while a CUDA graph is captured: call an op before"
+                )
             _verdicts[key] = test(device, backend)
             if _verdicts[key] is None:
                 _remember(key)
@@ -90,6 +91,7 @@ def test(device: torch.device, backend: str) -> str | None:
     On a thread of its own, where the caller's modes (inference, autocast, default device, stream, torch functions) are
     not in force; and its backwards run there too, as `unchecked` is for that thread alone."""
     from . import golden
+
     found: list[str | None] = []
 
     def run() -> None:
@@ -117,8 +119,17 @@ def _key(family: str, device: torch.device, backend: str) -> str:
     else:
         where = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {' '.join(platform.libc_ver())}"
     isa = native.isa() if backend == "cpu" else None
-    return json.dumps({"contract": contract_id(family), "backend": backend, "isa": isa, "device": where,
-                       "versions": installed(family), "package": _package(backend)}, indent=1)
+    return json.dumps(
+        {
+            "contract": contract_id(family),
+            "backend": backend,
+            "isa": isa,
+            "device": where,
+            "versions": installed(family),
+            "package": _package(backend),
+        },
+        indent=1,
+    )
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 A group has a workspace of one size, made when it is first asked for by all ranks together: larger sums take several pieces.
 So nothing grows or waits later, and a CUDA graph may hold its addresses. Plain loads and stores; NVLink's multicast is off.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -53,8 +54,11 @@ def workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace | Non
     collective one that waits for the device; while a CUDA graph is captured it decides nothing and is None."""
     if device.type != "cuda" or group in _made:
         return _made.get(group)
-    if (dist.get_world_size(group) not in SIZES or "nccl" not in dist.get_backend(group)
-            or torch.cuda.is_current_stream_capturing()):
+    if (
+        dist.get_world_size(group) not in SIZES
+        or "nccl" not in dist.get_backend(group)
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return None
     return _made.setdefault(group, _make(group, device))
 
@@ -76,7 +80,7 @@ class Workspace:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         with _without_multicast():
             self._handle = _symmetric_memory.rendezvous(memory, group)
-        self._sums = memory[HEAD // 4:HEAD // 4 + PIECE]
+        self._sums = memory[HEAD // 4 : HEAD // 4 + PIECE]
         self._addresses = (ctypes.c_void_p * self.size)(*self._handle.buffer_ptrs)
         self._order = (ctypes.c_uint64 * 2)()  # of calls within a graph: the kernel's launcher keeps it
         self._patience = ctypes.c_uint64(round(_timeout(group, memory.device) * 1e9))
@@ -85,11 +89,21 @@ class Workspace:
     def takes(self, rows: int, columns: int, scatter: bool) -> bool:
         """Whether fp32 [rows, columns] can be summed here; with `scatter`, slices must be a multiple of 16 bytes."""
         parts = self.size if scatter else 1
-        return 0 < rows * columns and _ROWS * columns * parts <= PIECE and not (scatter and rows * columns % (4 * parts))
+        return (
+            0 < rows * columns and _ROWS * columns * parts <= PIECE and not (scatter and rows * columns % (4 * parts))
+        )
 
     @torch.no_grad()
-    def sum(self, product: Product, rows: int, columns: int, bias: torch.Tensor | None, dtype: torch.dtype, scatter: bool,
-            shared: bool | None = None) -> torch.Tensor:
+    def sum(
+        self,
+        product: Product,
+        rows: int,
+        columns: int,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        scatter: bool,
+        shared: bool | None = None,
+    ) -> torch.Tensor:
         """`TP.sum_products`, for what it `takes`. shared: whether each rank adds a share; otherwise `SHARED` says."""
         self._follow()
         device, parts = self._sums.device, self.size if scatter else 1
@@ -106,10 +120,26 @@ class Workspace:
             else:
                 for part, out in enumerate(sums.chunk(parts)):
                     product(slice(part * height + begin, part * height + end), out)
-            form = _SLICE if scatter else _SHARED if (count >= SHARED[self.size] if shared is None else shared) else _WHOLE
-            cuda.call("alignkit_tree_sum", device, self._addresses, self.size, self.rank, form, count, ctypes.c_int64(PIECE),
-                      bias, int(bias is not None and bias.dtype == torch.bfloat16), columns, y[begin:end],
-                      int(dtype == torch.bfloat16), self._order, self._patience)
+            form = (
+                _SLICE if scatter else _SHARED if (count >= SHARED[self.size] if shared is None else shared) else _WHOLE
+            )
+            cuda.call(
+                "alignkit_tree_sum",
+                device,
+                self._addresses,
+                self.size,
+                self.rank,
+                form,
+                count,
+                ctypes.c_int64(PIECE),
+                bias,
+                int(bias is not None and bias.dtype == torch.bfloat16),
+                columns,
+                y[begin:end],
+                int(dtype == torch.bfloat16),
+                self._order,
+                self._patience,
+            )
         return y
 
     def _follow(self) -> None:
@@ -125,7 +155,7 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
 
     # Not from torch's pool of such memory, where it would stay when the group is gone.
     memory = _SymmetricMemory.empty_strided_p2p((HEAD // 4 + PIECE + PIECE // size,), (1,), torch.float32, device)
-    memory[:HEAD // 4].zero_()
+    memory[: HEAD // 4].zero_()
     torch.cuda.synchronize(device)
     return memory
 

@@ -1,4 +1,5 @@
 """What tests of the contract ask for: equal bytes, and several ranks to run a function on."""
+
 from __future__ import annotations
 
 import pickle
@@ -32,8 +33,10 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str
     differ = (bits(actual) != bits(expected)).nonzero()
     if len(differ):
         at = tuple(differ[0].tolist())
-        raise AssertionError(f"{what}: {len(differ)} of {actual.numel()} elements differ, first at {at}: "
-                             f"{actual[at].item()!r} is not {expected[at].item()!r}")
+        raise AssertionError(
+            f"{what}: {len(differ)} of {actual.numel()} elements differ, first at {at}: "
+            f"{actual[at].item()!r} is not {expected[at].item()!r}"
+        )
 
 
 def free_port() -> int:
@@ -65,8 +68,10 @@ class Ranks:
         self.inboxes = [context.Queue() for _ in range(world)]
         self.outbox = context.Queue()
         port = free_port()
-        self.processes = [context.Process(target=serve, args=(r, world, port, box, self.outbox), daemon=True)
-                          for r, box in enumerate(self.inboxes)]
+        self.processes = [
+            context.Process(target=serve, args=(r, world, port, box, self.outbox), daemon=True)
+            for r, box in enumerate(self.inboxes)
+        ]
         for p in self.processes:
             p.start()
 

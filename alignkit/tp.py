@@ -1,4 +1,5 @@
 """A thin view of a tensor-parallel process group: fixed-order sums and verdicts that all ranks reach together."""
+
 from __future__ import annotations
 
 import functools
@@ -66,6 +67,7 @@ class TP:
         def gathered() -> torch.Tensor:
             work.wait()
             return out
+
         return gathered
 
     def tree_sum(self, t: torch.Tensor) -> torch.Tensor:
@@ -77,9 +79,17 @@ class TP:
         """This rank's slice along dim 0 of `tree_sum(t)`; only the slices travel. The ranks must divide dim 0."""
         return self._sum(t, True)
 
-    def sum_products(self, product: symmetric.Product, rows: int, columns: int, device: torch.device, *,
-                     bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32,
-                     scatter: bool = False) -> torch.Tensor:
+    def sum_products(
+        self,
+        product: symmetric.Product,
+        rows: int,
+        columns: int,
+        device: torch.device,
+        *,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        scatter: bool = False,
+    ) -> torch.Tensor:
         """`tree_sum`, or `tree_sum_scatter`, of fp32 [rows, columns] that `product` makes where they are added, which
         takes one copy less; plus bias [columns] in fp32, rounded to `dtype`."""
         if (shared := self._workspace(device, rows, columns, scatter)) is not None:
@@ -142,8 +152,10 @@ class TP:
             if kind is not None:
                 raise kind(f"{value} (in {op}, on rank {rank} of the tensor-parallel group)")
         if any(answer[0] != answers[0][0] for answer in answers):
-            raise InputError(f"ALIGNKIT_STRICT: differs between the ranks of the tensor-parallel group in {op}: "
-                             f"{[answer[0] for answer in answers]}")
+            raise InputError(
+                f"ALIGNKIT_STRICT: differs between the ranks of the tensor-parallel group in {op}: "
+                f"{[answer[0] for answer in answers]}"
+            )
         return [value for _, _, value in answers]
 
     def check_same(self, op: str, checks: Callable[[], Mapping[str, Hashable]]) -> None:
@@ -170,7 +182,9 @@ class TP:
         sums = torch.stack([_value_sum(t) for t in given.values()])
         seen = torch.stack(self.all_gather(sums))
         for name, same in zip(given, (seen == seen[0]).all(dim=0).unbind(), strict=True):
-            torch._assert_async(same, f"{name}: its values differ between the ranks of the tensor-parallel group in {op}")
+            torch._assert_async(
+                same, f"{name}: its values differ between the ranks of the tensor-parallel group in {op}"
+            )
 
 
 def _as_alignkit(error: Exception) -> tuple[type[AlignkitError], str]:

@@ -10,6 +10,7 @@ benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "v
 Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
 fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned".
 """
+
 from __future__ import annotations
 
 import argparse
@@ -57,9 +58,14 @@ def rollout_cases(size: str, concurrency: list[int], longest: int, measured: boo
     """What the rollout engines are timed with; the profile is of the fewest requests."""
     cases = []
     for n in concurrency:
-        first, requests = profiled and n == concurrency[0], f"{n} requests" if size == "large" else f"{size}: {n} requests"
-        for name, lengths, part in ((requests, draw_lengths(n, longest), "prefill"),
-                                    (f"{requests}, short prompts", (SHORT,) * n, "decode")):
+        first, requests = (
+            profiled and n == concurrency[0],
+            f"{n} requests" if size == "large" else f"{size}: {n} requests",
+        )
+        for name, lengths, part in (
+            (requests, draw_lengths(n, longest), "prefill"),
+            (f"{requests}, short prompts", (SHORT,) * n, "decode"),
+        ):
             if measured or first:
                 cases.append({"name": name, "lengths": lengths, "profile": part if first else None})
     return cases
@@ -73,8 +79,16 @@ def rollout_rows(results: dict[str, dict]) -> list[dict]:
             out = case["requests"] * case["max_tokens"]
             seconds = statistics.median(case["seconds"])
             for unit, tokens in (("output tokens/s", out), ("total tokens/s", out + case["prompt_tokens"])):
-                rows.append({"what": "rollout", "case": case["name"], "engine": result["engine"],
-                             "value": tokens / seconds, "unit": unit, "seconds": case["seconds"]})
+                rows.append(
+                    {
+                        "what": "rollout",
+                        "case": case["name"],
+                        "engine": result["engine"],
+                        "value": tokens / seconds,
+                        "unit": unit,
+                        "seconds": case["seconds"],
+                    }
+                )
     return with_ratios(rows)
 
 
@@ -84,8 +98,14 @@ def training_rows(results: dict[str, dict]) -> list[dict]:
     for result in results.values():
         for case in result["cases"]:
             common = {"what": "training", "case": f"{case['b']} x {case['s']} tokens", "engine": result["engine"]}
-            rows.append(common | {"value": case["b"] * case["s"] / statistics.median(case["seconds"]),
-                                  "unit": "tokens/s", "seconds": case["seconds"]})
+            rows.append(
+                common
+                | {
+                    "value": case["b"] * case["s"] / statistics.median(case["seconds"]),
+                    "unit": "tokens/s",
+                    "seconds": case["seconds"],
+                }
+            )
             rows.append(common | {"value": case["peak_bytes"] / 2**30, "unit": "GiB, peak"})
     return with_ratios(rows)
 
@@ -109,14 +129,22 @@ class Bench:
         self.options = options
         self.out = options.out.resolve()
         self.name = datetime.datetime.now().isoformat(timespec="seconds")
-        self.info = machine() | {"contract": contract_id(family()), "size": options.size, "max_tokens": options.max_tokens,
-                                 "repeats": options.repeats, "seconds": {}, "engines": {}}
+        self.info = machine() | {
+            "contract": contract_id(family()),
+            "size": options.size,
+            "max_tokens": options.max_tokens,
+            "repeats": options.repeats,
+            "seconds": {},
+            "engines": {},
+        }
         self.failures: list[str] = []
 
     def run(self, specs: dict[str, dict], module: str) -> dict[str, dict]:
         """The results of jobs that run side by side, by name; of those that did not fail."""
         paths = {name: self.out / "results" / f"{name}.json" for name in specs}
-        jobs = [Job(name, module, spec | {"tp": 1, "runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()]
+        jobs = [
+            Job(name, module, spec | {"tp": 1, "runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()
+        ]
         seconds, failures = execute(jobs, self.out, self.options.timeout, Lines(), keep_going=True, per_gpu=len(jobs))
         self.info["seconds"] |= seconds
         self.failures += failures
@@ -128,16 +156,25 @@ class Bench:
         cases = rollout_cases(options.size, options.concurrency, options.longest, measured, profiled)
         engines = [engine for engine in ROLLOUT_ENGINES if engine in options.engines]
         turns = {"file": str(self.out / "turns"), "engines": len(engines), "seconds": options.timeout}
-        specs = {f"rollout-{engine}": {
-            "engine": engine, "model": str(model), "load_format": "dummy" if options.size in UNWRITTEN else "auto",
-            "eager": options.eager, "cases": cases, "max_tokens": options.max_tokens,
-            "repeats": options.repeats if measured else 0, "turns": turns | {"engine": i} if options.turns else None}
-            for i, engine in enumerate(engines)}
+        specs = {
+            f"rollout-{engine}": {
+                "engine": engine,
+                "model": str(model),
+                "load_format": "dummy" if options.size in UNWRITTEN else "auto",
+                "eager": options.eager,
+                "cases": cases,
+                "max_tokens": options.max_tokens,
+                "repeats": options.repeats if measured else 0,
+                "turns": turns | {"engine": i} if options.turns else None,
+            }
+            for i, engine in enumerate(engines)
+        }
         together = [specs] if options.turns else [{name: spec} for name, spec in specs.items()]
         results = {result["engine"]: result for some in together for result in self.run(some, "cost_rollout").values()}
         for engine, result in results.items():
             self.info["engines"][f"rollout {engine}"] = {
-                k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")}
+                k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")
+            }
         self.save("rollout", rollout_rows(results) if measured else [], results)
 
     def training(self, model: Path) -> None:
@@ -146,8 +183,13 @@ class Bench:
         cases = [list(shape) for shape in options.shapes]
         results = {}
         for engine in [e for e in TRAINING_ENGINES if e in options.engines]:
-            spec = {"engine": engine, "model": str(model), "cases": cases, "repeats": options.repeats,
-                    "profile": profiled}
+            spec = {
+                "engine": engine,
+                "model": str(model),
+                "cases": cases,
+                "repeats": options.repeats,
+                "profile": profiled,
+            }
             result = self.run({f"training-{engine}": spec}, "cost_training").get(f"training-{engine}")
             if result is None:
                 continue
@@ -160,14 +202,20 @@ class Bench:
         """Merges into cost.json and profile.json, and prints."""
         for row in rows:
             ratio = f"{row['ratio_to_stock']:.3f} of stock" if row["ratio_to_stock"] else ""
-            print(f"{row['what']:<8} {row['case']:<30} {row['engine']:<16} {row['value']:>10.1f} {row['unit']:<16} "
-                  f"{ratio}")
-        profiled = [{"what": what, "case": p["case"], "engine": result["engine"]}
-                    | profiles.summary(p["kernels"], p["wall_ms"]) for result in results.values()
-                    for p in result["profiles"]]
+            print(
+                f"{row['what']:<8} {row['case']:<30} {row['engine']:<16} {row['value']:>10.1f} {row['unit']:<16} "
+                f"{ratio}"
+            )
+        profiled = [
+            {"what": what, "case": p["case"], "engine": result["engine"]} | profiles.summary(p["kernels"], p["wall_ms"])
+            for result in results.values()
+            for p in result["profiles"]
+        ]
         for row in profiled:
-            print(f"{what}, {row['case']}, {row['engine']}: {row['gpu_ms']:.2f} ms of {row['wall_ms']:.2f} ms; "
-                  + ", ".join(f"{k} {v:.2f}" for k, v in row["families"].items()))
+            print(
+                f"{what}, {row['case']}, {row['engine']}: {row['gpu_ms']:.2f} ms of {row['wall_ms']:.2f} ms; "
+                + ", ".join(f"{k} {v:.2f}" for k, v in row["families"].items())
+            )
             for kernel in row["kernels"][:8]:
                 print(f"    {kernel['share']:6.1%} {kernel['ms']:9.3f} ms {kernel['calls']:>6} {kernel['name']}")
         folder = self.options.json
@@ -187,19 +235,32 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 if an engine failed, after all others have run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--engines", nargs="+", choices=dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES),
-                        default=list(dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES)))
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES),
+        default=list(dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES)),
+    )
     parser.add_argument("--size", choices=SIZES, default="large", help="of the model")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[64, 256], help="requests at once")
     parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
     parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
-    parser.add_argument("--shapes", nargs="+", type=_shape, default=[(4, 2048), (8, 1024)],
-                        help="micro-batches of training, as 4x2048")
+    parser.add_argument(
+        "--shapes", nargs="+", type=_shape, default=[(4, 2048), (8, 1024)], help="micro-batches of training, as 4x2048"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
-    parser.add_argument("--turns", action=argparse.BooleanOptionalAction, default=None,
-                        help="rollout engines side by side, measured by turns (the default but for qwen3-8b)")
-    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available(),
-                        help="vLLM without torch.compile and CUDA graphs")
+    parser.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="rollout engines side by side, measured by turns (the default but for qwen3-8b)",
+    )
+    parser.add_argument(
+        "--eager",
+        action=argparse.BooleanOptionalAction,
+        default=not torch.cuda.is_available(),
+        help="vLLM without torch.compile and CUDA graphs",
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200", help="folder of the results")
     parser.add_argument("--out", type=Path, default=Path("check-results/cost"), help="logs")
@@ -213,13 +274,15 @@ def main(arguments: list[str] | None = None) -> int:
     if len(gpus()) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus()[0]
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
+        [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     bench = Bench(options)
     prepare(bench.out)
     (bench.out / "results").mkdir(exist_ok=True)
     (bench.out / "turns").unlink(missing_ok=True)
-    model = make_checkpoint(bench.out / "model", dtype=torch.bfloat16, weights=options.size not in UNWRITTEN,
-                            **SIZES[options.size])
+    model = make_checkpoint(
+        bench.out / "model", dtype=torch.bfloat16, weights=options.size not in UNWRITTEN, **SIZES[options.size]
+    )
     print(f"the model is made ({time.monotonic() - started:.0f} s)", flush=True)
     with interrupted_by_sigterm():
         if {"rollout", "profile"} & set(options.only):

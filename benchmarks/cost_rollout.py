@@ -6,6 +6,7 @@ JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directo
 profiled. OUT holds seconds for each case and repeat, profiles, and what ran. Every repeat has prompts of its own, and
 the prefix cache is off.
 """
+
 from __future__ import annotations
 
 import json
@@ -70,17 +71,32 @@ def run(job: dict) -> None:
     attention = {"attention_backend": "FLASH_ATTN"} if job["engine"] == "batch_invariant" else {}
     held = max(sum(case["lengths"]) + len(case["lengths"]) * job["max_tokens"] for case in job["cases"])
     started = time.perf_counter()
-    llm = vllm.LLM(job["model"], load_format=job["load_format"], dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=job["eager"],
-                   max_model_len=longest, max_num_seqs=sequences, enable_prefix_caching=False, seed=0,
-                   kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", 1, held),
-                   gpu_memory_utilization=GPU_SHARE, **attention)
-    result = {"engine": job["engine"], "start_seconds": round(time.perf_counter() - started, 1), "cases": [],
-              "profiles": []}
+    llm = vllm.LLM(
+        job["model"],
+        load_format=job["load_format"],
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enforce_eager=job["eager"],
+        max_model_len=longest,
+        max_num_seqs=sequences,
+        enable_prefix_caching=False,
+        seed=0,
+        kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", 1, held),
+        gpu_memory_utilization=GPU_SHARE,
+        **attention,
+    )
+    result = {
+        "engine": job["engine"],
+        "start_seconds": round(time.perf_counter() - started, 1),
+        "cases": [],
+        "profiles": [],
+    }
 
     def generate(case: dict, seed: int, max_tokens: int) -> float:
         """Seconds for the prompts of a case."""
-        params = vllm.SamplingParams(max_tokens=max_tokens, temperature=1.0, ignore_eos=True, logprobs=0,
-                                     detokenize=False)
+        params = vllm.SamplingParams(
+            max_tokens=max_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
+        )
         prompts = [{"prompt_token_ids": p} for p in plan.draw_prompts(vocab, seed, tuple(case["lengths"]))]
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -99,28 +115,43 @@ def run(job: dict) -> None:
             with turns:
                 times.append(generate(case, 1 + i, job["max_tokens"]))
         if times:
-            result["cases"].append({"name": case["name"], "requests": len(case["lengths"]),
-                                    "prompt_tokens": sum(case["lengths"]), "max_tokens": job["max_tokens"],
-                                    "seconds": times})
+            result["cases"].append(
+                {
+                    "name": case["name"],
+                    "requests": len(case["lengths"]),
+                    "prompt_tokens": sum(case["lengths"]),
+                    "max_tokens": job["max_tokens"],
+                    "seconds": times,
+                }
+            )
     for case in job["cases"]:
         if case["profile"]:
             tokens = 1 if case["profile"] == "prefill" else min(PROFILED_TOKENS, job["max_tokens"])
             with turns:
                 llm.collective_rpc(_start)
                 seconds = generate(case, 100, tokens)
-                result["profiles"].append({"case": f"{case['name']}: {case['profile']}", "wall_ms": seconds * 1e3,
-                                           "kernels": llm.collective_rpc(_stop)[0]})
+                result["profiles"].append(
+                    {
+                        "case": f"{case['name']}: {case['profile']}",
+                        "wall_ms": seconds * 1e3,
+                        "kernels": llm.collective_rpc(_stop)[0],
+                    }
+                )
     config = llm.llm_engine.vllm_config
-    result |= {"mode": config.compilation_config.mode.name,
-               "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
-               "v2_runner": config.use_v2_model_runner, "attention": llm.collective_rpc(_attention)[0],
-               "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-               "status": worker_status(llm)[0]}
+    result |= {
+        "mode": config.compilation_config.mode.name,
+        "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+        "v2_runner": config.use_v2_model_runner,
+        "attention": llm.collective_rpc(_attention)[0],
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "status": worker_status(llm)[0],
+    }
     Path(job["runs"][0]["out"]).write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()
 
 
 # These run in the worker, which may be another process.
+
 
 def _start(worker) -> None:
     import profiles

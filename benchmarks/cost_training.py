@@ -8,6 +8,7 @@ for its labels. A micro-batch that does not fit the memory is halved. OUT holds 
 without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned". "hf_compiled" is the neighbour that people
 train with: Hugging Face's model with torch's scaled_dot_product_attention, the loss in fp32, all of it by torch.compile.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -44,8 +45,9 @@ def run(job: dict) -> None:
                 _seconds(step)
                 running = profiles.start()
                 seconds = _seconds(step)
-                result["profiles"].append({"case": f"{b} x {s}", "wall_ms": seconds * 1e3,
-                                           "kernels": profiles.stop(running)})
+                result["profiles"].append(
+                    {"case": f"{b} x {s}", "wall_ms": seconds * 1e3, "kernels": profiles.stop(running)}
+                )
     Path(job["runs"][0]["out"]).write_text(json.dumps(result))
 
 

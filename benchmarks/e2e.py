@@ -7,6 +7,7 @@ made. Several commands (one for each model, say) fill one file: a row replaces t
 The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``training_tp``, ``sequence_parallel`` and
 ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,12 +33,33 @@ from alignkit.convert import read_architecture
 ROOT = Path(__file__).parents[1]
 DTYPE = "bfloat16"
 SIZES = {
-    "large": {"hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 128, "intermediate": 3072,
-              "vocab": 151936},
-    "qwen3-8b": {"hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 12288,
-           "vocab": 151936},
-    "small": {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 512,
-              "vocab": 2000},
+    "large": {
+        "hidden": 1024,
+        "layers": 8,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate": 3072,
+        "vocab": 151936,
+    },
+    "qwen3-8b": {
+        "hidden": 4096,
+        "layers": 36,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate": 12288,
+        "vocab": 151936,
+    },
+    "small": {
+        "hidden": 256,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 64,
+        "intermediate": 512,
+        "vocab": 2000,
+    },
 }
 MODELS = {"qwen3": {"arch": "qwen3"}, "llama-tied": {"arch": "llama", "tied": True}}
 PARTS = ("modes", "tp", "stock")
@@ -92,15 +114,20 @@ def merge(old: dict, name: str, info: dict, new: list[dict], key: tuple[str, ...
 def to_json(model: str, compared: Compared) -> dict:
     """A row of e2e.json."""
     row = compared.row
-    return {"model": model, "rollout_tp": row.rollout_tp, "training_tp": row.training_tp,
-            "sequence_parallel": row.sequence_parallel} | compared.to_json()
+    return {
+        "model": model,
+        "rollout_tp": row.rollout_tp,
+        "training_tp": row.training_tp,
+        "sequence_parallel": row.sequence_parallel,
+    } | compared.to_json()
 
 
 class Harvest(Terminal):
     """Compares and saves each row as soon as both its engines have written their files."""
 
-    def __init__(self, screen, path: Path, info: dict, waiting: dict[str, list[Row]], out: Path,
-                 prompts: list[list[int]]):
+    def __init__(
+        self, screen, path: Path, info: dict, waiting: dict[str, list[Row]], out: Path, prompts: list[list[int]]
+    ):
         super().__init__(screen)
         self.name = datetime.datetime.now().isoformat(timespec="seconds")
         self.info, self.rows, self.problems = info, [], []
@@ -156,39 +183,69 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(out)
     prompts = plan.draw_prompts(SIZES[options.size]["vocab"], 0, draw_lengths(options.prompts, options.longest))
     parts = {model: options.parts or (PARTS if model == next(iter(MODELS)) else PARTS[:2]) for model in options.models}
-    wanted = {model: [row for row in rows(parts[model], options.tp, bool(gpus()))
-                      if row.rollout in (options.rollouts or [row.rollout])] for model in options.models}
+    wanted = {
+        model: [
+            row
+            for row in rows(parts[model], options.tp, bool(gpus()))
+            if row.rollout in (options.rollouts or [row.rollout])
+        ]
+        for model in options.models
+    }
     jobs, shapes = [], {}
     for model in options.models:
-        path = make_checkpoint(out / model / "model", dtype=getattr(torch, DTYPE), **SIZES[options.size],
-                               **MODELS[model])
+        path = make_checkpoint(
+            out / model / "model", dtype=getattr(torch, DTYPE), **SIZES[options.size], **MODELS[model]
+        )
         shapes[model] = asdict(read_architecture(path))
         (out / model / "logprobs").mkdir(exist_ok=True)
-        jobs += plan.jobs(wanted[model], out / model, {DTYPE: path}, prompts, max_tokens=options.max_tokens,
-                          temperature=1.0, seed=0, gpu=bool(gpus()), chunk=CHUNK, micro_batch=MICRO_BATCH,
-                          prefix=f"{model}-")
+        jobs += plan.jobs(
+            wanted[model],
+            out / model,
+            {DTYPE: path},
+            prompts,
+            max_tokens=options.max_tokens,
+            temperature=1.0,
+            seed=0,
+            gpu=bool(gpus()),
+            chunk=CHUNK,
+            micro_batch=MICRO_BATCH,
+            prefix=f"{model}-",
+        )
     jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
     screen = console()
-    screen.print(f"{' and '.join(options.models)}: {sum(map(len, wanted.values()))} rows; the models are made "
-                 f"({time.monotonic() - started:.0f} s)")
+    screen.print(
+        f"{' and '.join(options.models)}: {sum(map(len, wanted.values()))} rows; the models are made "
+        f"({time.monotonic() - started:.0f} s)"
+    )
     info = machine() | {
-        "contract": contract_id(family()), "models": shapes, "parts": parts, "tp": options.tp,
-        "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts)), "longest_prompt": options.longest,
-        "max_tokens": options.max_tokens, "temperature": 1.0, "seed": 0, "chunk": CHUNK, "micro_batch": MICRO_BATCH}
+        "contract": contract_id(family()),
+        "models": shapes,
+        "parts": parts,
+        "tp": options.tp,
+        "prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "longest_prompt": options.longest,
+        "max_tokens": options.max_tokens,
+        "temperature": 1.0,
+        "seed": 0,
+        "chunk": CHUNK,
+        "micro_batch": MICRO_BATCH,
+    }
     harvest = Harvest(screen, options.json, info, {k: list(v) for k, v in wanted.items()}, out, prompts)
     with interrupted_by_sigterm(), harvest:
-        seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True,
-                                    per_gpu=options.per_gpu)
+        seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True, per_gpu=options.per_gpu)
     info["seconds"] = seconds | {"all": round(time.monotonic() - started, 1)}
     harvest.save()
 
     for patched in (False, True):
         mine = [row for row in harvest.rows if row["patched"] == patched]
         if mine:
-            screen.print(f"{'aligned' if patched else 'stock'}: {sum(r['bit_equal'] for r in mine)} of "
-                         f"{sum(r['tokens'] for r in mine)} logprobs are bit-equal, in {len(mine)} of "
-                         f"{sum(row.patched == patched for mine in wanted.values() for row in mine)} rows; "
-                         f"largest difference {max(r['max_abs'] for r in mine):.1e}")
+            screen.print(
+                f"{'aligned' if patched else 'stock'}: {sum(r['bit_equal'] for r in mine)} of "
+                f"{sum(r['tokens'] for r in mine)} logprobs are bit-equal, in {len(mine)} of "
+                f"{sum(row.patched == patched for mine in wanted.values() for row in mine)} rows; "
+                f"largest difference {max(r['max_abs'] for r in mine):.1e}"
+            )
     for problem in harvest.problems:
         screen.print(f"not equal: {problem}", soft_wrap=True, markup=False)
     for name in failures:

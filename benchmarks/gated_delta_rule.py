@@ -14,6 +14,7 @@ the least of its rows' ``x``. A row:
     Our time over that of reading every input and writing every output once at the speed of a copy ("copy_tb_s" of the
     run; bytes read plus bytes written). Of gk, only the last row of each chunk is read.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -62,8 +63,10 @@ class Case:
 def cases(heads: list[int]) -> list[Case]:
     dense = itertools.product(heads, MODES, (1, 2, 4, 8), (2048, 4096, 8192, 16384))
     packed = itertools.product(heads, MODES, ((8192, 20), (8192, 25), (32768, 20), (32768, 25)))
-    return [*(Case(b, t, h, mode) for h, mode, b, t in dense),
-            *(Case(1, t, h, mode, count) for h, mode, (t, count) in packed)]
+    return [
+        *(Case(b, t, h, mode) for h, mode, b, t in dense),
+        *(Case(1, t, h, mode, count) for h, mode, (t, count) in packed),
+    ]
 
 
 class Inputs:
@@ -73,12 +76,13 @@ class Inputs:
 
         def rows(scale: float) -> torch.Tensor:
             return torch.randn(*shape, DIM, dtype=torch.bfloat16, device=device).mul_(scale)
+
         self.rows = [rows(DIM**-0.5), rows(DIM**-0.5), rows(DIM**-0.5 / 2), rows(1.0), rows(1.0)]
         self.gates, self.last, self.starts = {}, 0, None
         place = torch.arange(case.t, device=device) % CHUNK
         count, chunks = case.b, case.b * -(-case.t // CHUNK)
         if case.sequences:
-            cuts = torch.randperm(case.t - 1)[:case.sequences - 1].sort().values + 1
+            cuts = torch.randperm(case.t - 1)[: case.sequences - 1].sort().values + 1
             edges = [0, *cuts.tolist(), case.t]
             place = torch.cat([torch.arange(b - a, device=device) % CHUNK for a, b in itertools.pairwise(edges)])
             self.starts = torch.tensor(edges, device=device)
@@ -93,8 +97,15 @@ class Inputs:
         self.chunks = chunks if case.sequences else None
 
     def ours(self):
-        return chunk_gated_delta_rule_bwd_dhu(*self.rows, **self.gates, dht=self.dht, need_dh0=self.dht is not None,
-                                              cu_seqlens=self.starts, num_chunks=self.chunks, base2=True)
+        return chunk_gated_delta_rule_bwd_dhu(
+            *self.rows,
+            **self.gates,
+            dht=self.dht,
+            need_dh0=self.dht is not None,
+            cu_seqlens=self.starts,
+            num_chunks=self.chunks,
+            base2=True,
+        )
 
     def bytes(self) -> int:
         moved = [*self.rows, self.gates.get("g"), self.dht, *self.ours()]
@@ -104,10 +115,14 @@ class Inputs:
         """A call of flash-linear-attention's kernel; ImportError where it is not installed."""
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function
         from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
+
         packed = {}
         if self.starts is not None:
-            packed = {"cu_seqlens": self.starts, "chunk_indices": prepare_chunk_indices(self.starts, CHUNK),
-                      "chunk_offsets": prepare_chunk_offsets(self.starts, CHUNK)}
+            packed = {
+                "cu_seqlens": self.starts,
+                "chunk_indices": prepare_chunk_indices(self.starts, CHUNK),
+                "chunk_offsets": prepare_chunk_offsets(self.starts, CHUNK),
+            }
         return lambda: function(*self.rows, **self.gates, h0=self.dht, dht=self.dht, scale=DIM**-0.5, **packed)
 
 
@@ -118,7 +133,12 @@ def compile_peer(todo: list[Case]) -> None:
         return
     kinds = sorted({(case.h, case.mode, 3 if case.sequences else 0) for case in todo})
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda kind: subprocess.run([sys.executable, __file__, "--compile", *map(str, kind)], check=False), kinds))
+        list(
+            pool.map(
+                lambda kind: subprocess.run([sys.executable, __file__, "--compile", *map(str, kind)], check=False),
+                kinds,
+            )
+        )
 
 
 def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
@@ -132,8 +152,12 @@ def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
     except Exception as e:  # a peer may raise whatever it likes
         print(f"flash-linear-attention failed: {type(e).__name__}: {str(e)[:300]}", flush=True)
     ms, *fla = watch.medians(runs, seconds)
-    return case.key() | {"ms": ms, "fla_ms": fla[0] if fla else None, "x": fla[0] / ms if fla else None,
-                         "floor_x": ms / floor}
+    return case.key() | {
+        "ms": ms,
+        "fla_ms": fla[0] if fla else None,
+        "x": fla[0] / ms if fla else None,
+        "floor_x": ms / floor,
+    }
 
 
 def summary(rows: list[dict]) -> dict:
@@ -149,7 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
     parser.add_argument("--minutes", type=float, help="after which no measurement is begun")
     parser.add_argument("--resume", action="store_true", help="only rows that the file does not have yet")
-    parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)  # heads, mode, sequences: one call of the peer's kernel
+    parser.add_argument(
+        "--compile", nargs=3, help=argparse.SUPPRESS
+    )  # heads, mode, sequences: one call of the peer's kernel
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gdn_bwd_dhu.json")
     options = parser.parse_args(arguments)
 
@@ -161,8 +187,12 @@ def main(arguments: list[str] | None = None) -> int:
     watch = Stopwatch(device)
     speed = copy_speed(watch)
     name = datetime.datetime.now().isoformat(timespec="seconds")
-    info = machine() | {"contract": contract_id(family()), "seconds": options.seconds, "copy_tb_s": speed / 1e12,
-                        "backend": backends.select("gated_delta_rule", device).__name__.rpartition(".")[2]}
+    info = machine() | {
+        "contract": contract_id(family()),
+        "seconds": options.seconds,
+        "copy_tb_s": speed / 1e12,
+        "backend": backends.select("gated_delta_rule", device).__name__.rpartition(".")[2],
+    }
     info["versions"]["fla-core"] = version("fla-core")
     old = json.loads(options.json.read_text()) if options.json.exists() else {}
     had = {tuple(row[k] for k in KEY) for row in old.get("rows", [])} if options.resume else set()

@@ -14,6 +14,7 @@ with changes all go. ``not_run`` names the suites that are missing. A row:
 
 Exit status 1 if a test failed, none ran, or one was skipped that could have run.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -74,9 +75,14 @@ def counts(junit: str, gpus: int) -> dict:
     names = {c: f"{c.get('classname')}.{c.get('name')}" for c in cases}
     bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
     skips = {c: c.find("skipped").get("message", "") for c in cases if c.find("skipped") is not None and c not in bad}
-    return {"passed": len(cases) - len(bad) - len(skips), "failed": len(bad), "skipped": len(skips),
-            "failures": [names[c] for c in bad], "skips": dict(Counter(skips.values())),
-            "could_have_run": [names[c] for c, reason in skips.items() if could_have_run(reason, gpus)]}
+    return {
+        "passed": len(cases) - len(bad) - len(skips),
+        "failed": len(bad),
+        "skipped": len(skips),
+        "failures": [names[c] for c in bad],
+        "skips": dict(Counter(skips.values())),
+        "could_have_run": [names[c] for c, reason in skips.items() if could_have_run(reason, gpus)],
+    }
 
 
 def together(rows: list[dict]) -> dict:
@@ -87,8 +93,11 @@ def together(rows: list[dict]) -> dict:
 
 def of_commit(old: dict, commit: str) -> dict:
     """What of a result file is of `commit`; nothing if that does not say which sources they were."""
-    runs = {name: info for name, info in old.get("runs", {}).items()
-            if info["commit"] == commit != "unknown" and not commit.endswith("-dirty")}
+    runs = {
+        name: info
+        for name, info in old.get("runs", {}).items()
+        if info["commit"] == commit != "unknown" and not commit.endswith("-dirty")
+    }
     return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
 
 
@@ -96,9 +105,14 @@ def run(file: str, env: dict[str, str], arguments: list[str], gpus: int) -> dict
     """Runs a test file. Prints a line when a test has ended, and all that was said at the end."""
     with tempfile.TemporaryDirectory() as folder:
         report, said = Path(folder) / "junit.xml", []
-        with subprocess.Popen([sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", file, f"--junitxml={report}",
-                               *arguments], cwd=ROOT, env=os.environ | env, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT) as process:
+        with subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", file, f"--junitxml={report}", *arguments],
+            cwd=ROOT,
+            env=os.environ | env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
             for line in process.stdout:
                 if RESULT.match(line):
                     print(line, end="", flush=True)
@@ -125,10 +139,18 @@ def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int) -> dict
     else:
         at_once, places = 1, [env]
     with ThreadPoolExecutor(at_once) as pool:
-        done = list(pool.map(lambda file, place: run(file, place, arguments, 1 if suite == "ops" else gpus),
-                             files, itertools.islice(itertools.cycle(places), len(files))))
-    return {"suite": suite, "arguments": arguments} | together(done) | {
-        "exit_status": max(abs(d["exit_status"]) for d in done), "seconds": round(time.monotonic() - started, 1)}
+        done = list(
+            pool.map(
+                lambda file, place: run(file, place, arguments, 1 if suite == "ops" else gpus),
+                files,
+                itertools.islice(itertools.cycle(places), len(files)),
+            )
+        )
+    return (
+        {"suite": suite, "arguments": arguments}
+        | together(done)
+        | {"exit_status": max(abs(d["exit_status"]) for d in done), "seconds": round(time.monotonic() - started, 1)}
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -146,8 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
         made["not_run"] = [suite for suite in SUITES if suite not in {row["suite"] for row in made["rows"]}]
         write_json(options.json, made)
     for row in rows:
-        print(f"{row['suite']:<10} {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped, "
-              f"{row['seconds']:.0f} s" + (f", exit status {row['exit_status']}" if row["exit_status"] else ""))
+        print(
+            f"{row['suite']:<10} {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped, "
+            f"{row['seconds']:.0f} s" + (f", exit status {row['exit_status']}" if row["exit_status"] else "")
+        )
         for reason, count in row["skips"].items():
             print(f"{'':<10} {count} skipped: {reason}")
         for test in row["could_have_run"]:

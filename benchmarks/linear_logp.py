@@ -29,6 +29,7 @@ The file (benchmarks/results/h200/linear_logp.json) is ``{"meta": {...}, "rows":
 The gradient of each token is random; but Liger's Triton kernel, which is fastest so, and QuACK are asked for that of a
 sum. "+entropy": the entropy comes out too and has a gradient. verl's kernel always computes it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -75,6 +76,7 @@ GRADIENT_FLOP = 1e14
 
 # Implementations: (hidden, weight, target) -> logp [n], or (logp, entropy), or a scalar, the sum of -logp.
 
+
 def _torch(hidden, weight, target):
     return -cross_entropy(linear(hidden, weight).float(), target, reduction="none")
 
@@ -93,9 +95,11 @@ def _liger():
 
     def logp(hidden, weight, target):
         reduction = "sum" if hidden.requires_grad else "none"
-        loss = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, None, None, -100, 0.0, 0.0,
-                                                          reduction)[0]
+        loss = LigerFusedLinearCrossEntropyFunction.apply(
+            hidden, weight, target, None, None, -100, 0.0, 0.0, reduction
+        )[0]
         return loss if reduction == "sum" else -loss
+
     return logp
 
 
@@ -106,14 +110,16 @@ def _liger_sm90(entropy: bool):
     def logp(hidden, weight, target):
         out = sm90.LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, target, 1.0, -100, 1, entropy)
         return (-out[0], out[1]) if entropy else -out
+
     return logp
 
 
 def _cce(filter_eps: str | None):
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda hidden, weight, target: -linear_cross_entropy(hidden, weight, target, reduction="none",
-                                                                filter_eps=filter_eps)
+    return lambda hidden, weight, target: (
+        -linear_cross_entropy(hidden, weight, target, reduction="none", filter_eps=filter_eps)
+    )
 
 
 def _verl():
@@ -131,6 +137,7 @@ def _quack():
 @dataclass(frozen=True)
 class Impl:
     """How to get an implementation: `load` imports it and returns the function, for one shape."""
+
     load: Callable[[], Callable]
     passes: tuple[str, ...] = TRAINING
     decode: Callable | None = None
@@ -162,6 +169,7 @@ IMPLS = {
 
 # The sizes.
 
+
 def shape(text: str) -> Shape:
     """``4096x2048x151936``: n, d, v."""
     try:
@@ -192,6 +200,7 @@ def plan(shapes: list[Shape] | None, swept: bool, passes: list[str] | None) -> l
 
 
 # Measuring.
+
 
 class Problem:
     """Random inputs of a shape, and what comes out in fp32."""
@@ -260,9 +269,11 @@ def calls(problem: Problem, impl: Impl, which: str) -> tuple[Callable[[], torch.
     """What is timed, which returns the first output; and the leaves that it gives gradients."""
     function = impl.decode if which == "decode" and impl.decode else impl.load()
     if which != "forward_backward":
+
         def forward():
             with torch.no_grad():
                 return _outputs(function(*problem.inputs))[0]
+
         return forward, ()
     leaves = tuple(t.detach().requires_grad_() for t in (problem.hidden, problem.weight))
 
@@ -271,9 +282,10 @@ def calls(problem: Problem, impl: Impl, which: str) -> tuple[Callable[[], torch.
             leaf.grad = None
         outs = _outputs(function(*leaves, problem.target))
         given = (problem.gradient.new_ones(()) if impl.total else problem.gradient, problem.entropy_gradient)
-        outs = outs[:2 if impl.entropy else 1]  # a gradient too many is given where there is no entropy
+        outs = outs[: 2 if impl.entropy else 1]  # a gradient too many is given where there is no entropy
         torch.autograd.backward(outs, [g.to(out.dtype) for out, g in zip(outs, given, strict=False)])
         return outs[0].detach()
+
     return forward_backward, leaves
 
 
@@ -301,15 +313,22 @@ def measure(problem: Problem, name: str, which: str, watch: Stopwatch, seconds: 
     errors: dict = {"err": (out - problem.logp).abs().max().item() if out.shape == problem.target.shape else None}
     if leaves:
         expected = problem.gradients(impl)
-        errors["err_grad"] = None if expected is None else max(
-            ((leaf.grad - e).abs().max() / e.abs().max()).item() for leaf, e in zip(leaves, expected, strict=True))
+        errors["err_grad"] = (
+            None
+            if expected is None
+            else max(
+                ((leaf.grad - e).abs().max() / e.abs().max()).item() for leaf, e in zip(leaves, expected, strict=True)
+            )
+        )
     del out
     *copied, product, ms = watch.medians([*([copy] if copy else []), gemm, run], seconds)
-    return row | {"ms": ms, "x": ms / product, "mib": mib} | errors | (
-        {"x_copy": ms / (copied[0] / 2)} if copied else {})
+    return (
+        row | {"ms": ms, "x": ms / product, "mib": mib} | errors | ({"x_copy": ms / (copied[0] / 2)} if copied else {})
+    )
 
 
 # The file.
+
 
 def contents(old: dict, name: str, info: dict, rows: list[dict], errors: list[dict]) -> dict:
     """The contents of the result file after run `name`: what a row or an error says of the same anew is replaced."""
@@ -317,17 +336,26 @@ def contents(old: dict, name: str, info: dict, rows: list[dict], errors: list[di
     merged = merge({"runs": meta.get("runs", {}), "rows": old.get("rows", [])}, name, info, rows, KEY)
     anew = {tuple(entry.get(k) for k in KEY) for entry in rows + errors}
     started = {row["impl"] for row in rows}
-    kept = [e for e in meta.get("errors", []) if tuple(e.get(k) for k in KEY) not in anew
-            and not ("n" not in e and e["impl"] in started)]
+    kept = [
+        e
+        for e in meta.get("errors", [])
+        if tuple(e.get(k) for k in KEY) not in anew and not ("n" not in e and e["impl"] in started)
+    ]
     return {"meta": {"runs": merged["runs"], "errors": kept + errors}, "rows": merged["rows"]}
 
 
 def described(row: dict) -> str:
     """A line for a row."""
-    parts = [f"{row['n']} x {row['d']} x {row['v']} {row['pass']}, {row['impl']}: {row['ms']:.3f} ms",
-             f"{row['x']:.2f} gemm"]
-    for key, text in (("x_copy", "{:.2f} copy"), ("mib", "{:.0f} MiB"), ("err", "error {:.1e}"),
-                      ("err_grad", "of gradients {:.1e}")):
+    parts = [
+        f"{row['n']} x {row['d']} x {row['v']} {row['pass']}, {row['impl']}: {row['ms']:.3f} ms",
+        f"{row['x']:.2f} gemm",
+    ]
+    for key, text in (
+        ("x_copy", "{:.2f} copy"),
+        ("mib", "{:.0f} MiB"),
+        ("err", "error {:.1e}"),
+        ("err_grad", "of gradients {:.1e}"),
+    ):
         if row.get(key) is not None:
             parts.append(text.format(row[key]))
     return ", ".join(parts)
@@ -345,8 +373,11 @@ class Bench:
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device, self.watch = options, device, Stopwatch(device)
         self.name = datetime.datetime.now().isoformat(timespec="seconds")
-        self.info = machine() | {"contract": contract_id(family()), "seconds": options.seconds,
-                                "backend": backends.select("linear_logp", device).__name__.rpartition(".")[2]}
+        self.info = machine() | {
+            "contract": contract_id(family()),
+            "seconds": options.seconds,
+            "backend": backends.select("linear_logp", device).__name__.rpartition(".")[2],
+        }
         self.info["versions"] |= packages()
         self.old = json.loads(options.json.read_text()) if options.json.exists() else {}
         self.rows: list[dict] = []
@@ -390,8 +421,18 @@ class Bench:
         began = time.monotonic()
         names = [name for name in names if self.starts(name)]
         had = {tuple(row[k] for k in KEY) for row in self.old.get("rows", [])} if self.options.resume else set()
-        todo = [(size, [(name, which) for which in passes for name in names
-                        if which in IMPLS[name].passes and (*size, name, which) not in had]) for size, passes in wanted]
+        todo = [
+            (
+                size,
+                [
+                    (name, which)
+                    for which in passes
+                    for name in names
+                    if which in IMPLS[name].passes and (*size, name, which) not in had
+                ],
+            )
+            for size, passes in wanted
+        ]
         count = sum(len(mine) for _, mine in todo)
         for size, mine in todo:
             problem = Problem(size, self.device) if mine else None

@@ -18,6 +18,7 @@ bf16, the layers of Qwen3-8B, and a rank's of Llama-70B at TP 8. The file (bench
     None where "cublas" failed. Up to 256 rows it is a share of the time of a CUDA graph of products with different
     weights, as a decoding step has them.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -76,10 +77,21 @@ CASES = (
     *_layers("8b", {"qkv": (6144, 4096), "gate_up": (24576, 4096), "lm_head": (151936, 4096)}),
     Case("8b.o/8", 4096, 4096, 8),
     Case("8b.down/8", 4096, 12288, 8),
-    *(Case(f"8b.{layer}/{leaves}", 4096, k, leaves, MANY, False)
-      for layer, k in (("o", 4096), ("down", 12288)) for leaves in (1, 2, 4)),
-    *_layers("70b", {"qkv": (1280, 8192), "o": (8192, 1024), "gate_up": (7168, 8192), "down": (8192, 3584),
-                     "lm_head": (16032, 8192)}),
+    *(
+        Case(f"8b.{layer}/{leaves}", 4096, k, leaves, MANY, False)
+        for layer, k in (("o", 4096), ("down", 12288))
+        for leaves in (1, 2, 4)
+    ),
+    *_layers(
+        "70b",
+        {
+            "qkv": (1280, 8192),
+            "o": (8192, 1024),
+            "gate_up": (7168, 8192),
+            "down": (8192, 3584),
+            "lm_head": (16032, 8192),
+        },
+    ),
 )
 
 
@@ -117,15 +129,22 @@ Product = Callable[[Problem, torch.Tensor], object]
 
 
 def _cublas() -> dict[str, Product]:
-    return {"forward": lambda p, w: p.x @ w.t(), "dgrad": lambda p, w: p.dy @ w, "wgrad": lambda p, w: p.dy.t() @ p.x,
-            "wgrad, added": lambda p, w: torch.addmm(p.main_grad, p.dy.t(), p.x, out_dtype=torch.float32, out=p.main_grad)}
+    return {
+        "forward": lambda p, w: p.x @ w.t(),
+        "dgrad": lambda p, w: p.dy @ w,
+        "wgrad": lambda p, w: p.dy.t() @ p.x,
+        "wgrad, added": lambda p, w: torch.addmm(p.main_grad, p.dy.t(), p.x, out_dtype=torch.float32, out=p.main_grad),
+    }
 
 
 def _alignkit() -> dict[str, Product]:
     rounded = partial(matmul, out_dtype=torch.bfloat16)
-    return {"forward": lambda p, w: rounded(p.x, w, leaves=p.case.leaves), "dgrad": lambda p, w: rounded(p.dy, w.t()),
-            "wgrad": lambda p, w: rounded(p.dy.t(), p.x.t()),
-            "wgrad, added": lambda p, w: matmul(p.dy.t(), p.x.t(), out=p.main_grad)}
+    return {
+        "forward": lambda p, w: rounded(p.x, w, leaves=p.case.leaves),
+        "dgrad": lambda p, w: rounded(p.dy, w.t()),
+        "wgrad": lambda p, w: rounded(p.dy.t(), p.x.t()),
+        "wgrad, added": lambda p, w: matmul(p.dy.t(), p.x.t(), out=p.main_grad),
+    }
 
 
 def _vllm() -> dict[str, Product]:
@@ -142,18 +161,25 @@ def _deep_gemm() -> dict[str, Product]:
     def forward(p, w):
         out = torch.empty(p.m, p.case.n, dtype=torch.bfloat16, device=p.device)
         deep_gemm.bf16_gemm_nt(p.x, w, out)
+
     return {"forward": forward}
 
 
 IMPLS: dict[str, Callable[[], dict[str, Product]]] = {
-    "cublas": _cublas, "alignkit": _alignkit, "vllm": _vllm, "deep_gemm": _deep_gemm}
+    "cublas": _cublas,
+    "alignkit": _alignkit,
+    "vllm": _vllm,
+    "deep_gemm": _deep_gemm,
+}
 
 
 def prepared(product: Product, problem: Problem) -> Callable[[], object]:
     """What is timed: the product with each of the weights; of few rows as a graph."""
+
     def run():
         for weight in problem.weights:
             product(problem, weight)
+
     if problem.device.type == "cpu" or problem.m > FEW[-1]:
         return run
     run()
@@ -164,8 +190,9 @@ def prepared(product: Product, problem: Problem) -> Callable[[], object]:
     return graph.replay
 
 
-def measure(problem: Problem, which: str, impls: dict[str, dict[str, Product]], watch: Stopwatch,
-            seconds: float) -> list[dict]:
+def measure(
+    problem: Problem, which: str, impls: dict[str, dict[str, Product]], watch: Stopwatch, seconds: float
+) -> list[dict]:
     """A row for each implementation that has the pass and does not fail."""
     case, runs = problem.case, {}
     for name, passes in impls.items():
@@ -177,11 +204,25 @@ def measure(problem: Problem, which: str, impls: dict[str, dict[str, Product]], 
             watch.synchronize()
         except Exception as e:  # a peer may raise whatever it likes
             runs.pop(name, None)
-            print(f"FAILED: {case.name}, {problem.m} rows, {which}, {name}: {type(e).__name__}: {str(e)[:200]}", flush=True)
+            print(
+                f"FAILED: {case.name}, {problem.m} rows, {which}, {name}: {type(e).__name__}: {str(e)[:200]}",
+                flush=True,
+            )
     times = watch.medians([*runs.values()], seconds) if runs else []
     ms = {name: t / len(problem.weights) for name, t in zip(runs, times, strict=True)}
-    return [{"case": case.name, "impl": name, "pass": which, "m": problem.m, "n": case.n, "k": case.k, "ms": t,
-             "x": t / ms["cublas"] if "cublas" in ms else None} for name, t in ms.items()]
+    return [
+        {
+            "case": case.name,
+            "impl": name,
+            "pass": which,
+            "m": problem.m,
+            "n": case.n,
+            "k": case.k,
+            "ms": t,
+            "x": t / ms["cublas"] if "cublas" in ms else None,
+        }
+        for name, t in ms.items()
+    ]
 
 
 def plan(names: list[str] | None) -> list[tuple[Case, int, str]]:
@@ -199,8 +240,10 @@ def starved(rows: list[dict], old: list[dict]) -> list[dict]:
     stock = {(r["case"], r["pass"], r["m"]): r["ms"] for r in old if r["impl"] == "cublas"}
     mine = [row for row in rows if row["impl"] == "cublas"]
     with_one = [stock.get((row["case"], row["pass"], row["m"])) for row in mine]
-    return [row | {"impl": "cublas-starved", "x": row["ms"] / ms if ms else None}
-            for row, ms in zip(mine, with_one, strict=True)]
+    return [
+        row | {"impl": "cublas-starved", "x": row["ms"] / ms if ms else None}
+        for row, ms in zip(mine, with_one, strict=True)
+    ]
 
 
 def loaded(names: list[str]) -> dict[str, dict[str, Product]]:
@@ -234,8 +277,11 @@ def main(arguments: list[str] | None = None) -> int:
     started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     name = datetime.datetime.now().isoformat(timespec="seconds")
-    info = machine() | {"contract": contract_id(family()), "seconds": options.seconds,
-                        "backend": backends.select("linear", device).__name__.rpartition(".")[2]}
+    info = machine() | {
+        "contract": contract_id(family()),
+        "seconds": options.seconds,
+        "backend": backends.select("linear", device).__name__.rpartition(".")[2],
+    }
     info["versions"]["deep-gemm"] = version("deep-gemm")
     old = json.loads(options.json.read_text()) if options.json.exists() else {}
     hungry = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == STARVED
@@ -260,8 +306,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.starved or hungry:
         return 0
     again = [a for a in (arguments if arguments is not None else sys.argv[1:]) if a != "--starved"]
-    return subprocess.run([sys.executable, __file__, *again], check=False,
-                          env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": STARVED}).returncode
+    return subprocess.run(
+        [sys.executable, __file__, *again], check=False, env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": STARVED}
+    ).returncode
 
 
 if __name__ == "__main__":

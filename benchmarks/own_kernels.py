@@ -1,5 +1,6 @@
 """A pytest plugin for ``sanitize.py``: matrix products without the providers, and ops without the CUDA kernels, that a
 tool cannot follow. Their names are in ALIGNKIT_WITHOUT. Of the tests, those of ALIGNKIT_PART, "0/4" for every fourth."""
+
 import os
 
 
@@ -17,4 +18,4 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list) -> None:
     part, _, parts = os.environ.get("ALIGNKIT_PART", "0/1").partition("/")
-    items[:] = items[int(part)::int(parts)]
+    items[:] = items[int(part) :: int(parts)]

@@ -1,4 +1,5 @@
 """A kernel with an error for each tool of ``sanitize.py`` to find: ``python planted.py TOOL``."""
+
 from __future__ import annotations
 
 import sys

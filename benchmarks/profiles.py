@@ -1,4 +1,5 @@
 """GPU time by kernel, from torch's profiler; the kernels within a replayed CUDA graph count too."""
+
 from __future__ import annotations
 
 import re
@@ -9,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 FAMILIES = {
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|multimem|tree_sum",
     "attention": r"attention|attn|flash(?!_kernel)|softmax_(warp|block)|SoftMax(Forward|Backward)|"
-                 r"^_(tiles|short|delta|grad_q|grad_kv)$",
+    r"^_(tiles|short|delta|grad_q|grad_kv)$",
     "head, logprobs and sampling": r"logp|log_softmax|logits|gumbel|topk|sampl|argmax|ranks?_kernel|nll_|cross_entropy|"
-                                   r"^_(spread|check_rows)$|gemm<.*(Statistics|Gradient)>",
+    r"^_(spread|check_rows)$|gemm<.*(Statistics|Gradient)>",
     "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|narrow_chains|join_parts|^_join$",
     "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|index|gather|scatter|reshape_and_cache|transpose",
@@ -54,10 +55,18 @@ def summary(kernels: list[dict], wall_ms: float, top: int = 12) -> dict:
     for kernel in kernels:
         families[family(kernel["name"])] += kernel["ms"]
     return {
-        "wall_ms": round(wall_ms, 3), "gpu_ms": round(total, 3),
+        "wall_ms": round(wall_ms, 3),
+        "gpu_ms": round(total, 3),
         "families": {name: round(ms, 3) for name, ms in families.items() if ms},
-        "kernels": [{"name": shorten(kernel["name"]), "calls": kernel["calls"], "ms": round(kernel["ms"], 3),
-                     "share": round(kernel["ms"] / total, 4)} for kernel in kernels[:top]],
+        "kernels": [
+            {
+                "name": shorten(kernel["name"]),
+                "calls": kernel["calls"],
+                "ms": round(kernel["ms"], 3),
+                "share": round(kernel["ms"] / total, 4),
+            }
+            for kernel in kernels[:top]
+        ],
     }
 
 
@@ -66,4 +75,4 @@ def shorten(name: str, length: int = 72) -> str:
     name = re.sub(r"^(void|static) ", "", name.replace("(anonymous namespace)::", ""))
     name = re.sub(r"\([\w:]+\)(?=-?\d)", "", name)  # casts among the template's arguments
     name = re.sub(r"\(.*\)$", "", name)
-    return name if len(name) <= length else name[:length - 3] + "..."
+    return name if len(name) <= length else name[: length - 3] + "..."

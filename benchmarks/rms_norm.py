@@ -15,6 +15,7 @@ is named, and the others go on. The file (benchmarks/results/h200/rms_norm.json)
     The share of a copy's speed ("copy_tb_s" of the run; bytes read plus bytes written), for the bytes that must be moved:
     of tensors like x two, four with a residual, three backward.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -67,6 +68,7 @@ def cases() -> list[Case]:
 
 # Implementations: (x, weight, residual or None) -> y, or y and x + residual.
 
+
 def _ours(x, weight, residual):
     return rms_norm(x, weight, EPS, residual)
 
@@ -92,6 +94,7 @@ def _liger():
         if residual is None:
             return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
         return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.0, "llama", False)
+
     return norm
 
 
@@ -101,13 +104,20 @@ def _quack():
     def norm(x, weight, residual):
         if residual is None:
             return rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps=EPS)
-        return rmsnorm(x.reshape(-1, x.shape[-1]), weight, residual=residual.reshape(-1, x.shape[-1]), eps=EPS, prenorm=True)
+        return rmsnorm(
+            x.reshape(-1, x.shape[-1]), weight, residual=residual.reshape(-1, x.shape[-1]), eps=EPS, prenorm=True
+        )
+
     return norm
 
 
 IMPLS: dict[str, Callable[[], Callable]] = {
-    "alignkit": lambda: _ours, "alignkit-triton": lambda: _ours, "torch": lambda: _torch, "torch.compile": _compiled,
-    "liger": _liger, "quack": _quack,
+    "alignkit": lambda: _ours,
+    "alignkit-triton": lambda: _ours,
+    "torch": lambda: _torch,
+    "torch.compile": _compiled,
+    "liger": _liger,
+    "quack": _quack,
 }
 BACKENDS = {"alignkit-triton": "triton"}
 """Where it is not "auto"."""
@@ -115,9 +125,11 @@ BACKENDS = {"alignkit-triton": "triton"}
 
 def within(backend: str, function: Callable) -> Callable:
     """`function`, called within ``backends.use(backend)``."""
+
     def run(*args):
         with backends.use(backend):
             return function(*args)
+
     return run
 
 
@@ -128,7 +140,8 @@ class Inputs:
 
         def drawn() -> torch.Tensor:
             t = torch.randn(*shape, dtype=torch.bfloat16, device=device)
-            return t if case.k == 1 else t[:, :case.k]
+            return t if case.k == 1 else t[:, : case.k]
+
         self.x, self.residual, self.dy = drawn(), drawn(), drawn().contiguous()
         self.weight = torch.rand(case.n, dtype=torch.bfloat16, device=device)
 
@@ -145,7 +158,9 @@ class Inputs:
         return run
 
 
-def measure(case: Case, impls: list[str], passes: list[str], watch: Stopwatch, seconds: float, speed: float) -> list[dict]:
+def measure(
+    case: Case, impls: list[str], passes: list[str], watch: Stopwatch, seconds: float, speed: float
+) -> list[dict]:
     inputs, rows = Inputs(case, watch.device), []
     for which in passes:
         runs = {}
@@ -158,8 +173,11 @@ def measure(case: Case, impls: list[str], passes: list[str], watch: Stopwatch, s
         floor = MOVED[which] * inputs.dy.nbytes / speed * 1e3
         for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True):
             rows.append(case.key() | {"impl": name, "pass": which, "ms": ms, "x": floor / ms})
-        print(f"{case.name}, {case.m} x {case.n}, {which}: "
-              + ", ".join(f"{r['impl']} {r['x']:.3f}" for r in rows if r["pass"] == which), flush=True)
+        print(
+            f"{case.name}, {case.m} x {case.n}, {which}: "
+            + ", ".join(f"{r['impl']} {r['x']:.3f}" for r in rows if r["pass"] == which),
+            flush=True,
+        )
     return rows
 
 
@@ -176,8 +194,12 @@ def main(arguments: list[str] | None = None) -> int:
     watch = Stopwatch(device)
     speed = copy_speed(watch)
     name = datetime.datetime.now().isoformat(timespec="seconds")
-    info = machine() | {"contract": contract_id(family()), "seconds": options.seconds, "copy_tb_s": speed / 1e12,
-                        "backend": backends.select("rms_norm", device).__name__.rpartition(".")[2]}
+    info = machine() | {
+        "contract": contract_id(family()),
+        "seconds": options.seconds,
+        "copy_tb_s": speed / 1e12,
+        "backend": backends.select("rms_norm", device).__name__.rpartition(".")[2],
+    }
     info["versions"] |= {package: version(package) for package in ("liger-kernel", "quack-kernels")}
     old = json.loads(options.json.read_text()) if options.json.exists() else {}
     rows: list[dict] = []

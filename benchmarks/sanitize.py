@@ -13,6 +13,7 @@ compiler's own handing of arguments to the groups of warps; from initcheck both 
 rule's CUDA kernels: initcheck does not see what the copy engine writes, and where a lane arrives at a barrier for its
 warp, racecheck orders what that lane did and not what the 31 others did.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -39,14 +40,33 @@ from alignkit.check.terminal import interrupted_by_sigterm
 KEY = ("tool", "tests", "part")
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """The slowest first."""
-TESTS = [f"tests/ops/test_{name}.py" for name in ("accuracy", "invariance", "linear_cuda", "linear_logp_cuda",
-                                                  "linear_logp_sm90", "attention_cuda", "gated_delta_rule", "rms_norm_cuda")]
-_WITHOUT = {"memcheck": "", "racecheck": "cublaslt hopper gated_delta_rule", "initcheck": "cublaslt hopper gated_delta_rule"}
+TESTS = [
+    f"tests/ops/test_{name}.py"
+    for name in (
+        "accuracy",
+        "invariance",
+        "linear_cuda",
+        "linear_logp_cuda",
+        "linear_logp_sm90",
+        "attention_cuda",
+        "gated_delta_rule",
+        "rms_norm_cuda",
+    )
+]
+_WITHOUT = {
+    "memcheck": "",
+    "racecheck": "cublaslt hopper gated_delta_rule",
+    "initcheck": "cublaslt hopper gated_delta_rule",
+}
 """Providers of products, and ops whose CUDA kernels are left out, by tool."""
-_SKIPPED = ("graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
-            "or flash_linear_attention or tried_at_the_k")
-_ABOUT_THEM = ("takes_the_usual or refused_and_named or refused_there or many_rows or adds_the_bias or test_error "
-               "or a_row_is_its_own or take_states_in_turn or share_a_state or many_packed or (more_work and cuda)")
+_SKIPPED = (
+    "graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
+    "or flash_linear_attention or tried_at_the_k"
+)
+_ABOUT_THEM = (
+    "takes_the_usual or refused_and_named or refused_there or many_rows or adds_the_bias or test_error "
+    "or a_row_is_its_own or take_states_in_turn or share_a_state or many_packed or (more_work and cuda)"
+)
 _START = "120"
 """Seconds in which a process must begin to use the GPU. The tool's own 10 are few for pytest where many start at once, and
 when they are over the tool waits for the process, and the process for it."""
@@ -71,10 +91,30 @@ def summary(log: str) -> tuple[int, str]:
 def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[str, str]) -> tuple[int | None, int, str]:
     """Python with the arguments `command` under a tool: its exit status, None if it was stopped, and the log's summary."""
     log.unlink(missing_ok=True)
-    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--launch-timeout", _START,
-               "--error-exitcode", str(_FOUND), "--log-file", str(log), sys.executable, *command]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | _ENV | env, start_new_session=True, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--target-processes",
+        "application-only",
+        "--launch-timeout",
+        _START,
+        "--error-exitcode",
+        str(_FOUND),
+        "--log-file",
+        str(log),
+        sys.executable,
+        *command,
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | _ENV | env,
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     _running.add(process)
     try:
         said, status = process.communicate(timeout=timeout)[0], process.returncode
@@ -92,6 +132,7 @@ def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[st
 @dataclass(frozen=True)
 class Job:
     """A tool over a part of a file of tests; without a file, over the planted error."""
+
     tool: str
     tests: str = "planted"
     part: str = ""
@@ -103,9 +144,24 @@ class Job:
         log = options.out / f"{self.tool}-{Path(self.tests).stem}-{self.part.replace('/', '-')}.log"
         if self.part:
             skipped = f"{_SKIPPED} or {_ABOUT_THEM}" if without else _SKIPPED
-            command = ["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-p", "own_kernels", "-k", f"not ({skipped})",
-                       self.tests]
-            env |= {"ALIGNKIT_TEST_EXAMPLES": str(options.examples), "ALIGNKIT_WITHOUT": without, "ALIGNKIT_PART": self.part}
+            command = [
+                "-m",
+                "pytest",
+                "-v",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "own_kernels",
+                "-k",
+                f"not ({skipped})",
+                self.tests,
+            ]
+            env |= {
+                "ALIGNKIT_TEST_EXAMPLES": str(options.examples),
+                "ALIGNKIT_WITHOUT": without,
+                "ALIGNKIT_PART": self.part,
+            }
         else:
             command = ["benchmarks/planted.py", self.tool]
         status, errors, line = check(self.tool, log, command, max(min(options.timeout, end - started), 0.0), env)
@@ -114,10 +170,20 @@ class Job:
             found = log.read_text(errors="replace").splitlines()
             print("\n".join(line for line in found if "Host Frame" not in line or ".py:" in line))
         seconds = round(time.monotonic() - started, 1)
-        print(f"{self}: {'clean' if clean else 'NOT clean'}, {line or 'no summary'}, exit status {status}; {seconds} s",
-              flush=True)
-        return {"tool": self.tool, "tests": self.tests, "part": self.part, "clean": clean, "errors": errors,
-                "summary": line, "exit_status": status, "seconds": seconds}
+        print(
+            f"{self}: {'clean' if clean else 'NOT clean'}, {line or 'no summary'}, exit status {status}; {seconds} s",
+            flush=True,
+        )
+        return {
+            "tool": self.tool,
+            "tests": self.tests,
+            "part": self.part,
+            "clean": clean,
+            "errors": errors,
+            "summary": line,
+            "exit_status": status,
+            "seconds": seconds,
+        }
 
     def __str__(self) -> str:
         return f"{self.tool}, {self.tests} {self.part}".strip()
@@ -126,16 +192,19 @@ class Job:
 def jobs(options: argparse.Namespace) -> list[Job]:
     """In the order in which they begin."""
     parts = [f"{i}/{options.parts}" for i in range(options.parts)]
-    return [*(Job(tool) for tool in options.tools),
-            *(Job(tool, tests, part) for tool in options.tools for tests in reversed(options.tests) for part in parts)]
+    return [
+        *(Job(tool) for tool in options.tools),
+        *(Job(tool, tests, part) for tool in options.tools for tests in reversed(options.tests) for part in parts),
+    ]
 
 
 def not_clean(rows: list[dict], asked: list[Job]) -> list[str]:
     """Of what was asked for: the parts that are not clean, and the files of which a tool ran no test."""
     rows = [row for row in rows if Job(row["tool"], row["tests"], row["part"]) in asked]
     tested = {(row["tool"], row["tests"]) for row in rows if row["exit_status"] != _NO_TESTS}
-    return ([f"{row['tool']}, {row['tests']} {row['part']}".strip() for row in rows if not row["clean"]]
-            + sorted({f"{job.tool}, {job.tests}: no test" for job in asked if (job.tool, job.tests) not in tested}))
+    return [f"{row['tool']}, {row['tests']} {row['part']}".strip() for row in rows if not row["clean"]] + sorted(
+        {f"{job.tool}, {job.tests}: no test" for job in asked if (job.tool, job.tests) not in tested}
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -176,6 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
             return job.run(options, end, gpu)
         finally:
             free.put(gpu)
+
     pool = ThreadPoolExecutor(len(devices) * options.at_once)
     try:
         with interrupted_by_sigterm():

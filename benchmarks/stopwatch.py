@@ -1,4 +1,5 @@
 """How the benchmarks of ops take times."""
+
 from __future__ import annotations
 
 import math

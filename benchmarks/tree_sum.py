@@ -19,6 +19,7 @@ they are not. The file (benchmarks/results/h200/tree_sum.json) is ``{"runs": {..
 ``x``
     ``ms`` over that of "nccl-bf16" in the same case, which carries half the bytes for each value.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -60,7 +61,7 @@ def implementations(tp: TP, rows: int, case: str, forms: bool) -> dict[str, Call
     generator = torch.Generator(device).manual_seed(tp.rank)
     sums = torch.randn(rows, COLUMNS, device=device, generator=generator)
     half, scatter = sums.bfloat16(), case == "reduce_scatter"
-    part, half_part = (torch.empty_like(t[:rows // tp.size]) for t in (sums, half))
+    part, half_part = (torch.empty_like(t[: rows // tp.size]) for t in (sums, half))
 
     def ours(product, shared=None):
         return workspace.sum(product, rows, COLUMNS, None, torch.bfloat16, scatter, shared)
@@ -73,16 +74,23 @@ def implementations(tp: TP, rows: int, case: str, forms: bool) -> dict[str, Call
     copied = partial(tp.tree_sum_scatter if scatter else tp.tree_sum, sums)
     want = tp._sum_gathered(sums, scatter)
     chosen = {"": None} | ({", whole": False, ", shares": True} if forms and not scatter else {})
-    wrong = [name for name, shared in chosen.items()
-             if not bitwise_equal(ours(lambda r, out: out.copy_(sums[r]), shared), want.bfloat16())]
+    wrong = [
+        name
+        for name, shared in chosen.items()
+        if not bitwise_equal(ours(lambda r, out: out.copy_(sums[r]), shared), want.bfloat16())
+    ]
     wrong += [] if bitwise_equal(copied(), want) else [", copied"]
     for rank, found in enumerate(_of_all(tp, wrong)):
         if found:
-            raise AssertionError(f"{case} of {rows} x {COLUMNS}, rank {rank} of {tp.size}: not the tree's bytes: {found}")
+            raise AssertionError(
+                f"{case} of {rows} x {COLUMNS}, rank {rank} of {tp.size}: not the tree's bytes: {found}"
+            )
     return {f"alignkit{name}": partial(ours, lambda *_: None, shared) for name, shared in chosen.items()} | {
         "alignkit, copied": copied,
         "alignkit-gather": lambda: tp._sum_gathered(sums, scatter).bfloat16(),
-        "nccl-bf16": nccl(half, half_part), "nccl-fp32": nccl(sums.clone(), part)}
+        "nccl-bf16": nccl(half, half_part),
+        "nccl-fp32": nccl(sums.clone(), part),
+    }
 
 
 def _of_all(tp: TP, value) -> list:
@@ -110,6 +118,7 @@ def times(tp: TP, run: Callable[[], object]) -> dict[str, float]:
     def several():
         for _ in range(calls):
             run()
+
     calls = 5
     several()
     calls = max(2, min(50, round(GRAPH_MS / (_median(tp, several, 3) / calls))))
@@ -124,11 +133,18 @@ def times(tp: TP, run: Callable[[], object]) -> dict[str, float]:
 def measure(tp: TP, kib: int, case: str, forms: bool) -> list[dict]:
     run = implementations(tp, (kib << 10) // 2 // COLUMNS, case, forms)
     taken = {impl: times(tp, call) for impl, call in run.items()}
-    rows = [{"case": case, "impl": impl, "pass": f"tp{tp.size}", "m": kib << 10, "n": None, "k": None} | t
-            | {"x": t["ms"] / taken["nccl-bf16"]["ms"]} for impl, t in taken.items()]
+    rows = [
+        {"case": case, "impl": impl, "pass": f"tp{tp.size}", "m": kib << 10, "n": None, "k": None}
+        | t
+        | {"x": t["ms"] / taken["nccl-bf16"]["ms"]}
+        for impl, t in taken.items()
+    ]
     if tp.rank == 0:
-        print(f"{case:<14} tp{tp.size} {kib:>6} KiB  " + "  ".join(
-            f"{r['impl']} {r['ms'] * 1e3:.1f} us ({r['eager_ms'] * 1e3:.1f}) x {r['x']:.2f}" for r in rows), flush=True)
+        print(
+            f"{case:<14} tp{tp.size} {kib:>6} KiB  "
+            + "  ".join(f"{r['impl']} {r['ms'] * 1e3:.1f} us ({r['eager_ms'] * 1e3:.1f}) x {r['x']:.2f}" for r in rows),
+            flush=True,
+        )
     return rows
 
 
@@ -136,8 +152,9 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     """A rank. The first writes the file."""
     started = time.monotonic()
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
-                            device_id=torch.device("cuda", rank))
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, device_id=torch.device("cuda", rank)
+    )
     name = datetime.datetime.now().isoformat(timespec="seconds")
     rows = []
     # The largest first: ranks that were in different groups before get no symmetric memory.
@@ -145,8 +162,12 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
         group = dist.new_group(list(range(size)))
         if rank < size:
             tp = TP(group)
-            rows += [row for case in ("all_reduce", "reduce_scatter") for kib in options.kib
-                     for row in measure(tp, kib, case, options.forms)]
+            rows += [
+                row
+                for case in ("all_reduce", "reduce_scatter")
+                for kib in options.kib
+                for row in measure(tp, kib, case, options.forms)
+            ]
         dist.barrier()
     if rank == 0:
         old = json.loads(options.json.read_text()) if options.json.exists() else {}

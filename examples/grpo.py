@@ -10,6 +10,7 @@ A random-weight Qwen3 and a toy reward, the share of even token ids. All in one 
 between the engines: groups of samples, logprobs again, clipped loss and KL term, fp32 main gradients and master weights
 (Megatron's DDP, AdamW), refit. There is no correction for the difference between the engines: there is none.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -47,10 +48,33 @@ class Size:
 
 
 SIZES = {
-    "small": Size({"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2000},
-                  prompts=4, longest=64, group=8, sampled=24, rows=16, lr=1e-3),
-    "large": Size({"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "intermediate": 3072,
-                   "vocab": 151936, "logit_std": 4.5}, prompts=8, longest=256, group=8, sampled=64, rows=16, lr=1e-3),
+    "small": Size(
+        {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2000},
+        prompts=4,
+        longest=64,
+        group=8,
+        sampled=24,
+        rows=16,
+        lr=1e-3,
+    ),
+    "large": Size(
+        {
+            "layers": 8,
+            "hidden": 1024,
+            "heads": 16,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "intermediate": 3072,
+            "vocab": 151936,
+            "logit_std": 4.5,
+        },
+        prompts=8,
+        longest=256,
+        group=8,
+        sampled=64,
+        rows=16,
+        lr=1e-3,
+    ),
 }
 
 
@@ -122,16 +146,30 @@ def run(args: argparse.Namespace) -> list[dict]:
             moved = optimizer.step()
             if not (args.stock and not GPU):
                 weights = list(build.hf_weights(model, arch))
-                llm.apply_model(lambda m, weights=weights: m.load_weights(weights) and None)  # in place, in the running engine
+                llm.apply_model(
+                    lambda m, weights=weights: m.load_weights(weights) and None
+                )  # in place, in the running engine
                 llm.reset_prefix_cache()  # what it cached belongs to the old weights
             drift = compare_tensors(torch.cat(sampled)[None], torch.cat(trained)[None])
-            rows.append({"step": step, "engines": "stock" if args.stock else "aligned", "tokens": drift.tokens,
-                         "bit_equal": drift.bit_equal, "ratio_min": drift.rollout_is_min,
-                         "ratio_max": drift.rollout_is_max, "kl": drift.k3_kl, "reward": reward.mean().item(),
-                         "weights_moved": moved})
-            print(f"step {step}: reward {reward.mean():.4f}; {drift.bit_equal} of {drift.tokens} logprobs bit-equal, "
-                  f"ratio in [{drift.rollout_is_min:.6f}, {drift.rollout_is_max:.6f}], KL {drift.k3_kl:.2e}; "
-                  f"{moved} weights moved", flush=True)
+            rows.append(
+                {
+                    "step": step,
+                    "engines": "stock" if args.stock else "aligned",
+                    "tokens": drift.tokens,
+                    "bit_equal": drift.bit_equal,
+                    "ratio_min": drift.rollout_is_min,
+                    "ratio_max": drift.rollout_is_max,
+                    "kl": drift.k3_kl,
+                    "reward": reward.mean().item(),
+                    "weights_moved": moved,
+                }
+            )
+            print(
+                f"step {step}: reward {reward.mean():.4f}; {drift.bit_equal} of {drift.tokens} logprobs bit-equal, "
+                f"ratio in [{drift.rollout_is_min:.6f}, {drift.rollout_is_max:.6f}], KL {drift.k3_kl:.2e}; "
+                f"{moved} weights moved",
+                flush=True,
+            )
     return rows
 
 
@@ -147,9 +185,17 @@ def engine(args: argparse.Namespace, directory: Path, size: Size):
     from vllm import LLM
 
     together = size.prompts * size.group
-    return LLM(str(directory), dtype=args.dtype, skip_tokenizer_init=True, enforce_eager=args.eager or not GPU, seed=0,
-               max_model_len=size.longest + size.sampled, max_num_seqs=together,
-               gpu_memory_utilization=0.3, kv_cache_memory_bytes=(4 << 30) if GPU else (64 << 20))
+    return LLM(
+        str(directory),
+        dtype=args.dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=args.eager or not GPU,
+        seed=0,
+        max_model_len=size.longest + size.sampled,
+        max_num_seqs=together,
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=(4 << 30) if GPU else (64 << 20),
+    )
 
 
 @dataclass(frozen=True)
@@ -165,11 +211,15 @@ def sample(llm, prompts: list[list[int]], size: Size) -> list[Sample]:
     """A group of samples of each prompt, group after group."""
     from vllm import SamplingParams
 
-    params = SamplingParams(n=size.group, max_tokens=size.sampled, temperature=1.0, logprobs=0, ignore_eos=True,
-                            detokenize=False)
+    params = SamplingParams(
+        n=size.group, max_tokens=size.sampled, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
+    )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [Sample(p, list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs, strict=True)])
-            for p, o in zip(prompts, outputs, strict=True) for c in o.outputs]
+    return [
+        Sample(p, list(c.token_ids), [step[t].logprob for t, step in zip(c.token_ids, c.logprobs, strict=True)])
+        for p, o in zip(prompts, outputs, strict=True)
+        for c in o.outputs
+    ]
 
 
 def batch(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -246,6 +296,7 @@ def plot(runs: list[list[dict]], file: Path) -> None:
 
     figure, (ratio, kl, reward) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     for rows in runs:
+
         def values(key, rows=rows):
             return [row[key] for row in rows]
 
@@ -257,8 +308,11 @@ def plot(runs: list[list[dict]], file: Path) -> None:
         kl.plot(steps, values("kl"), marker="o", color=line.get_color(), label=name, clip_on=False)
     kl.set_yscale("symlog", linthresh=1e-9)
     kl.set_ylim(bottom=0)
-    for axes, title in ((ratio, "importance ratio, lowest and highest token"), (kl, "KL (k3), 0 is exact"),
-                        (reward, "reward: share of even ids")):
+    for axes, title in (
+        (ratio, "importance ratio, lowest and highest token"),
+        (kl, "KL (k3), 0 is exact"),
+        (reward, "reward: share of even ids"),
+    ):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)

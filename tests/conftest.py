@@ -1,4 +1,5 @@
 """Fixtures shared by all tests."""
+
 import os
 from pathlib import Path
 
@@ -7,9 +8,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
-settings.register_profile("alignkit", deadline=None, print_blob=True,
-                          max_examples=int(os.environ.get("ALIGNKIT_TEST_EXAMPLES", "20")),
-                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.register_profile(
+    "alignkit",
+    deadline=None,
+    print_blob=True,
+    max_examples=int(os.environ.get("ALIGNKIT_TEST_EXAMPLES", "20")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 settings.load_profile("alignkit")
 
 # The op tests run on this device; the engines' tests choose theirs.
@@ -22,6 +27,7 @@ if DEVICE != "cpu":
 def ranks():
     """Four processes joined by gloo."""
     from alignkit.testing import Ranks
+
     with Ranks(4) as r:
         r.run(4, str)  # they have started: from here on a test may say how long a call may take
         yield r
@@ -29,10 +35,23 @@ def ranks():
 
 STARTS_AN_ENGINE = {"world", "pair", "vllm_process", "rollout"}
 """Fixtures."""
-ENGINES = ("e2e/test_check.py", "e2e/test_grpo.py", "megatron/test_cuda.py", "megatron/test_train.py",
-           "vllm/test_cuda.py", "vllm/test_live.py", "vllm/test_processes.py", "vllm/test_serve.py")
-SEVERAL_GPUS = ("fuzz/test_cuda.py", "ops/test_agreement_cuda.py", "ops/test_devices_cuda.py", "ops/test_tp_cuda.py",
-                "ops/test_tp_faults_cuda.py")
+ENGINES = (
+    "e2e/test_check.py",
+    "e2e/test_grpo.py",
+    "megatron/test_cuda.py",
+    "megatron/test_train.py",
+    "vllm/test_cuda.py",
+    "vllm/test_live.py",
+    "vllm/test_processes.py",
+    "vllm/test_serve.py",
+)
+SEVERAL_GPUS = (
+    "fuzz/test_cuda.py",
+    "ops/test_agreement_cuda.py",
+    "ops/test_devices_cuda.py",
+    "ops/test_tp_cuda.py",
+    "ops/test_tp_faults_cuda.py",
+)
 SLOW = ("e2e/test_check.py", "fuzz/test_fuzz.py", "vllm/test_processes.py")
 GPU = ("ops/test_linear_logp_sm90.py", "ops/test_schedules.py")
 

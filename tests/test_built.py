@@ -1,4 +1,5 @@
 """What is loaded is of this alignkit: its sources, and the fields of its structs."""
+
 import ctypes
 import json
 import os
@@ -28,12 +29,14 @@ def of_other_sources(library: Path, part: str, folder: Path) -> Path:
 @pytest.fixture
 def load(monkeypatch):
     """Makes a file the library of a module, as in a process that has loaded none."""
+
     def place(module, library: Path) -> None:
         monkeypatch.setattr(module, "LIBRARY", library)
         monkeypatch.setattr(module, "library", module.library.__wrapped__)
         if module is cuda:
             monkeypatch.setattr(cuda, "available", cuda.available.__wrapped__)
         monkeypatch.setattr(backends, "_names", {})
+
     return place
 
 
@@ -87,9 +90,15 @@ def test_installed_without_sources(tmp_path):
     (package / "_cpu.cpython-300-x86_64-linux-gnu.so").write_text("of another Python and time")
 
     def isa() -> str:
-        done = subprocess.run([sys.executable, "-c", "from alignkit import native; print(native.isa())"], text=True,
-                              cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", "from alignkit import native; print(native.isa())"],
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
         return done.stdout
 
     assert "built.json of the package does not say from which sources the kernels of cpu" in isa()
@@ -128,10 +137,16 @@ def structs():
     from alignkit.ops.gated_delta_rule import cuda as delta
     from alignkit.ops.linear_logp import cuda as head
     from alignkit.ops.rms_norm import cuda as norm
-    return {"Attention": (native, native._Attention), "AlignkitNormRows": (cuda, norm._Rows),
-            "AlignkitNorm": (cuda, norm._Norm), "AlignkitNormGrad": (cuda, norm._NormGrad),
-            "AlignkitDelta": (cuda, delta._Delta), "AlignkitHead": (cuda, head._Head),
-            "AlignkitHeadProducts": (cuda, head._Products)}
+
+    return {
+        "Attention": (native, native._Attention),
+        "AlignkitNormRows": (cuda, norm._Rows),
+        "AlignkitNorm": (cuda, norm._Norm),
+        "AlignkitNormGrad": (cuda, norm._NormGrad),
+        "AlignkitDelta": (cuda, delta._Delta),
+        "AlignkitHead": (cuda, head._Head),
+        "AlignkitHeadProducts": (cuda, head._Products),
+    }
 
 
 @pytest.mark.skipif(not cuda.LIBRARY.exists(), reason="the CUDA kernels are not built")
@@ -142,12 +157,17 @@ def test_every_struct_is_compared():
         built.check_layout(library, name, struct)
         last, kind = fields[-1]
         wide = ctypes.c_int64 if ctypes.sizeof(kind) == 4 else ctypes.c_int
-        wrong = {"renamed": [("other", fields[0][1]), *fields[1:]], "widened": [*fields[:-1], (last, wide)],
-                 "left out": fields[:-1], "one more": [*fields, ("more", ctypes.c_void_p)]}
+        wrong = {
+            "renamed": [("other", fields[0][1]), *fields[1:]],
+            "widened": [*fields[:-1], (last, wide)],
+            "left out": fields[:-1],
+            "one more": [*fields, ("more", ctypes.c_void_p)],
+        }
         for what, changed in wrong.items():
             other = type("Other", (ctypes.Structure,), {"_fields_": changed})
             with pytest.raises(  # noqa: PT012 - the second statement names what was not noticed
-                    BackendError, match=f"^{name}: Python and the library disagree"):
+                BackendError, match=f"^{name}: Python and the library disagree"
+            ):
                 built.check_layout(library, name, other)
                 pytest.fail(f"{name}, {what}")
     alike = {name: (at.offset, at.size) for name, at in ((f[0], getattr(struct, f[0])) for f in fields)}
@@ -185,16 +205,23 @@ def test_asking_for_the_instruction_set_chooses_none():
 
 def test_doctor_tests_the_instruction_set_that_is_chosen():
     """ALIGNKIT_CPU_ISA, from the facts on to the tests: the golden bits and the first ops'."""
-    code = ("import itertools\n"
-            "from alignkit import doctor, golden, native\n"
-            "seen = set()\n"
-            "exact = native.gemm\n"
-            "native.gemm = lambda *a: (seen.add(native.isa()), exact(*a))\n"
-            "doctor.ENGINES = {}\n"
-            "golden.CASES = {'linears float32': golden.CASES['linears float32']}\n"
-            "print([line for line in doctor.facts() if 'CPU kernels' in line])\n"
-            "assert all(problem is None for _, problem in itertools.islice(doctor.self_test(), 3))\n"
-            "print(seen)")
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"ALIGNKIT_CPU_ISA": "generic"}, text=True,
-                          capture_output=True, check=True)
+    code = (
+        "import itertools\n"
+        "from alignkit import doctor, golden, native\n"
+        "seen = set()\n"
+        "exact = native.gemm\n"
+        "native.gemm = lambda *a: (seen.add(native.isa()), exact(*a))\n"
+        "doctor.ENGINES = {}\n"
+        "golden.CASES = {'linears float32': golden.CASES['linears float32']}\n"
+        "print([line for line in doctor.facts() if 'CPU kernels' in line])\n"
+        "assert all(problem is None for _, problem in itertools.islice(doctor.self_test(), 3))\n"
+        "print(seen)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"ALIGNKIT_CPU_ISA": "generic"},
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     assert done.stdout.splitlines() == [str([f"{'CPU kernels':<15} built, generic"]), "{'generic'}"]

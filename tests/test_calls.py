@@ -1,4 +1,5 @@
 """Tests that need a GPU are skipped elsewhere; what they call of alignkit must take their arguments all the same."""
+
 import ast
 import contextlib
 import importlib
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted(str(path.relative_to(ROOT)) for folder in ("tests", "benchmarks", "examples")
-               for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("tests", "benchmarks", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+)
 
 
 def member(module: str, name: str) -> object:
@@ -68,5 +72,8 @@ def test_arguments_fit(file):
 
 def test_a_missing_argument_is_noticed():
     assert misfits("def test():\n    from alignkit.ops import rms_norm\n    rms_norm(1)") == [
-        "line 3: rms_norm: missing a required argument: 'weight'"]
-    assert misfits("from alignkit import ops\nops.silu_mul(1, 2, 3)") == ["line 2: silu_mul: too many positional arguments"]
+        "line 3: rms_norm: missing a required argument: 'weight'"
+    ]
+    assert misfits("from alignkit import ops\nops.silu_mul(1, 2, 3)") == [
+        "line 2: silu_mul: too many positional arguments"
+    ]

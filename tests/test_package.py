@@ -1,4 +1,5 @@
 """The package: importing it imports no engine, and each half works where the other engine is not installed."""
+
 import importlib.util
 import os
 import re
@@ -34,24 +35,34 @@ def python(code: str) -> str:
 
 
 def test_importing_alignkit_imports_no_engine():
-    python("import sys, alignkit, alignkit.ops, alignkit.drift, alignkit.vllm, alignkit.cli, alignkit.doctor\n"
-           "engines = {'vllm', 'megatron', 'transformers', 'matplotlib'} & set(sys.modules)\n"
-           "assert not engines, engines")
+    python(
+        "import sys, alignkit, alignkit.ops, alignkit.drift, alignkit.vllm, alignkit.cli, alignkit.doctor\n"
+        "engines = {'vllm', 'megatron', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not engines, engines"
+    )
 
 
-@pytest.mark.parametrize("blocked,code", [
-    ("megatron", "import alignkit.vllm\nwith alignkit.patch_vllm():\n    assert alignkit.vllm.status()['patched']"),
-    ("vllm", "import alignkit.megatron\nwith alignkit.patch_megatron(2000):\n"
-             "    assert alignkit.megatron.status()['patched']"),
-])
+@pytest.mark.parametrize(
+    "blocked,code",
+    [
+        ("megatron", "import alignkit.vllm\nwith alignkit.patch_vllm():\n    assert alignkit.vllm.status()['patched']"),
+        (
+            "vllm",
+            "import alignkit.megatron\nwith alignkit.patch_megatron(2000):\n"
+            "    assert alignkit.megatron.status()['patched']",
+        ),
+    ],
+)
 def test_each_half_works_without_the_other_engine(blocked, code):
     python(BLOCK.format(blocked=blocked) + "import alignkit\n" + code)
 
 
 def test_a_missing_engine_is_named():
     for blocked, call in (("vllm", "alignkit.patch_vllm()"), ("megatron", "alignkit.patch_megatron(2000)")):
-        out = python(BLOCK.format(blocked=blocked) + f"import alignkit\ntry:\n    {call}\n"
-                     "except (alignkit.UnsupportedError, ModuleNotFoundError) as e:\n    print(e)")
+        out = python(
+            BLOCK.format(blocked=blocked) + f"import alignkit\ntry:\n    {call}\n"
+            "except (alignkit.UnsupportedError, ModuleNotFoundError) as e:\n    print(e)"
+        )
         assert blocked in out.lower(), out
 
 
@@ -62,8 +73,11 @@ def test_the_kernels_of_this_checkout_are_built():
 def test_no_code_is_shared_between_instruction_sets():
     """A function that the linker merges runs on every processor, but was compiled for one."""
     symbols = subprocess.run(["nm", "--demangle", native.LIBRARY], capture_output=True, text=True, check=True).stdout
-    shared = [line for line in symbols.splitlines() if re.match(r"[0-9a-f]+ [WVu] ", line)
-              and not re.search(r"alignkit::(generic|avx2|avx512)::", line)]
+    shared = [
+        line
+        for line in symbols.splitlines()
+        if re.match(r"[0-9a-f]+ [WVu] ", line) and not re.search(r"alignkit::(generic|avx2|avx512)::", line)
+    ]
     assert not shared, shared
 
 
@@ -78,8 +92,9 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 
 def build(what: str, sources: Path, out: Path) -> Path:
-    done = subprocess.run([sys.executable, "-c", BUILD, what, out], cwd=sources, capture_output=True, text=True,
-                          timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, what, out], cwd=sources, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return out / done.stdout.splitlines()[-1]
 
@@ -97,7 +112,12 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
     (unpacked,) = (tmp_path / "sdist").iterdir()
     wheel = build("build_wheel", unpacked, tmp_path)
     inside = set(zipfile.ZipFile(wheel).namelist())
-    assert {"alignkit/_cpu.so", "alignkit/py.typed", "alignkit/golden_cpu.json", "alignkit/check/report.html.j2"} <= inside
+    assert {
+        "alignkit/_cpu.so",
+        "alignkit/py.typed",
+        "alignkit/golden_cpu.json",
+        "alignkit/check/report.html.j2",
+    } <= inside
     assert not [name for name in inside if name.startswith(("tests", "csrc", "benchmarks"))]
 
     venv.create(tmp_path / "venv", symlinks=True)
@@ -108,11 +128,23 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
     zipfile.ZipFile(wheel).extractall(folder)
     needed = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("torch", "numpy", "click")}
     (folder / "needed.pth").write_text("\n".join(sorted(needed)) + "\n")
-    done = subprocess.run([python, "-m", "alignkit.cli", "doctor"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                          env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    done = subprocess.run(
+        [python, "-m", "alignkit.cli", "doctor"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    where = subprocess.run([python, "-c", "import alignkit; print(alignkit.__file__)"], cwd=tmp_path, text=True,
-                           capture_output=True, check=True, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    where = subprocess.run(
+        [python, "-c", "import alignkit; print(alignkit.__file__)"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        check=True,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    )
     assert Path(where.stdout.strip()).is_relative_to(folder)
 
 

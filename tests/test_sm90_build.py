@@ -1,5 +1,6 @@
 """The CUDA kernels, without a GPU: which nvcc builds them, what becomes of an installation without one, and that their
 machine code keeps the tensor cores fed: loops of asynchronous products whose sums stay in registers."""
+
 import importlib.util
 import json
 import re
@@ -48,17 +49,26 @@ def compiled(sources: list[Path], folder: Path) -> tuple[str, dict[str, Code]]:
     nvcc = setup.find_nvcc()
     assert nvcc, "no nvcc: the requirements of `make test` hold one"
     library = folder / "sm90.so"
-    done = subprocess.run([*setup.nvcc_command(nvcc, [*map(str, sources)], str(library)), "-Xptxas=-v"], cwd=ROOT,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        [*setup.nvcc_command(nvcc, [*map(str, sources)], str(library)), "-Xptxas=-v"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
     disassembler = shutil.which("cuobjdump") or (
-        Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump")
+        Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
+    )
     sass = subprocess.run([disassembler, "-sass", library], capture_output=True, text=True, check=True).stdout
     kernels = {}
     for function in sass.split("Function : ")[1:]:
         name, _, body = function.partition("\n")
-        kernels[name.strip()] = [(int(address, 16), opcode, operands) for address, opcode, operands in re.findall(
-            r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\w+)([^;]*);", body)]
+        kernels[name.strip()] = [
+            (int(address, 16), opcode, operands)
+            for address, opcode, operands in re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\w+)([^;]*);", body)
+        ]
     return done.stdout, kernels
 
 
@@ -71,8 +81,11 @@ def own_names(mangled: list[str]) -> list[str]:
 def product_loops(code: Code) -> list[tuple[int, int]]:
     """First and last address of the innermost loop around each product, and of all products."""
     products = [address for address, opcode, _ in code if opcode == "HGMMA"]
-    branches = [(int(to[1], 16), address) for address, opcode, operands in code
-                if opcode == "BRA" and (to := re.search(r"0x([0-9a-f]+)", operands))]
+    branches = [
+        (int(to[1], 16), address)
+        for address, opcode, operands in code
+        if opcode == "BRA" and (to := re.search(r"0x([0-9a-f]+)", operands))
+    ]
     around = [[(begin, end) for begin, end in branches if begin <= product <= end] for product in products]
     loops = {min(loops, key=lambda loop: loop[1] - loop[0]) for loops in around if loops}
     return [*loops, (products[0], products[-1])] if products else []
@@ -81,8 +94,12 @@ def product_loops(code: Code) -> list[tuple[int, int]]:
 def faults(log: str, kernels: dict[str, Code]) -> list[str]:
     """What is wrong with the kernels, most of all those that multiply by tensor cores."""
     found = [line for line in log.splitlines() if re.search("Potential Performance Loss|serialized|setmaxnreg", line)]
-    spills = {name: (stores, loads) for name, stores, loads in re.findall(
-        r"Function properties for (\S+)\n.*, (\d+) bytes spill stores, (\d+) bytes spill loads", log)}
+    spills = {
+        name: (stores, loads)
+        for name, stores, loads in re.findall(
+            r"Function properties for (\S+)\n.*, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+        )
+    }
     assert kernels and spills.keys() >= kernels.keys()
     for mangled, name in zip(kernels, own_names(list(kernels)), strict=True):
         if spills[mangled] != ("0", "0"):
@@ -92,8 +109,10 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
         loops = product_loops(kernels[mangled])
         if not loops:
             found.append(f"{mangled}: no HGMMA")
-        if any(opcode in ("LDL", "STL") and any(begin <= address <= end for begin, end in loops)
-               for address, opcode, _ in kernels[mangled]):
+        if any(
+            opcode in ("LDL", "STL") and any(begin <= address <= end for begin, end in loops)
+            for address, opcode, _ in kernels[mangled]
+        ):
             found.append(f"{mangled}: local memory in a loop of products")
     return found
 
@@ -215,8 +234,13 @@ def test_the_cpu_kernels_are_built_by_their_sources(tmp_path, monkeypatch):
     library = package / "_cpu.so"
 
     def build():
-        distribution = Distribution({"ext_modules": [Extension(setup.CPU.name, [str(source)])],
-                                     "packages": ["alignkit"], "package_dir": {"alignkit": str(package)}})
+        distribution = Distribution(
+            {
+                "ext_modules": [Extension(setup.CPU.name, [str(source)])],
+                "packages": ["alignkit"],
+                "package_dir": {"alignkit": str(package)},
+            }
+        )
         command = setup.BuildKernels(distribution)
         command.inplace, command.build_lib, command.build_temp = True, str(tmp_path / "lib"), str(tmp_path / "temp")
         command.ensure_finalized()

@@ -1,4 +1,5 @@
 """What numbers were made on."""
+
 from __future__ import annotations
 
 import datetime
@@ -34,8 +35,9 @@ def commit() -> str:
     root = Path(__file__).parents[2]
     if given or not (root / ".git").exists() or shutil.which("git") is None:
         return given or "unknown"
-    done = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True
+    )
     return done.stdout.strip() or "unknown"
 
 
@@ -44,12 +46,20 @@ def machine() -> dict:
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
-                 if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         cpu = names[0] if names else cpu
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"date": datetime.date.today().isoformat(), "commit": commit(), "cpu": cpu, "cores": os.cpu_count(),
-            "gpus": names, "system": platform.platform(), "versions": versions()}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "gpus": names,
+        "system": platform.platform(),
+        "versions": versions(),
+    }
 
 
 def versions() -> dict[str, str | None]:

@@ -1,4 +1,5 @@
 """Random-weight checkpoints in HF format: real enough for the engines' numerics, small enough for a CPU."""
+
 from __future__ import annotations
 
 import json
@@ -55,8 +56,7 @@ def make_checkpoint(
     if heads % kv_heads:
         raise InputError(f"heads: {heads} query heads are not a multiple of {kv_heads} KV heads")
     if arch == "qwen2" and heads * head_dim != hidden:
-        raise InputError(f"head_dim: qwen2 needs heads * head_dim = hidden, not {heads} * {head_dim} "
-                         f"and {hidden}")
+        raise InputError(f"head_dim: qwen2 needs heads * head_dim = hidden, not {heads} * {head_dim} and {hidden}")
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -117,8 +117,10 @@ def make_checkpoint(
         if arch == "qwen3":
             tensors |= {layer + f"self_attn.{x}_norm.weight": norm_weight(head_dim) for x in "qk"}
         if arch == "qwen2":
-            tensors |= {layer + f"self_attn.{x}_proj.bias": normal(width, scale=0.5)
-                        for x, width in (("q", q), ("k", kv), ("v", kv))}
+            tensors |= {
+                layer + f"self_attn.{x}_proj.bias": normal(width, scale=0.5)
+                for x, width in (("q", q), ("k", kv), ("v", kv))
+            }
     tensors["model.norm.weight"] = norm_weight(hidden)
     if not tied:
         tensors["lm_head.weight"] = normal(vocab, hidden, scale=head_scale)

@@ -1,4 +1,5 @@
 """What a check runs: the rows of its table, and the engines (one process each) that they need."""
+
 from __future__ import annotations
 
 import json
@@ -72,8 +73,11 @@ class Job:
 def rollouts(tp: int, gpu: bool = False) -> list[str]:
     """Names of the rollouts; tp: the largest tensor-parallel size. On a GPU vLLM compiles and captures CUDA
     graphs, and one rollout does neither; on a CPU none does."""
-    return (["batch", "one", "chunked", "prefix", "prompt_logprobs"] + (["eager"] if gpu else [])
-            + ([f"tp{tp}"] if tp > 1 else []))
+    return (
+        ["batch", "one", "chunked", "prefix", "prompt_logprobs"]
+        + (["eager"] if gpu else [])
+        + ([f"tp{tp}"] if tp > 1 else [])
+    )
 
 
 def trainings(tp: int) -> list[str]:
@@ -103,8 +107,9 @@ def rollout_file(out: Path, row: Row) -> Path:
 
 
 def training_file(out: Path, row: Row) -> Path:
-    return out / "logprobs" / (f"{row.dtype}-{_state(row.patched)}-training-{row.training}"
-                               f"-of-{row.rollout}.safetensors")
+    return (
+        out / "logprobs" / (f"{row.dtype}-{_state(row.patched)}-training-{row.training}-of-{row.rollout}.safetensors")
+    )
 
 
 def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
@@ -113,9 +118,20 @@ def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTH
     return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def jobs(wanted: list[Row], out: Path, models: dict[str, Path], prompts: list[list[int]], *, max_tokens: int,
-         temperature: float, seed: int, gpu: bool = False, chunk: int = CHUNK, micro_batch: int | None = None,
-         prefix: str = "") -> list[Job]:
+def jobs(
+    wanted: list[Row],
+    out: Path,
+    models: dict[str, Path],
+    prompts: list[list[int]],
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    gpu: bool = False,
+    chunk: int = CHUNK,
+    micro_batch: int | None = None,
+    prefix: str = "",
+) -> list[Job]:
     """The engines that `wanted` needs, each once, rollouts first, those on more ranks before the others.
 
     models: HF directory by dtype. chunk: tokens in a chunk of a ``chunked`` prefill. micro_batch: tokens, with
@@ -143,20 +159,38 @@ def jobs(wanted: list[Row], out: Path, models: dict[str, Path], prompts: list[li
                 "runner": "v2" if gpu and kind != "v1" else "v1",
                 "max_num_batched_tokens": chunk if kind == "chunked" else None,
                 "runs": [{"mode": mode, "out": path} for mode, path in runs.items()],
-                "prompts": prompts, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+                "prompts": prompts,
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "seed": seed,
                 "tokens_from": runs["batch"] if "prompt_logprobs" in runs else None,
             }
             first.append(Job(f"{named}-rollout-{engine}", "alignkit.check.rollout", spec))
 
         for engine in dict.fromkeys(row.training.rpartition("-")[0] for row in mine):
             of_engine = [row for row in mine if row.training.rpartition("-")[0] == engine]
-            runs = [{"mode": row.training.rpartition("-")[2], "in": str(rollout_file(out, row)),
-                     "out": str(training_file(out, row))} for row in of_engine]
-            spec = common | {"tp": of_engine[0].training_tp,
-                             "sequence_parallel": of_engine[0].sequence_parallel,
-                             "micro_batch": micro_batch, "runs": runs}
-            second.append(Job(f"{named}-training-{engine}", "alignkit.check.train", spec,
-                              needs=list(dict.fromkeys(Path(run["in"]) for run in runs))))
+            runs = [
+                {
+                    "mode": row.training.rpartition("-")[2],
+                    "in": str(rollout_file(out, row)),
+                    "out": str(training_file(out, row)),
+                }
+                for row in of_engine
+            ]
+            spec = common | {
+                "tp": of_engine[0].training_tp,
+                "sequence_parallel": of_engine[0].sequence_parallel,
+                "micro_batch": micro_batch,
+                "runs": runs,
+            }
+            second.append(
+                Job(
+                    f"{named}-training-{engine}",
+                    "alignkit.check.train",
+                    spec,
+                    needs=list(dict.fromkeys(Path(run["in"]) for run in runs)),
+                )
+            )
     return [job for half in (first, second) for job in sorted(half, key=lambda job: -job.slots)]
 
 

@@ -1,4 +1,5 @@
 """What a person reads: the table on the terminal, and report.html, one file with everything in it."""
+
 from __future__ import annotations
 
 import base64
@@ -25,15 +26,21 @@ def require_report_libraries() -> None:
     """Raises UnsupportedError if what `write_html` needs is not installed."""
     missing = [name for name in ("matplotlib", "jinja2") if not installed(name)]
     if missing:
-        raise UnsupportedError(f"report.html needs {' and '.join(missing)}: pip install 'alignkit[report]', "
-                               "or pass --no-report")
+        raise UnsupportedError(
+            f"report.html needs {' and '.join(missing)}: pip install 'alignkit[report]', or pass --no-report"
+        )
 
 
 def table(result: Result) -> Table:
     """One line for each pair of rollout and training, stock beside patched."""
     # Narrow enough for 80 columns. The patched mean is left out: it is 0 where the maximum is.
-    view = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title_justify="left",
-                 title="rollout (vLLM) against training (Megatron-core); d = training - rollout")
+    view = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        title_justify="left",
+        title="rollout (vLLM) against training (Megatron-core); d = training - rollout",
+    )
     for name in ("dtype", "rollout", "training"):
         view.add_column(f"\n{name}", no_wrap=True)
     for name in ("stock\nequal", "stock\nmax |d|", "stock\nmean |d|", "patched\nequal", "patched\nmax |d|"):
@@ -45,40 +52,57 @@ def table(result: Result) -> Table:
             view.add_section()
         previous = row.dtype
         style = "green" if patched.report.all_equal else "bold red"
-        view.add_row(SHORT_DTYPES[row.dtype], row.rollout, row.training, *_cells(stock),
-                     *(Text(cell, style=style) for cell in _cells(patched)[:2]))
+        view.add_row(
+            SHORT_DTYPES[row.dtype],
+            row.rollout,
+            row.training,
+            *_cells(stock),
+            *(Text(cell, style=style) for cell in _cells(patched)[:2]),
+        )
     return view
 
 
 def headline(result: Result) -> str:
     """``Patched: 512 of 512 logprobs are bit-equal (1 of 1 rows). Stock: 3 of 512.``"""
+
     def counts(patched: bool) -> tuple[int, int, int, int]:
         reports = [c.report for c in result.compared if c.row.patched == patched]
-        return (sum(r.bit_equal for r in reports), sum(r.tokens for r in reports),
-                sum(r.all_equal for r in reports), len(reports))
+        return (
+            sum(r.bit_equal for r in reports),
+            sum(r.tokens for r in reports),
+            sum(r.all_equal for r in reports),
+            len(reports),
+        )
 
     equal, tokens, good, rows = counts(True)
     stock_equal, stock_tokens, _, _ = counts(False)
-    return (f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). "
-            f"Stock: {stock_equal} of {stock_tokens}.")
+    return (
+        f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). "
+        f"Stock: {stock_equal} of {stock_tokens}."
+    )
 
 
 def write_html(result: Result, path: Path) -> None:
     """Writes the report: no script, and nothing that has to be fetched."""
     import jinja2
 
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("alignkit.check", "."), autoescape=True,
-                                     trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("alignkit.check", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     dtypes = list(dict.fromkeys(c.row.dtype for c in result.compared))
-    path.write_text(environment.get_template("report.html.j2").render(
-        headline=headline(result),
-        good=not result.failures,
-        failures=result.failures,
-        info=result.info,
-        pairs=[(stock.row, _cells(stock), _cells(patched), patched.report.all_equal)
-               for stock, patched in _pairs(result)],
-        sections=[_section(result, dtype) for dtype in dtypes],
-    ))
+    path.write_text(
+        environment.get_template("report.html.j2").render(
+            headline=headline(result),
+            good=not result.failures,
+            failures=result.failures,
+            info=result.info,
+            pairs=[
+                (stock.row, _cells(stock), _cells(patched), patched.report.all_equal)
+                for stock, patched in _pairs(result)
+            ],
+            sections=[_section(result, dtype) for dtype in dtypes],
+        )
+    )
 
 
 @dataclass
@@ -97,18 +121,24 @@ def _section(result: Result, dtype: str) -> _Section:
     pairs = [(s, p) for s, p in _pairs(result) if s.row.dtype == dtype]
     stock, patched = [s for s, _ in pairs], [p for _, p in pairs]
     example = pairs[0]
-    worst = [(f"{c.row.rollout} against {c.row.training}", t, t.training - t.rollout)
-             for c in stock for t in c.report.worst]
+    worst = [
+        (f"{c.row.rollout} against {c.row.training}", t, t.training - t.rollout) for c in stock for t in c.report.worst
+    ]
     worst.sort(key=lambda entry: abs(entry[2]) if entry[2] == entry[2] else float("inf"), reverse=True)
     numbers = [c.report.metrics("") for c in example]
     return _Section(
         dtype=dtype,
         example=f"{example[0].row.rollout} against {example[0].row.training}",
         plots=[
-            ("Differences of all rows. The leftmost bar counts logprobs with the same bits on both sides.",
-             _histogram(stock, patched)),
-            ("Each logprob as the rollout gave it and as training computed it again, and their difference: "
-             f"{example[0].row.rollout} against {example[0].row.training}.", _scatter(*example)),
+            (
+                "Differences of all rows. The leftmost bar counts logprobs with the same bits on both sides.",
+                _histogram(stock, patched),
+            ),
+            (
+                "Each logprob as the rollout gave it and as training computed it again, and their difference: "
+                f"{example[0].row.rollout} against {example[0].row.training}.",
+                _scatter(*example),
+            ),
             ("Mean difference at each sampled position, over all rows.", _by_position(stock, patched)),
         ],
         worst=worst[:_WORST],
@@ -119,8 +149,7 @@ def _section(result: Result, dtype: str) -> _Section:
 def _pairs(result: Result) -> list[tuple[Compared, Compared]]:
     """(stock, patched) of each pair of rollout and training, in the order of the rows."""
     patched = {(c.row.dtype, c.row.rollout, c.row.training): c for c in result.compared if c.row.patched}
-    return [(c, patched[c.row.dtype, c.row.rollout, c.row.training]) for c in result.compared
-            if not c.row.patched]
+    return [(c, patched[c.row.dtype, c.row.rollout, c.row.training]) for c in result.compared if not c.row.patched]
 
 
 def _cells(c: Compared) -> tuple[str, ...]:
@@ -189,8 +218,14 @@ def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
                     if d == d and d != float("inf"):
                         by_position.setdefault(i, []).append(d)
         positions = sorted(by_position)
-        axes.plot(positions, [sum(by_position[i]) / len(by_position[i]) for i in positions], color=color,
-                  label=label, linewidth=2, clip_on=False)
+        axes.plot(
+            positions,
+            [sum(by_position[i]) / len(by_position[i]) for i in positions],
+            color=color,
+            label=label,
+            linewidth=2,
+            clip_on=False,
+        )
     axes.set_xlabel("sampled position")
     axes.set_ylabel("mean |training - rollout|")
     axes.set_ylim(bottom=0)

@@ -13,6 +13,7 @@ null), ``prompts`` (token ids), ``max_tokens``, ``temperature``, ``seed``, ``tok
 
 Every mode starts from an empty prefix cache. The logprobs are raw: of the logits before temperature.
 """
+
 from __future__ import annotations
 
 import json
@@ -92,20 +93,24 @@ def engine(job: dict, **overrides):
     from vllm import LLM
 
     longest = max(len(p) for p in job["prompts"]) + job["max_tokens"] + 1
-    return LLM(job["model"], **dict(
-        dtype=job["dtype"],
-        tensor_parallel_size=job["tp"],
-        seed=job["seed"],
-        skip_tokenizer_init=True,
-        enforce_eager=job["eager"],
-        max_model_len=longest,
-        max_num_seqs=len(job["prompts"]),
-        max_num_batched_tokens=job["max_num_batched_tokens"] or max(2048, longest),
-        enable_chunked_prefill=True,
-        block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=cache_bytes(job["model"], job["dtype"], len(job["prompts"]), longest),
-        gpu_memory_utilization=GPU_SHARE,
-    ) | overrides)
+    return LLM(
+        job["model"],
+        **dict(
+            dtype=job["dtype"],
+            tensor_parallel_size=job["tp"],
+            seed=job["seed"],
+            skip_tokenizer_init=True,
+            enforce_eager=job["eager"],
+            max_model_len=longest,
+            max_num_seqs=len(job["prompts"]),
+            max_num_batched_tokens=job["max_num_batched_tokens"] or max(2048, longest),
+            enable_chunked_prefill=True,
+            block_size=BLOCK_SIZE,
+            kv_cache_memory_bytes=cache_bytes(job["model"], job["dtype"], len(job["prompts"]), longest),
+            gpu_memory_utilization=GPU_SHARE,
+        )
+        | overrides,
+    )
 
 
 def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:
@@ -120,8 +125,9 @@ def _sample(llm, job: dict, mode: str) -> Logprobs:
     from vllm import SamplingParams
 
     # The seed is the engine's. A seed per request would make vLLM 0.32 fail on the CPU with chunked prefill.
-    params = SamplingParams(max_tokens=job["max_tokens"], temperature=job["temperature"], ignore_eos=True,
-                            logprobs=0, detokenize=False)
+    params = SamplingParams(
+        max_tokens=job["max_tokens"], temperature=job["temperature"], ignore_eos=True, logprobs=0, detokenize=False
+    )
     prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
     if mode == "one":
         outputs = [llm.generate([p], params, use_tqdm=False)[0] for p in prompts]
@@ -130,8 +136,11 @@ def _sample(llm, job: dict, mode: str) -> Logprobs:
             llm.generate(prompts, params, use_tqdm=False)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     if mode == "prefix":
-        missed = [i for i, (prompt, o) in enumerate(zip(job["prompts"], outputs, strict=True))
-                  if len(prompt) > BLOCK_SIZE and not o.num_cached_tokens]
+        missed = [
+            i
+            for i, (prompt, o) in enumerate(zip(job["prompts"], outputs, strict=True))
+            if len(prompt) > BLOCK_SIZE and not o.num_cached_tokens
+        ]
         if missed:
             raise RuntimeError(f"the prefix cache was not hit by prompts {missed}")
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
@@ -146,22 +155,29 @@ def _evaluate(llm, job: dict) -> Logprobs:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     whole = [{"prompt_token_ids": p + t} for p, t in zip(sampled.prompts, sampled.tokens, strict=True)]
     outputs = llm.generate(whole, params, use_tqdm=False)
-    steps = [o.prompt_logprobs[len(prompt):] for prompt, o in zip(sampled.prompts, outputs, strict=True)]
+    steps = [o.prompt_logprobs[len(prompt) :] for prompt, o in zip(sampled.prompts, outputs, strict=True)]
     return _logprobs(llm, job, sampled.prompts, sampled.tokens, steps)
 
 
-def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
-              steps: list[list[dict]]) -> Logprobs:
+def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]], steps: list[list[dict]]) -> Logprobs:
     """steps: per token of each sequence, vLLM's logprobs by token id."""
     import vllm
 
-    values = [[step[t].logprob for t, step in zip(*sequence, strict=True)]
-              for sequence in zip(tokens, steps, strict=True)]
-    meta = {"engine": f"vllm {vllm.__version__}",
-            **{k: str(job[k]) for k in ("dtype", "tp", "eager", "runner", "max_num_batched_tokens")}}
+    values = [
+        [step[t].logprob for t, step in zip(*sequence, strict=True)] for sequence in zip(tokens, steps, strict=True)
+    ]
+    meta = {
+        "engine": f"vllm {vllm.__version__}",
+        **{k: str(job[k]) for k in ("dtype", "tp", "eager", "runner", "max_num_batched_tokens")},
+    }
     # vLLM hands out Python floats that were fp32: the way back is exact. The contract is the workers' word.
-    return Logprobs(prompts, tokens, [torch.tensor(row, dtype=torch.float32) for row in values],
-                    worker_status(llm)[0].get("contract", "stock"), meta)
+    return Logprobs(
+        prompts,
+        tokens,
+        [torch.tensor(row, dtype=torch.float32) for row in values],
+        worker_status(llm)[0].get("contract", "stock"),
+        meta,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """Runs a check: real engines in processes of their own, before and after patching, then the comparison."""
+
 from __future__ import annotations
 
 import json
@@ -74,9 +75,16 @@ class Compared:
         numbers = self.report.to_json()
         numbers.pop("worst")
         head = ("tokens", "bit_equal", "max_abs", "mean_abs")
-        return ({"dtype": self.row.dtype, "rollout": self.row.rollout, "training": self.row.training,
-                 "patched": self.row.patched} | {k: numbers[k] for k in head}
-                | {k: v for k, v in numbers.items() if k not in head})
+        return (
+            {
+                "dtype": self.row.dtype,
+                "rollout": self.row.rollout,
+                "training": self.row.training,
+                "patched": self.row.patched,
+            }
+            | {k: numbers[k] for k in head}
+            | {k: v for k, v in numbers.items() if k not in head}
+        )
 
 
 @dataclass
@@ -88,9 +96,12 @@ class Result:
     @property
     def failures(self) -> list[str]:
         """One sentence for each patched row that is not equal to the last bit."""
-        return [f"{c.row}: {c.report.bit_equal} of {c.report.tokens} tokens are bit-equal; "
-                f"the first that is not: {c.report.first_difference}"
-                for c in self.compared if c.row.patched and not c.report.all_equal]
+        return [
+            f"{c.row}: {c.report.bit_equal} of {c.report.tokens} tokens are bit-equal; "
+            f"the first that is not: {c.report.first_difference}"
+            for c in self.compared
+            if c.row.patched and not c.report.all_equal
+        ]
 
 
 class Progress:
@@ -115,19 +126,35 @@ def run(options: Options, progress: Progress) -> Result:
     started = time.monotonic()
     models = {}
     for dtype in options.dtypes:
-        models[dtype] = options.model.resolve() if options.model else make_checkpoint(
-            out / f"model-{dtype}", dtype=getattr(torch, dtype), seed=options.seed).resolve()
+        models[dtype] = (
+            options.model.resolve()
+            if options.model
+            else make_checkpoint(out / f"model-{dtype}", dtype=getattr(torch, dtype), seed=options.seed).resolve()
+        )
     architecture = architecture or read_architecture(models[options.dtypes[0]])
     prompts = plan.draw_prompts(architecture.vocab, options.seed)
     gpu = bool(gpus())
     rows = plan.rows(options.dtypes, options.tp, options.full, gpu)
-    jobs = plan.jobs(rows, out.resolve(), models, prompts, max_tokens=options.max_tokens,
-                     temperature=options.temperature, seed=options.seed, gpu=gpu)
+    jobs = plan.jobs(
+        rows,
+        out.resolve(),
+        models,
+        prompts,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        gpu=gpu,
+    )
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = compare_rows(rows, out, prompts)
     info = machine() | {
-        "contract": contract_id(family()), "model": asdict(architecture), "full": options.full, "tp": options.tp,
-        "max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed,
+        "contract": contract_id(family()),
+        "model": asdict(architecture),
+        "full": options.full,
+        "tp": options.tp,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
         "seconds": seconds | {"all": round(time.monotonic() - started, 1)},
     }
     write_json(out / "check.json", [c.to_json() for c in compared])
@@ -142,8 +169,20 @@ def bisect_command(options: Options, result: Result) -> str:
     mode = row.training.rpartition("-")[2]
     training = f"aligned-megatron:tp={row.training_tp},mode={mode}"
     model = options.model or options.out / f"model-{row.dtype}"
-    return shlex.join(["alignkit", "bisect", rollout, training, "--model", str(model), "--dtype", row.dtype, "--tokens",
-                       str(plan.rollout_file(options.out, row))])
+    return shlex.join(
+        [
+            "alignkit",
+            "bisect",
+            rollout,
+            training,
+            "--model",
+            str(model),
+            "--dtype",
+            row.dtype,
+            "--tokens",
+            str(plan.rollout_file(options.out, row)),
+        ]
+    )
 
 
 def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[Compared]:
@@ -214,12 +253,14 @@ def _check_model(path: Path, options: Options) -> Architecture:
 def _check_sizes(options: Options, positions: int) -> None:
     longest = max(plan.PROMPT_LENGTHS) + options.max_tokens
     if longest > positions:
-        raise InputError(f"max_tokens: sequences of {longest} tokens do not fit the model's {positions} "
-                         "positions")
+        raise InputError(f"max_tokens: sequences of {longest} tokens do not fit the model's {positions} positions")
 
 
-def prepare(out: Path, files: tuple[str, ...] = ("check.json", "run.json", "report.html"),
-            folders: tuple[str, ...] = ("logprobs", "logs", "jobs")) -> None:
+def prepare(
+    out: Path,
+    files: tuple[str, ...] = ("check.json", "run.json", "report.html"),
+    folders: tuple[str, ...] = ("logprobs", "logs", "jobs"),
+) -> None:
     """An empty place to write to: nothing of an earlier run can be taken for a result of this one."""
     out.mkdir(parents=True, exist_ok=True)
     (out / _MARK).touch()
@@ -230,8 +271,9 @@ def prepare(out: Path, files: tuple[str, ...] = ("check.json", "run.json", "repo
         (out / name).mkdir()
 
 
-def execute(jobs: list[Job], out: Path, timeout: float, progress: Progress,
-            keep_going: bool = False, per_gpu: int = 1) -> tuple[dict[str, float], dict[str, str]]:
+def execute(
+    jobs: list[Job], out: Path, timeout: float, progress: Progress, keep_going: bool = False, per_gpu: int = 1
+) -> tuple[dict[str, float], dict[str, str]]:
     """Runs all jobs, `per_gpu` at once on each GPU, or without one as many as there are cores and no fewer than `per_gpu`,
     each when its inputs are there; `out` has been prepared.
 
@@ -261,7 +303,7 @@ def execute(jobs: list[Job], out: Path, timeout: float, progress: Progress,
                     failures[job.name] = "what it reads was not made"
                     progress.ended(job, 0.0, failures[job.name])
                     continue
-                held = distinct[:job.slots]
+                held = distinct[: job.slots]
                 for slot in held:
                     free.remove(slot)
                 running[job] = _Running(_start(job, out, held if devices else None), held)
@@ -323,8 +365,14 @@ def _start(job: Job, out: Path, devices: list[str] | None) -> subprocess.Popen:
     env.pop("ALIGNKIT_VLLM", None)  # the job alone says whether its engine is patched
     with open(_log(job, out), "wb") as log:
         # A session of its own, so that it can be stopped with all that it starts.
-        return subprocess.Popen([sys.executable, "-m", job.module, str(path)], stdin=subprocess.DEVNULL,
-                                stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", job.module, str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -1,4 +1,5 @@
 """What a person sees while engines run."""
+
 from __future__ import annotations
 
 import contextlib
@@ -23,9 +24,15 @@ class Terminal(Progress):
     def __init__(self, screen: Console):
         self._console = screen
         self._bar = rich_progress.Progress(
-            rich_progress.SpinnerColumn(), rich_progress.BarColumn(20), rich_progress.MofNCompleteColumn(),
-            rich_progress.TimeElapsedColumn(), rich_progress.TextColumn("{task.description}"),
-            console=screen, transient=True, disable=not screen.is_terminal)
+            rich_progress.SpinnerColumn(),
+            rich_progress.BarColumn(20),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TextColumn("{task.description}"),
+            console=screen,
+            transient=True,
+            disable=not screen.is_terminal,
+        )
         self._running: list[str] = []
 
     def __enter__(self) -> Terminal:
@@ -50,13 +57,17 @@ class Terminal(Progress):
             self._running.remove(job.name)
         self._bar.update(self._task, advance=1, description=", ".join(self._running))
         done = f"{self._done:>{len(str(self._count))}}/{self._count}"
-        self._console.print(f"[{done}] {job.name:<38} {seconds:6.1f} s"
-                            + (f"  FAILED: {failure}" if failure else ""), markup=False, soft_wrap=True)
+        self._console.print(
+            f"[{done}] {job.name:<38} {seconds:6.1f} s" + (f"  FAILED: {failure}" if failure else ""),
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 @contextlib.contextmanager
 def interrupted_by_sigterm():
     """Within the block SIGTERM is what Ctrl-C is, so that the engines are stopped."""
+
     def interrupt(*_):
         raise KeyboardInterrupt
 

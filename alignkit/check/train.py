@@ -9,6 +9,7 @@ The model is built once, in `tp` processes, and each run writes the logprobs of 
 Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, takes no packed input,
 and keeps the logits of a whole micro-batch.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -118,8 +119,7 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
             patch_megatron(read_architecture(job["model"]).vocab)
         from alignkit.megatron.build import gpt_model
 
-        model = gpt_model(job["model"], DTYPES[job["dtype"]],
-                          sequence_parallel=job.get("sequence_parallel", False))
+        model = gpt_model(job["model"], DTYPES[job["dtype"]], sequence_parallel=job.get("sequence_parallel", False))
         computed_with = contract_id(next(model.parameters()).device) if job["patched"] else "stock"
         body(rank, job, model, computed_with)
     dist.barrier()  # no rank leaves before the others are done
@@ -133,17 +133,27 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
 
     for run in job["runs"]:
         given = load(run["in"])
-        logprobs = recompute(model, given, run["mode"], temperature=job.get("temperature", 1.0),
-                             patched=job["patched"], micro_batch=job.get("micro_batch"))
+        logprobs = recompute(
+            model,
+            given,
+            run["mode"],
+            temperature=job.get("temperature", 1.0),
+            patched=job["patched"],
+            micro_batch=job.get("micro_batch"),
+        )
         if rank == 0:
-            meta = {"engine": f"megatron-core {megatron.core.__version__}", "mode": run["mode"],
-                    **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")}}
+            meta = {
+                "engine": f"megatron-core {megatron.core.__version__}",
+                "mode": run["mode"],
+                **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")},
+            }
             save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, contract, meta))
             print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
 
 
-def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0, patched: bool = True,
-              micro_batch: int | None = None) -> list[torch.Tensor]:
+def recompute(
+    model, given: Logprobs, mode: str, *, temperature: float = 1.0, patched: bool = True, micro_batch: int | None = None
+) -> list[torch.Tensor]:
     """fp32 logprobs of `given`'s tokens, one tensor a sequence. A collective of the model's ranks.
 
     micro_batch: most tokens of a micro-batch, its padding included; a longer sequence is one by itself.
@@ -160,15 +170,25 @@ def recompute(model, given: Logprobs, mode: str, *, temperature: float = 1.0, pa
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
         if patched:
             from alignkit.megatron import logprobs
-            return logprobs(model, tokens, positions, mask, labels, temperature=temperature,
-                            ignore_index=IGNORE, packed_seq_params=packed).log_probs
+
+            return logprobs(
+                model,
+                tokens,
+                positions,
+                mask,
+                labels,
+                temperature=temperature,
+                ignore_index=IGNORE,
+                packed_seq_params=packed,
+            ).log_probs
         return -model(tokens, positions, mask, labels=labels).float()
 
     multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
     if drawn:
         pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
-        values = [value for part in _micro_batches(pairs, micro_batch)
-                  for value in _MODES[mode](logp, part, multiple, device)]
+        values = [
+            value for part in _micro_batches(pairs, micro_batch) for value in _MODES[mode](logp, part, multiple, device)
+        ]
         for i, value in zip(drawn, values, strict=True):
             result[i] = value.cpu()
     return result
@@ -230,8 +250,9 @@ def _packed(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -
         starts.append(len(tokens))
     longest = max(b - a for a, b in itertools.pairwise(starts))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-                             max_seqlen_q=longest, max_seqlen_kv=longest)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
     out = logp(*(torch.tensor([ids], device=device) for ids in (tokens, labels)), packed=packed)[0]
     return [out[first:end].clone() for first, end in spans]
 

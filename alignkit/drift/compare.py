@@ -3,6 +3,7 @@
 Metric names follow the RL frameworks that log them; `docs/drift.md` has the table. Everything is computed in
 float64 from the values as they are, so a difference of one fp32 bit is never lost.
 """
+
 from __future__ import annotations
 
 import math
@@ -31,8 +32,10 @@ class TokenDifference:
 
     def __str__(self) -> str:
         token = "" if self.token_id is None else f", token {self.token_id}"
-        return (f"sequence {self.sequence}, position {self.position}{token}: "
-                f"rollout {_with_bits(self.rollout)}, training {_with_bits(self.training)}")
+        return (
+            f"sequence {self.sequence}, position {self.position}{token}: "
+            f"rollout {_with_bits(self.rollout)}, training {_with_bits(self.training)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,9 @@ class DriftReport:
         return {k: finite_or_none(v) for k, v in asdict(self).items()}
 
 
-def compare(rollout: Logprobs, training: Logprobs, *, allow_contract_mismatch: bool = False,
-            worst: int = 10) -> DriftReport:
+def compare(
+    rollout: Logprobs, training: Logprobs, *, allow_contract_mismatch: bool = False, worst: int = 10
+) -> DriftReport:
     """Compares two sets of logprobs of the same prompts and tokens.
 
     allow_contract_mismatch: compare although the contract ids differ, where drift is what one wants to see.
@@ -100,8 +104,10 @@ def compare(rollout: Logprobs, training: Logprobs, *, allow_contract_mismatch: b
     Raises InputError if there is no token, if prompts or tokens differ, or if the contract ids do.
     """
     if rollout.contract != training.contract and not allow_contract_mismatch:
-        raise InputError(f"contract: rollout has {rollout.contract!r}, training {training.contract!r}; "
-                         "bits of different contracts are not comparable")
+        raise InputError(
+            f"contract: rollout has {rollout.contract!r}, training {training.contract!r}; "
+            "bits of different contracts are not comparable"
+        )
     for name in ("prompts", "tokens"):
         _same_ids(name, getattr(rollout, name), getattr(training, name))
     counts = torch.tensor([len(row) for row in rollout.tokens], dtype=torch.int64)
@@ -113,8 +119,9 @@ def compare(rollout: Logprobs, training: Logprobs, *, allow_contract_mismatch: b
     return _report(torch.cat(rollout.logprobs), torch.cat(training.logprobs), sequence, position, ids, worst)
 
 
-def compare_tensors(rollout_logp: torch.Tensor, train_logp: torch.Tensor, mask: torch.Tensor | None = None, *,
-                    worst: int = 10) -> DriftReport:
+def compare_tensors(
+    rollout_logp: torch.Tensor, train_logp: torch.Tensor, mask: torch.Tensor | None = None, *, worst: int = 10
+) -> DriftReport:
     """Compares padded logprobs inside a training loop.
 
     rollout_logp, train_logp: ``[B, S]``, fp32 or bf16, the same type; on any device.
@@ -128,11 +135,12 @@ def compare_tensors(rollout_logp: torch.Tensor, train_logp: torch.Tensor, mask: 
         if x.dtype not in (torch.float32, torch.bfloat16):
             raise InputError(f"{name}: {x.dtype}, expected torch.float32 or torch.bfloat16")
     if rollout_logp.dtype != train_logp.dtype:
-        raise InputError(f"train_logp: {train_logp.dtype}, but rollout_logp is {rollout_logp.dtype}; "
-                         "the bits of two types are not comparable")
+        raise InputError(
+            f"train_logp: {train_logp.dtype}, but rollout_logp is {rollout_logp.dtype}; "
+            "the bits of two types are not comparable"
+        )
     if rollout_logp.shape != train_logp.shape:
-        raise InputError(f"train_logp: shape {list(train_logp.shape)}, but rollout_logp has "
-                         f"{list(rollout_logp.shape)}")
+        raise InputError(f"train_logp: shape {list(train_logp.shape)}, but rollout_logp has {list(rollout_logp.shape)}")
     if mask is None:
         mask = torch.ones(rollout_logp.shape, dtype=torch.bool)
     if mask.shape != rollout_logp.shape:
@@ -156,8 +164,14 @@ def finite_or_none(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _report(rollout: torch.Tensor, training: torch.Tensor, sequence: torch.Tensor, position: torch.Tensor,
-            ids: list[int] | None, worst: int) -> DriftReport:
+def _report(
+    rollout: torch.Tensor,
+    training: torch.Tensor,
+    sequence: torch.Tensor,
+    position: torch.Tensor,
+    ids: list[int] | None,
+    worst: int,
+) -> DriftReport:
     """All arguments are flat, one element a token; `sequence` ascends."""
     bits = torch.int32 if rollout.dtype == torch.float32 else torch.int16
     finite = rollout.isfinite() & training.isfinite()
@@ -171,8 +185,9 @@ def _report(rollout: torch.Tensor, training: torch.Tensor, sequence: torch.Tenso
     sequence_d = sums[sums.isfinite()]
 
     def token(i: int) -> TokenDifference:
-        return TokenDifference(int(sequence[i]), int(position[i]), None if ids is None else ids[i],
-                               rollout[i].item(), training[i].item())
+        return TokenDifference(
+            int(sequence[i]), int(position[i]), None if ids is None else ids[i], rollout[i].item(), training[i].item()
+        )
 
     unequal = (~equal).nonzero().flatten()
     # Nonfinite tokens sort as infinitely far apart; among equals the earlier one comes first.
@@ -215,8 +230,7 @@ def _same_ids(name: str, rollout: list[list[int]], training: list[list[int]]) ->
             raise InputError(f"{name}: sequence {i} has {len(a)} token ids in rollout, {len(b)} in training")
         for j, (x, y) in enumerate(zip(a, b, strict=True)):
             if x != y:
-                raise InputError(f"{name}: sequence {i}, position {j}: token id {x} in rollout, "
-                                 f"{y} in training")
+                raise InputError(f"{name}: sequence {i}, position {j}: token id {x} in rollout, {y} in training")
 
 
 def _with_bits(x: float) -> str:

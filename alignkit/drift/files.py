@@ -3,6 +3,7 @@
 One safetensors file: sequences are packed end to end, `*_offsets` say where each begins. The token ids and
 the contract id travel with the numbers, so two files can be refused when they cannot be compared.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -36,8 +37,13 @@ _DTYPES = {
     "offsets": torch.int64,
     "logprobs": torch.float32,
 }
-_LIMITS = {"prompt_tokens": MAX_TOKENS, "tokens": MAX_TOKENS, "logprobs": MAX_TOKENS,
-           "prompt_offsets": MAX_SEQUENCES + 1, "offsets": MAX_SEQUENCES + 1}
+_LIMITS = {
+    "prompt_tokens": MAX_TOKENS,
+    "tokens": MAX_TOKENS,
+    "logprobs": MAX_TOKENS,
+    "prompt_offsets": MAX_SEQUENCES + 1,
+    "offsets": MAX_SEQUENCES + 1,
+}
 
 
 @dataclass
@@ -127,8 +133,13 @@ def load(path: str | os.PathLike) -> Logprobs:
     prompts = _unpack(path, tensors, "prompt_tokens", "prompt_offsets")
     tokens = _unpack(path, tensors, "tokens", "offsets")
     values = _unpack(path, tensors, "logprobs", "offsets")
-    logprobs = Logprobs(prompts=[x.tolist() for x in prompts], tokens=[x.tolist() for x in tokens],
-                        logprobs=values, contract=metadata["contract"], meta=meta)
+    logprobs = Logprobs(
+        prompts=[x.tolist() for x in prompts],
+        tokens=[x.tolist() for x in tokens],
+        logprobs=values,
+        contract=metadata["contract"],
+        meta=meta,
+    )
     try:
         _check(logprobs)
     except InputError as e:
@@ -138,11 +149,12 @@ def load(path: str | os.PathLike) -> Logprobs:
 
 def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
     if metadata.get("format") != FORMAT:
-        raise InputError(f"{path}: a safetensors file, but not a logprob file (its metadata has no "
-                         f"format={FORMAT!r})")
+        raise InputError(f"{path}: a safetensors file, but not a logprob file (its metadata has no format={FORMAT!r})")
     if metadata.get("format_version") != FORMAT_VERSION:
-        raise InputError(f"{path}: format version {metadata.get('format_version')!r:.50}; "
-                         f"this alignkit reads version {FORMAT_VERSION!r}")
+        raise InputError(
+            f"{path}: format version {metadata.get('format_version')!r:.50}; "
+            f"this alignkit reads version {FORMAT_VERSION!r}"
+        )
     if "contract" not in metadata:
         raise InputError(f"{path}: the contract id is missing")
 
@@ -168,8 +180,12 @@ def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_name: str) -> list[torch.Tensor]:
     packed, offsets = tensors[name], tensors[offsets_name]
-    if (offsets.numel() == 0 or offsets[0] != 0 or offsets[-1] != packed.numel()
-            or bool((offsets[1:] < offsets[:-1]).any())):  # no differences: they can overflow
+    if (
+        offsets.numel() == 0
+        or offsets[0] != 0
+        or offsets[-1] != packed.numel()
+        or bool((offsets[1:] < offsets[:-1]).any())
+    ):  # no differences: they can overflow
         raise InputError(f"{path}: {offsets_name!r} does not cut the {packed.numel()} values of {name!r}")
     bounds = offsets.tolist()
     return [packed[a:b].clone() for a, b in itertools.pairwise(bounds)]
@@ -192,21 +208,27 @@ def _check(logprobs: Logprobs) -> None:
         if len(getattr(logprobs, name)) != sequences:
             raise InputError(f"{name}: {len(getattr(logprobs, name))} sequences, but tokens has {sequences}")
     contract = logprobs.contract
-    if not (isinstance(contract, str) and 0 < len(contract) <= MAX_CONTRACT and contract.isascii()
-            and contract.isprintable()):
-        raise InputError(f"contract: a non-empty string is needed, of at most {MAX_CONTRACT} ASCII characters, "
-                         f"not {contract!r:.80}")
+    if not (
+        isinstance(contract, str)
+        and 0 < len(contract) <= MAX_CONTRACT
+        and contract.isascii()
+        and contract.isprintable()
+    ):
+        raise InputError(
+            f"contract: a non-empty string is needed, of at most {MAX_CONTRACT} ASCII characters, not {contract!r:.80}"
+        )
     for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs, strict=True)):
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
             kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
             raise InputError(f"logprobs: sequence {i} is {kind}, expected torch.float32")
         if list(values.shape) != [len(row)]:
-            raise InputError(f"logprobs: sequence {i} has shape {list(values.shape)}, "
-                             f"but {len(row)} tokens")
+            raise InputError(f"logprobs: sequence {i} has shape {list(values.shape)}, but {len(row)} tokens")
         # A value on a CPU may have come from anywhere; one that still lies elsewhere says who computed it.
         if values.device.type != "cpu" and contract not in ("stock", contract_id(values.device)):
-            raise InputError(f"contract: {contract!r}, but sequence {i}'s logprobs lie on {values.device}, whose "
-                             f"contract is {contract_id(values.device)!r}")
+            raise InputError(
+                f"contract: {contract!r}, but sequence {i}'s logprobs lie on {values.device}, whose "
+                f"contract is {contract_id(values.device)!r}"
+            )
     if not isinstance(logprobs.meta, dict):
         raise InputError(f"meta: a dict of strings is needed, not {type(logprobs.meta).__name__}")
     for key, value in logprobs.meta.items():

@@ -2,6 +2,7 @@
 
 Importing this package does not import Megatron; calling into it does.
 """
+
 from __future__ import annotations
 
 import importlib

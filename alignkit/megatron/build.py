@@ -1,4 +1,5 @@
 """Builds a Megatron-core GPTModel from an HF model directory, with the stock local layer spec."""
+
 from __future__ import annotations
 
 import contextlib
@@ -17,8 +18,9 @@ from alignkit.convert import Architecture, Checkpoint, read_architecture, to_hf,
 from alignkit.errors import InputError
 
 
-def transformer_config(arch: Architecture, dtype: torch.dtype, *, tp: int = 1,
-                       sequence_parallel: bool = False, **overrides) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, dtype: torch.dtype, *, tp: int = 1, sequence_parallel: bool = False, **overrides
+) -> TransformerConfig:
     """The TransformerConfig of `arch`; `overrides` are TransformerConfig fields, taken as they are.
 
     dtype: torch.float32 or torch.bfloat16. Raises InputError for another type.
@@ -52,8 +54,9 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, *, tp: int = 1,
     return TransformerConfig(**(fields | overrides))
 
 
-def gpt_model(model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16, *,
-              sequence_parallel: bool = False, **overrides) -> GPTModel:
+def gpt_model(
+    model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16, *, sequence_parallel: bool = False, **overrides
+) -> GPTModel:
     """GPTModel with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
 
     `megatron.core.parallel_state` must be initialised; its tensor-parallel group says how the weights are
@@ -66,8 +69,7 @@ def gpt_model(model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16,
     rank = parallel_state.get_tensor_model_parallel_rank()
     arch.check_tp(tp)
     weights = to_megatron(arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype)
-    config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1,
-                                **overrides)
+    config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **overrides)
     with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
         model = GPTModel(
             config,
@@ -112,6 +114,7 @@ def _sequence_parallel_norms() -> Iterator[None]:
 
     The norm is the same; its weight is marked, so that Megatron sums its gradient over the ranks.
     """
+
     def norm(cls, config, hidden_size, eps=1e-5, **_):
         module = torch.nn.RMSNorm(hidden_size, eps=eps)
         module.weight.sequence_parallel = True  # pyright: ignore[reportAttributeAccessIssue] - Megatron's mark

@@ -4,6 +4,7 @@ Megatron asks for "the current CUDA device" where it allocates, for the current 
 have to wait, and for the device's random state around dropout and recomputation. All are answered here with what a
 CPU host has.
 """
+
 from __future__ import annotations
 
 import contextlib

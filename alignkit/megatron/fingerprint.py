@@ -1,4 +1,5 @@
 """What tensor-parallel ranks must agree on about their models, in a few short strings. No numerics."""
+
 from __future__ import annotations
 
 import hashlib
@@ -7,9 +8,22 @@ from collections.abc import Iterable
 
 import torch
 
-_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
-           "params_dtype", "tensor_model_parallel_size", "sequence_parallel", "recompute_granularity",
-           "recompute_method", "recompute_num_layers", "recompute_modules", "distribute_saved_activations")
+_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "params_dtype",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "distribute_saved_activations",
+)
 """Fields of the TransformerConfig that change numbers or which collectives run. Those that are not free are at their
 defaults on each rank."""
 
@@ -18,7 +32,8 @@ def settings(model) -> dict[str, str]:
     """A model's settings that must be the same on every rank, under the names to report them by."""
     config = model.config
     return {
-        "rotary_base": repr(float(model.rotary_base)), "padded vocab_size": repr(model.vocab_size),
+        "rotary_base": repr(float(model.rotary_base)),
+        "padded vocab_size": repr(model.vocab_size),
         "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),
         # Recomputation runs the forward's collectives again in the backward pass, but only in training.
         "training": repr(model.training and config.recompute_granularity is not None),
@@ -30,9 +45,18 @@ def modules(found: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
     ends in a digest of where they are.
 
     Takes milliseconds. It depends on nothing but what a `running.Look` sees, and may be kept as long as that holds."""
-    facts: dict[str, list[tuple[str, str]]] = {name: [] for name in (
-        "classes of modules", "eps of norms", "sequence_parallel of modules", "gather_output of modules",
-        "types of parameters", "shapes of parameters", "sequence_parallel marks of parameters")}
+    facts: dict[str, list[tuple[str, str]]] = {
+        name: []
+        for name in (
+            "classes of modules",
+            "eps of norms",
+            "sequence_parallel of modules",
+            "gather_output of modules",
+            "types of parameters",
+            "shapes of parameters",
+            "sequence_parallel marks of parameters",
+        )
+    }
     classes, eps, sequence_parallel, gather, dtypes, shapes, marks = facts.values()
     for path, module in found:
         own = module.__dict__

@@ -1,4 +1,5 @@
 """The end of a GPTModel: hidden states to losses and logprobs, through ``ops.linear_logp``."""
+
 from __future__ import annotations
 
 import contextvars
@@ -41,8 +42,18 @@ request: contextvars.ContextVar[LogProbsRequest | None] = contextvars.ContextVar
 """What `logprobs` asks of the forward it runs, on versions without `output_processor`."""
 
 
-def logprobs(model, tokens, position_ids, attention_mask, labels, *, temperature: float | torch.Tensor = 1.0,
-             return_entropy: bool = False, ignore_index: int = -100, packed_seq_params=None) -> LogProbs:
+def logprobs(
+    model,
+    tokens,
+    position_ids,
+    attention_mask,
+    labels,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    return_entropy: bool = False,
+    ignore_index: int = -100,
+    packed_seq_params=None,
+) -> LogProbs:
     """Logprobs of `labels` under `model`, a GPTModel or a wrapper of one (Float16Module, DDP, ...).
 
     tokens, labels: int64 ``[b, s]``; labels are already shifted.
@@ -56,8 +67,14 @@ def logprobs(model, tokens, position_ids, attention_mask, labels, *, temperature
     asked = LogProbsRequest(temperature, return_entropy, ignore_index)
     arguments: dict[str, Any] = {"labels": labels, "packed_seq_params": packed_seq_params}
     if patch.active().has_hook:
-        return model(tokens, position_ids, attention_mask, **arguments, output_processor=output_processor,
-                     output_processor_context=asked)
+        return model(
+            tokens,
+            position_ids,
+            attention_mask,
+            **arguments,
+            output_processor=output_processor,
+            output_processor_context=asked,
+        )
     token = request.set(asked)
     try:
         return model(tokens, position_ids, attention_mask, **arguments)
@@ -65,8 +82,15 @@ def logprobs(model, tokens, position_ids, attention_mask, labels, *, temperature
         request.reset(token)
 
 
-def output_processor(*, hidden_states: torch.Tensor, output_layer, output_weight: torch.Tensor | None,
-                     labels: torch.Tensor, context: Any = None, **_) -> LogProbs:
+def output_processor(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer,
+    output_weight: torch.Tensor | None,
+    labels: torch.Tensor,
+    context: Any = None,
+    **_,
+) -> LogProbs:
     """For ``GPTModel.forward(output_processor=, output_processor_context=)`` of Megatron-core 0.18 and later.
 
     context: a `LogProbsRequest`, None for its defaults, or any object with a `temperature`.
@@ -83,12 +107,14 @@ def asked_for(context: Any) -> LogProbsRequest:
         temperature = context.temperature
     except AttributeError:
         raise InputError(f"output_processor_context: a {type(context).__name__} has no temperature") from None
-    return LogProbsRequest(temperature, getattr(context, "return_entropy", True),
-                           getattr(context, "ignore_index", -100))
+    return LogProbsRequest(
+        temperature, getattr(context, "return_entropy", True), getattr(context, "ignore_index", -100)
+    )
 
 
-def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None,
-                   labels: torch.Tensor, asked: LogProbsRequest) -> LogProbs:
+def label_logprobs(
+    hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None, labels: torch.Tensor, asked: LogProbsRequest
+) -> LogProbs:
     """hidden ``[s, b, h]``, with sequence parallelism this rank's ``[s / tp, b, h]``; labels ``[b, s]``."""
     vocab_size = modules.vocabulary.get(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
     if vocab_size is None:
@@ -105,9 +131,17 @@ def label_logprobs(hidden: torch.Tensor, output_layer, output_weight: torch.Tens
             # The op sums the gradient of hidden over ranks, so that each rank only takes its rows of it back.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp.group)
         return ops.linear_logp(
-            hidden, weight, labels.t(), temperature=temperature, ignore_index=asked.ignore_index,
-            vocab_size=vocab_size, vocab_start=tp.rank * weight.shape[0], tp=tp,
-            return_entropy=asked.return_entropy)
+            hidden,
+            weight,
+            labels.t(),
+            temperature=temperature,
+            ignore_index=asked.ignore_index,
+            vocab_size=vocab_size,
+            vocab_start=tp.rank * weight.shape[0],
+            tp=tp,
+            return_entropy=asked.return_entropy,
+        )
+
     result = output_layer(hidden, output_weight, into=logprobs_of)
     logp, entropy = result if asked.return_entropy else (result, None)
     return LogProbs(logp.t().contiguous(), None if entropy is None else entropy.t().contiguous())
@@ -133,9 +167,11 @@ class VocabParallelCrossEntropy:
                 raise InputError(f"logits: expected fp32 [..., V / tp], got {type(logits).__name__}")
             if logits.dtype != torch.float32:
                 raise UnsupportedError(f"logits: {logits.dtype} has lost bits of the aligned output layer's fp32")
+
         try:
             checks()
         except AlignkitError:
             tp.check("logp_from_logits", checks)  # the other ranks are about to meet in that op
-        return -ops.logp_from_logits(logits, target, vocab_size=self.vocab_size,
-                                     vocab_start=tp.rank * logits.shape[-1], tp=tp)
+        return -ops.logp_from_logits(
+            logits, target, vocab_size=self.vocab_size, vocab_start=tp.rank * logits.shape[-1], tp=tp
+        )

@@ -5,6 +5,7 @@ checkpoints and `isinstance` stay as they are. Nothing else of a module is chang
 needs beside the module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
 column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
 """
+
 from __future__ import annotations
 
 import weakref
@@ -51,8 +52,14 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
     """The ranks agreed on the model and its input where its forward began, and all that a layer is called with follows."""
 
     def _forward_impl(self, input, weight, bias=None, *, sequence_parallel=False, **_):
-        return ops.linear(input, weight, bias, tp=TP(self.tp_group, agreed=type(self).agreed),
-                          sequence_parallel=sequence_parallel, out_dtype=type(self).out_dtype)
+        return ops.linear(
+            input,
+            weight,
+            bias,
+            tp=TP(self.tp_group, agreed=type(self).agreed),
+            sequence_parallel=sequence_parallel,
+            out_dtype=type(self).out_dtype,
+        )
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -76,8 +83,9 @@ class RowParallelLinear(layers.RowParallelLinear):
     op = "row_parallel_linear"
 
     def forward(self, input_):
-        out = ops.row_parallel_linear(input_, self.weight, tp=TP(self.tp_group, agreed=True),
-                                      sequence_parallel=self.sequence_parallel)
+        out = ops.row_parallel_linear(
+            input_, self.weight, tp=TP(self.tp_group, agreed=True), sequence_parallel=self.sequence_parallel
+        )
         return out, None
 
 
@@ -151,8 +159,9 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
 
     op = "attention"
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
-                packed_seq_params=None):
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
         if packed_seq_params is not None:
             cu_seqlens = supported.packed_cu_seqlens(packed_seq_params)
             return ops.attention(query, key, value, cu_seqlens).flatten(1)
@@ -197,11 +206,13 @@ class TransformerBlock(transformer_block.TransformerBlock):
         def checks() -> dict:
             running.check_hooks()
             if self not in begun:
-                raise UnsupportedError("TransformerBlock: called outside of a GPTModel's forward, where alignkit "
-                                       "checks the model")
+                raise UnsupportedError(
+                    "TransformerBlock: called outside of a GPTModel's forward, where alignkit checks the model"
+                )
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
             return supported.check_call(s, b, attention_mask, **kwargs)
+
         tp.check_same("TransformerBlock", checks)
         if (packed := kwargs.get("packed_seq_params")) is not None:
             tp.check_same_values("TransformerBlock", cu_seqlens=supported.packed_cu_seqlens(packed))
@@ -210,16 +221,27 @@ class TransformerBlock(transformer_block.TransformerBlock):
 
 def residual_add(training: bool, fused: bool):
     """Stands in for ``get_bias_dropout_add``: the sum in the model type, with nothing to fuse or to drop."""
+
     def add(x_with_bias, residual, dropout):
         x, bias = x_with_bias
         if bias is not None or (training and dropout > 0):
             raise UnsupportedError("add_bias_linear / hidden_dropout: neither is supported")
         return x + residual
+
     return add
 
 
-ALIGNED = (ColumnParallelLinear, OutputLayer, RowParallelLinear, RMSNorm, MLP, RotaryEmbedding, DotProductAttention,
-           TransformerLayer, TransformerBlock)
+ALIGNED = (
+    ColumnParallelLinear,
+    OutputLayer,
+    RowParallelLinear,
+    RMSNorm,
+    MLP,
+    RotaryEmbedding,
+    DotProductAttention,
+    TransformerLayer,
+    TransformerBlock,
+)
 
 
 def stock_class(cls: type) -> type:

@@ -1,4 +1,5 @@
 """`patch_megatron`: Megatron-core's GPTModel through alignkit's ops."""
+
 from __future__ import annotations
 
 import functools
@@ -66,16 +67,20 @@ def status(model: Any = None) -> dict[str, Any]:
         return {"patched": False}
     from . import modules
 
-    report = {"patched": True, "megatron": _active.version, "vocab_size": _active.vocab_size,
-              "seams": _active.names,
-              "classes": {stock.__name__: aligned.op for stock, aligned in _active.aligned_class.items()}}
+    report = {
+        "patched": True,
+        "megatron": _active.version,
+        "vocab_size": _active.vocab_size,
+        "seams": _active.names,
+        "classes": {stock.__name__: aligned.op for stock, aligned in _active.aligned_class.items()},
+    }
     if model is not None:
         device = next(model.parameters()).device  # without a model nothing says what will compute
         report["contract"], report["backend"] = contract.contract_id(device), backends.name(device)
-        report["aligned"] = {path: type(module).op for path, module in model.named_modules()
-                             if type(module) in modules.ALIGNED}
-        report["stock"] = [path for path, module in model.named_modules()
-                           if type(module) in _active.aligned_class]
+        report["aligned"] = {
+            path: type(module).op for path, module in model.named_modules() if type(module) in modules.ALIGNED
+        }
+        report["stock"] = [path for path, module in model.named_modules() if type(module) in _active.aligned_class]
         report["symmetric_memory"] = symmetric.used(model.pg_collection.tp)
     return report
 
@@ -157,11 +162,20 @@ class Patch:
         from . import modules
 
         self.aligned_class = {
-            modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
+            modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer
+        }
         self._layer, self._bda = modules.TransformerLayer.__base__, (get_bias_dropout_add, modules.residual_add)
         self._exact = {  # gathers, splits and structure: no arithmetic that rounds
-            GPTModel, LanguageModelEmbedding, VocabParallelEmbedding, SelfAttention, FusedScaleMaskSoftmax, IdentityOp,
-            IdentityFuncOp, torch.nn.ModuleList, torch.nn.Dropout}
+            GPTModel,
+            LanguageModelEmbedding,
+            VocabParallelEmbedding,
+            SelfAttention,
+            FusedScaleMaskSoftmax,
+            IdentityOp,
+            IdentityFuncOp,
+            torch.nn.ModuleList,
+            torch.nn.Dropout,
+        }
         self._known = {*self._exact, *self.aligned_class, *modules.ALIGNED}
         self._ours: dict[tuple[type, str], Any] = {}
         self._methods = running.Methods(self._known, self._ours)
@@ -183,8 +197,7 @@ class Patch:
         self._replace(TransformerBlock, "forward", self._only_aligned(TransformerBlock.forward))
         self._replace(WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw))
         self._replace(attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb)
-        self._replace(cross_entropy, "_VocabParallelCrossEntropy",
-                      head.VocabParallelCrossEntropy(self.vocab_size))
+        self._replace(cross_entropy, "_VocabParallelCrossEntropy", head.VocabParallelCrossEntropy(self.vocab_size))
         # What builds models may be wrapped by others: what it has built is looked at anyway.
         self._running = [r for r in self._in_force() if r[1] not in ("__init__", "__new__")]
 
@@ -193,8 +206,11 @@ class Patch:
         self._replaced.append((owner, name, vars(owner).get(name), value))
         setattr(owner, name, value)
         self._ours[owner, name] = value
-        self.names.append(f"{getattr(owner, '__module__', owner.__name__)}.{owner.__name__}.{name}"
-                          if inspect.isclass(owner) else f"{owner.__name__}.{name}")
+        self.names.append(
+            f"{getattr(owner, '__module__', owner.__name__)}.{owner.__name__}.{name}"
+            if inspect.isclass(owner)
+            else f"{owner.__name__}.{name}"
+        )
 
     # What the replaced methods of GPTModel do.
 
@@ -203,6 +219,7 @@ class Patch:
         def init(model, *args, **kwargs):
             stock(model, *args, **kwargs)
             self._adopt(model)
+
         return init
 
     def _preprocess(self, stock):
@@ -217,9 +234,14 @@ class Patch:
 
             def checks() -> dict:
                 running.check_hooks()
-                return self._adopt(model, runs=True) | supported.check_input(model, self.vocab_size, **call) | {
-                    "vocab_size": self.vocab_size,
-                    "contract": contract.contract_id(backends.family(next(model.parameters()).device))}
+                return (
+                    self._adopt(model, runs=True)
+                    | supported.check_input(model, self.vocab_size, **call)
+                    | {
+                        "vocab_size": self.vocab_size,
+                        "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
+                    }
+                )
 
             self._met.add(model)
             tp = TP(model.pg_collection.tp)
@@ -228,6 +250,7 @@ class Patch:
                 tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
             modules.begun[model.decoder] = call.get("packed_seq_params")
             return stock(model, *args, **kwargs)
+
         return preprocess
 
     def _postprocess(self, stock):
@@ -248,8 +271,9 @@ class Patch:
                 if hook is None and asked is None and labels is None:
                     gather = call.get("runtime_gather_output")
                     return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
-                return supported.check_request(model, self.vocab_size, call["hidden_states"], labels,
-                                               head.asked_for(context))
+                return supported.check_request(
+                    model, self.vocab_size, call["hidden_states"], labels, head.asked_for(context)
+                )
 
             TP(model.pg_collection.tp).check_same("the end of GPTModel", checks)
             if hook is not None or (labels is None and asked is None):
@@ -257,12 +281,16 @@ class Patch:
             else:
                 tied = model.share_embeddings_and_output_weights
                 result = head.output_processor(
-                    hidden_states=call["hidden_states"], output_layer=model.output_layer,
+                    hidden_states=call["hidden_states"],
+                    output_layer=model.output_layer,
                     labels=labels,  # pyright: ignore[reportArgumentType] - none only if `asked` has its own
-                    output_weight=model.shared_embedding_or_output_weight() if tied else None, context=context)
+                    output_weight=model.shared_embedding_or_output_weight() if tied else None,
+                    context=context,
+                )
                 result = result if asked is not None else -result.log_probs
             running.check_hooks()  # those of the output layer; no rank waits for this one any more
             return result
+
         return postprocess
 
     def _only_gpt(self, base, gpt):
@@ -276,16 +304,20 @@ class Patch:
                 running.watch_global_hooks()
                 if kwargs.get("extra_block_kwargs"):
                     raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
+
             self._met.discard(model)
             try:
                 checks()
                 result = super(base, model).__call__(*args, **kwargs)
             except Exception as e:
-                if model not in self._met:  # the other ranks are about to meet in `_preprocess`, and must hear of it there
+                if (
+                    model not in self._met
+                ):  # the other ranks are about to meet in `_preprocess`, and must hear of it there
                     TP(model.pg_collection.tp).check("GPTModel", functools.partial(_raise, e))
                 raise
             running.check_hooks()  # those of the model itself
             return result
+
         return call
 
     def _only_aligned(self, stock):
@@ -296,6 +328,7 @@ class Patch:
             if not isinstance(block, modules.TransformerBlock):
                 raise UnsupportedError("TransformerBlock: outside of an aligned GPTModel it is not supported")
             return stock(block, *args, **kwargs)
+
         return forward
 
     # Models.
@@ -337,8 +370,7 @@ class Patch:
         for path, module in found:
             cls = type(module)
             if cls not in self._known:
-                raise UnsupportedError(
-                    f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
+                raise UnsupportedError(f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
             if (name := self._methods.shadowed(module)) is not None:
                 raise UnsupportedError(f"{path or 'model'}.{name}: the module's own method has been replaced")
             supported.check_module(path, module, model.config, devices)

@@ -3,6 +3,7 @@
 All of it can be exchanged after a model was built, so it is looked at before each forward. That must take much less
 than a millisecond: what is slow to look at is looked at again only where a cheap look finds a change.
 """
+
 from __future__ import annotations
 
 import functools
@@ -19,18 +20,49 @@ from torch.nn.modules import module as torch_module
 
 from alignkit.errors import UnsupportedError
 
-_CALLING = frozenset({"__call__", "_wrapped_call_impl", "_call_impl", "_compiled_call_impl", "_slow_forward",
-                      "__getattr__", "__getattribute__"})
+_CALLING = frozenset(
+    {
+        "__call__",
+        "_wrapped_call_impl",
+        "_call_impl",
+        "_compiled_call_impl",
+        "_slow_forward",
+        "__getattr__",
+        "__getattribute__",
+    }
+)
 """Of torch.nn.Module's own names, those that a forward goes through; and all of the names with two underscores."""
 
 _UNUSED = frozenset({"_apply_output_gate", "compute_mtp_single_step"})
 """Decorated with torch's, by Megatron itself, and only run for what is refused."""
 
 
-CHECKED = frozenset({
-    "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "training", "config", "p", "eps",
-    "bias", "weight", "sequence_parallel", "gather_output", "input_is_parallel", "is_expert", "disable_grad_reduce",
-    "gtp_remat_size", "attn_mask_type", "self_attn_bda", "mlp_bda", "bias_dropout_add_exec_handler", "off_interface"})
+CHECKED = frozenset(
+    {
+        "_modules",
+        "_parameters",
+        "_buffers",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "training",
+        "config",
+        "p",
+        "eps",
+        "bias",
+        "weight",
+        "sequence_parallel",
+        "gather_output",
+        "input_is_parallel",
+        "is_expert",
+        "disable_grad_reduce",
+        "gtp_remat_size",
+        "attn_mask_type",
+        "self_attn_bda",
+        "mlp_bda",
+        "bias_dropout_add_exec_handler",
+        "off_interface",
+    }
+)
 """Attributes of modules that `supported` and `fingerprint` look at."""
 
 
@@ -62,8 +94,9 @@ class Look:
         self._last = list(map(next, map(reversed, self._own)))
         self._held = [d for d in dicts if d]
         self._contents = list(self._content())
-        self._tensors = [t for own in self._own for name in ("_parameters", "_buffers") for t in own[name].values()
-                         if t is not None]
+        self._tensors = [
+            t for own in self._own for name in ("_parameters", "_buffers") for t in own[name].values() if t is not None
+        ]
         self._facts = tensor_facts(self._tensors)
         self._hooks = [own[name] for own in self._own for name in ("_forward_pre_hooks", "_forward_hooks")]
 
@@ -91,12 +124,15 @@ class Look:
         got no new one."""
         is_ = operator.is_
         try:
-            return (all(map(is_, map(type, self._modules), self._classes))
-                    and all(map(is_, map(vars, self._modules), self._own))
-                    and list(map(len, self._dicts)) == self._lengths
-                    and list(map(next, map(reversed, self._own))) == self._last
-                    and all(map(is_, self._checked(), self._values)) and all(map(is_, self._content(), self._contents))
-                    and tensor_facts(self._tensors) == self._facts)
+            return (
+                all(map(is_, map(type, self._modules), self._classes))
+                and all(map(is_, map(vars, self._modules), self._own))
+                and list(map(len, self._dicts)) == self._lengths
+                and list(map(next, map(reversed, self._own))) == self._last
+                and all(map(is_, self._checked(), self._values))
+                and all(map(is_, self._content(), self._contents))
+                and tensor_facts(self._tensors) == self._facts
+            )
         except KeyError:  # an attribute that was there is gone
             return False
 
@@ -112,8 +148,11 @@ _what = [operator.attrgetter(name) for name in ("dtype", "shape", "device")]
 
 def tensor_facts(tensors: list[torch.Tensor]) -> list[list]:
     """Classes, types, shapes and devices of parameters and buffers, and whether they are marked."""
-    return [list(map(type, tensors)), *(list(map(what, tensors)) for what in _what),
-            [t.__dict__.get("sequence_parallel") for t in tensors]]
+    return [
+        list(map(type, tensors)),
+        *(list(map(what, tensors)) for what in _what),
+        [t.__dict__.get("sequence_parallel") for t in tensors],
+    ]
 
 
 class Methods:
@@ -145,9 +184,12 @@ class Methods:
         names = self._names.get(cls)
         if names is None:
             names = self._names[cls] = frozenset(
-                name for base in cls.__mro__ for name, value in vars(base).items()
-                if _runs(base, name) and (callable(value) or isinstance(value, classmethod)
-                                          or name == "_compiled_call_impl"))
+                name
+                for base in cls.__mro__
+                for name, value in vars(base).items()
+                if _runs(base, name)
+                and (callable(value) or isinstance(value, classmethod) or name == "_compiled_call_impl")
+            )
         return None if names.isdisjoint(own) else sorted(names.intersection(own))[0]
 
 
@@ -155,8 +197,9 @@ def _runs(cls: type, name: str) -> bool:
     """Whether a forward may run the attribute `name` of `cls`."""
     if name in _CALLING:
         return True
-    return not (cls is torch.nn.Module or name.startswith("__") or name in _UNUSED or "state_dict" in name
-                or "repr" in name)
+    return not (
+        cls is torch.nn.Module or name.startswith("__") or name in _UNUSED or "state_dict" in name or "repr" in name
+    )
 
 
 _DATA = (type, types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -173,9 +216,11 @@ def _check_own(cls: type, name: str, value: Any) -> None:
     function = value
     while (inner := getattr(function, "__wrapped__", None)) is not None and _decorates(function):
         function = inner
-    if not (isinstance(function, types.FunctionType)
-            and function.__globals__ is vars(sys.modules[cls.__module__])
-            and function.__code__.co_qualname.startswith(f"{cls.__qualname__}.")):
+    if not (
+        isinstance(function, types.FunctionType)
+        and function.__globals__ is vars(sys.modules[cls.__module__])
+        and function.__code__.co_qualname.startswith(f"{cls.__qualname__}.")
+    ):
         raise UnsupportedError(f"{_path(cls)}.{name}: has been replaced, by {_described(value)}")
 
 
@@ -207,7 +252,8 @@ def check_in_force(replaced: Iterable[tuple[Any, str, Any]]) -> None:
     for owner, name, value in replaced:
         if (now := vars(owner).get(name)) is not value:
             raise UnsupportedError(
-                f"{_path(owner)}.{name}: has been replaced since patch_megatron, by {_described(now)}")
+                f"{_path(owner)}.{name}: has been replaced since patch_megatron, by {_described(now)}"
+            )
 
 
 # Hooks.

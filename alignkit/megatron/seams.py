@@ -3,6 +3,7 @@
 `NAMES` lists what every known version must have; `resolve` looks it up in an unpacked wheel without importing
 it, so that a test on any Python can check versions that it cannot install.
 """
+
 from __future__ import annotations
 
 import ast
@@ -24,13 +25,25 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "transformer/transformer_block.py": {
         "TransformerBlock.forward": (
-            "hidden_states", "attention_mask", "attention_bias", "inference_context", "packed_seq_params"),
+            "hidden_states",
+            "attention_mask",
+            "attention_bias",
+            "inference_context",
+            "packed_seq_params",
+        )
     },
     "transformer/transformer_layer.py": {"TransformerLayer": ()},
     "transformer/attention.py": {"SelfAttention": (), "apply_rotary_pos_emb": ()},
     "transformer/dot_product_attention.py": {
-        "DotProductAttention.forward": ("query", "key", "value", "attention_mask", "attn_mask_type",
-                                        "attention_bias", "packed_seq_params"),
+        "DotProductAttention.forward": (
+            "query",
+            "key",
+            "value",
+            "attention_mask",
+            "attn_mask_type",
+            "attention_bias",
+            "packed_seq_params",
+        )
     },
     "transformer/mlp.py": {"MLP.forward": ("hidden_states", "per_token_scale")},
     "transformer/torch_norm.py": {"WrappedTorchNorm.__new__": ("config", "hidden_size", "eps")},
@@ -40,10 +53,10 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "models/common/language_module/language_module.py": {"LanguageModule": ()},
     "models/common/embeddings/language_model_embedding.py": {"LanguageModelEmbedding": ()},
     "models/common/embeddings/rotary_pos_embedding.py": {
-        "RotaryEmbedding.forward": ("max_seq_len", "offset", "packed_seq"),
+        "RotaryEmbedding.forward": ("max_seq_len", "offset", "packed_seq")
     },
     "models/common/embeddings/rope_utils.py": {
-        "apply_rotary_pos_emb": ("t", "freqs", "config", "cu_seqlens", "mscale"),
+        "apply_rotary_pos_emb": ("t", "freqs", "config", "cu_seqlens", "mscale")
     },
     "tensor_parallel/layers.py": {
         "ColumnParallelLinear.forward": ("input_", "weight"),
@@ -56,7 +69,9 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "vocab_parallel_cross_entropy": ("vocab_parallel_logits", "target", "label_smoothing"),
     },
     "tensor_parallel/random.py": {
-        "CudaRNGStatesTracker.fork": (), "_get_cuda_rng_state": (), "_set_cuda_rng_state": (),
+        "CudaRNGStatesTracker.fork": (),
+        "_get_cuda_rng_state": (),
+        "_set_cuda_rng_state": (),
     },
 }
 """File (under ``megatron/core``) -> name -> parameters it must take, which alignkit passes or receives."""
@@ -69,8 +84,7 @@ def names(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
     if version in HOOK_VERSIONS:
         hook = ("output_processor", "output_processor_context")
         for method in ("GPTModel.forward", "GPTModel._postprocess"):
-            table["models/gpt/gpt_model.py"][method] = (
-                table["models/gpt/gpt_model.py"].get(method, ()) + hook)
+            table["models/gpt/gpt_model.py"][method] = table["models/gpt/gpt_model.py"].get(method, ()) + hook
     if version == "0.19.2":
         table["tensor_parallel/cross_entropy.py"]["vocab_parallel_cross_entropy"] += ("tp_group",)
     return table
@@ -119,7 +133,10 @@ def _find(body: list[ast.stmt], path: list[str]) -> Any:
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == path[0]:
             return node if len(path) == 1 else _find(node.body, path[1:])
-        if isinstance(node, ast.ImportFrom) and len(path) == 1 and any(
-                (a.asname or a.name) == path[0] for a in node.names):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and len(path) == 1
+            and any((a.asname or a.name) == path[0] for a in node.names)
+        ):
             return node
     return None

@@ -3,6 +3,7 @@
 Configurations and modules are checked against what is known to be right, not against what is known to be
 wrong: a field or a class that this file does not know is refused.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,10 +20,10 @@ from alignkit import backends
 from alignkit.errors import AlignkitError, BackendError, InputError, UnsupportedError
 from alignkit.tp import strict
 
-_REQUIRED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
-             "add_bias_linear": False}
+_REQUIRED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
 
-_FREE = frozenset("""
+_FREE = frozenset(
+    """
     num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size layernorm_epsilon
     qk_layernorm add_qkv_bias hidden_dropout attention_dropout
     params_dtype pipeline_dtype autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
@@ -38,7 +39,8 @@ _FREE = frozenset("""
     calculate_per_token_loss deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync
     barrier_with_L1_time hetereogenous_dist_checkpoint
     recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
-""".split())
+""".split()
+)
 """Fields of TransformerConfig that may have any value: sizes, what the aligned modules do themselves, and
 what has no part in the numbers. Every other field must be at its default."""
 
@@ -75,13 +77,17 @@ def check_config(config) -> None:
             called = f" ({_CALLED[name]})" if name in _CALLED else ""
             raise UnsupportedError(f"{name}{called}: {value!r} is not supported, only {wanted!r}")
     if config.recompute_granularity == "selective" and not _RECOMPUTED.issuperset(config.recompute_modules):
-        raise UnsupportedError(f"recompute_modules (selective activation recomputation): {config.recompute_modules!r} "
-                               f"is not supported, only {', '.join(sorted(_RECOMPUTED))}")
+        raise UnsupportedError(
+            f"recompute_modules (selective activation recomputation): {config.recompute_modules!r} "
+            f"is not supported, only {', '.join(sorted(_RECOMPUTED))}"
+        )
     if config.params_dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(f"params_dtype: {config.params_dtype} is not supported")
     if config.num_query_groups % config.tensor_model_parallel_size:
-        raise UnsupportedError(f"num_query_groups: {config.num_query_groups} KV heads do not divide over "
-                               f"{config.tensor_model_parallel_size} tensor-parallel ranks")
+        raise UnsupportedError(
+            f"num_query_groups: {config.num_query_groups} KV heads do not divide over "
+            f"{config.tensor_model_parallel_size} tensor-parallel ranks"
+        )
 
 
 @functools.cache
@@ -168,8 +174,9 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
         if parameter is None:
             continue
         if type(parameter) is not torch.nn.Parameter:  # sharded (FSDP), quantised
-            raise UnsupportedError(f"{path}.{name}: a parameter of class {type(parameter).__qualname__} is not "
-                                   "supported")
+            raise UnsupportedError(
+                f"{path}.{name}: a parameter of class {type(parameter).__qualname__} is not supported"
+            )
         if parameter.device in devices:
             continue
         try:
@@ -210,15 +217,28 @@ def _tensor(name: str, t, dtypes: tuple[torch.dtype, ...], shape: tuple, device:
         raise InputError(f"{name}: {wanted}, got {type(t).__name__}")
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided or t.is_nested:
         raise InputError(f"{name}: {wanted}, got a {type(t).__name__} of layout {t.layout}")
-    if (t.dtype not in dtypes or t.dim() != len(shape)
-            or any(asked not in (None, n) for asked, n in zip(shape, t.shape, strict=True))):
+    if (
+        t.dtype not in dtypes
+        or t.dim() != len(shape)
+        or any(asked not in (None, n) for asked, n in zip(shape, t.shape, strict=True))
+    ):
         raise InputError(f"{name}: {wanted}, got {str(t.dtype).removeprefix('torch.')} {list(t.shape)}")
     if device is not None and t.device != device:
         raise InputError(f"{name}: on {t.device}, but the model is on {device}")
 
 
-def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, decoder_input=None,
-                inference_context=None, packed_seq_params=None, padding_mask=None, **_) -> dict:
+def check_input(
+    model,
+    vocab_size: int,
+    *,
+    input_ids=None,
+    position_ids=None,
+    decoder_input=None,
+    inference_context=None,
+    packed_seq_params=None,
+    padding_mask=None,
+    **_,
+) -> dict:
     """Checks what GPTModel._preprocess is called with, and returns what must agree between ranks."""
     if inference_context is not None or _inferring():
         raise UnsupportedError("inference_context: Megatron's inference is not supported")
@@ -238,8 +258,13 @@ def check_input(model, vocab_size: int, *, input_ids=None, position_ids=None, de
     if decoder_input is None:
         low, high = input_ids.aminmax()
         # With tensor parallelism Megatron embeds a token outside the vocabulary as zeros.
-        _demand((low >= 0) & (high < vocab_size), InputError,
-                f"input_ids: the lowest and highest id must be in [0, {vocab_size})", low, high)
+        _demand(
+            (low >= 0) & (high < vocab_size),
+            InputError,
+            f"input_ids: the lowest and highest id must be in [0, {vocab_size})",
+            low,
+            high,
+        )
     if position_ids is not None and decoder_input is None:
         _tensor("position_ids", position_ids, (torch.int64, torch.int32), (None, s))
         if position_ids.shape[0] not in (1, b):
@@ -263,9 +288,16 @@ def check_request(model, vocab_size: int, hidden: torch.Tensor, labels, asked) -
     shape, device = (hidden.shape[1], hidden.shape[0] * ranks), hidden.device
     check_labels(vocab_size, shape, device, labels, asked)
     given = asked.temperature
-    return {"labels": shape, "ignore_index": int(asked.ignore_index), "return_entropy": bool(asked.return_entropy),
-            "temperature": "on a device" if isinstance(given, torch.Tensor) and not _looks(given.device) else
-            "one for each label" if isinstance(given, torch.Tensor) and given.dim() else float(given)}
+    return {
+        "labels": shape,
+        "ignore_index": int(asked.ignore_index),
+        "return_entropy": bool(asked.return_entropy),
+        "temperature": "on a device"
+        if isinstance(given, torch.Tensor) and not _looks(given.device)
+        else "one for each label"
+        if isinstance(given, torch.Tensor) and given.dim()
+        else float(given),
+    }
 
 
 def check_labels(vocab_size: int, shape: tuple[int, int], device: torch.device, labels, asked) -> None:
@@ -280,8 +312,10 @@ def check_labels(vocab_size: int, shape: tuple[int, int], device: torch.device, 
         wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != asked.ignore_index)
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()
-            raise InputError(f"labels: id {labels[row, column].item()} at [{row}, {column}] is neither in "
-                             f"[0, {vocab_size}) nor the ignored one, {asked.ignore_index}")
+            raise InputError(
+                f"labels: id {labels[row, column].item()} at [{row}, {column}] is neither in "
+                f"[0, {vocab_size}) nor the ignored one, {asked.ignore_index}"
+            )
 
 
 def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> None:
@@ -290,8 +324,13 @@ def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> N
         if given.dim():
             _tensor("temperature", given, (torch.float32,), shape, device)
         else:
-            _tensor("temperature", given, (torch.float32, torch.float64, torch.bfloat16), (),
-                    None if given.device.type == "cpu" else device)
+            _tensor(
+                "temperature",
+                given,
+                (torch.float32, torch.float64, torch.bfloat16),
+                (),
+                None if given.device.type == "cpu" else device,
+            )
     elif isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise InputError(f"temperature: {given!r} is not a number or a tensor")
     if not isinstance(given, torch.Tensor) or _looks(given.device):
@@ -336,8 +375,15 @@ def packed_cu_seqlens(params) -> torch.Tensor:
 def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ...]:
     """Checks the `params` of a packed micro-batch. Returns what ranks must agree on: the values of ``cu_seqlens`` where
     they may be looked at, else how many there are."""
-    fields = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
-              "max_seqlen_q", "max_seqlen_kv")
+    fields = (
+        "qkv_format",
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+        "cu_seqlens_q_padded",
+        "cu_seqlens_kv_padded",
+        "max_seqlen_q",
+        "max_seqlen_kv",
+    )
     for name in fields:
         if not hasattr(params, name):
             raise InputError(f"packed_seq_params: expected Megatron's PackedSeqParams, got {type(params).__name__}")
@@ -345,7 +391,7 @@ def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ..
         raise UnsupportedError(f"packed_seq_params.qkv_format: {params.qkv_format!r} is not supported")
     if b != 1:
         raise UnsupportedError("packed_seq_params: needs a micro-batch of one row and no attention_mask")
-    if (getattr(params, "cp_group", None) is not None and params.cp_group.size() > 1):
+    if getattr(params, "cp_group", None) is not None and params.cp_group.size() > 1:
         raise UnsupportedError("packed_seq_params.cp_group: context parallelism is not supported")
     for name in fields[1:5]:
         if (value := getattr(params, name)) is not None:
@@ -366,10 +412,18 @@ def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ..
     if kv is not q:
         _demand((q == kv).all(), InputError, differ)
     lengths = q.diff()
-    _demand((q[0] == 0) & (q[-1] == s) & (lengths >= 0).all(), InputError,
-            f"packed_seq_params: cu_seqlens must begin with 0, not decrease, and end at {s}, the tokens", q)
-    _demand((lengths <= longest).all(), InputError,
-            f"packed_seq_params: no sequence may be longer than max_seqlen, which is {longest}", lengths)
+    _demand(
+        (q[0] == 0) & (q[-1] == s) & (lengths >= 0).all(),
+        InputError,
+        f"packed_seq_params: cu_seqlens must begin with 0, not decrease, and end at {s}, the tokens",
+        q,
+    )
+    _demand(
+        (lengths <= longest).all(),
+        InputError,
+        f"packed_seq_params: no sequence may be longer than max_seqlen, which is {longest}",
+        lengths,
+    )
     return tuple(q.tolist()) if _looks(q.device) else tuple(q.shape)
 
 
@@ -377,9 +431,16 @@ def _check_causal(mask, s: int, b: int) -> None:
     """UnsupportedError unless a mask (True hides) is causal for the tokens of each sequence, with padding on the
     right."""
     refusal = "attention_mask: only a causal one, with padding on the right, is supported"
-    if (type(mask) is not torch.Tensor or mask.is_nested or mask.layout != torch.strided or mask.device.type == "meta"
-            or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, b)
-            or mask.shape[1:] != (1, s, s)):
+    if (
+        type(mask) is not torch.Tensor
+        or mask.is_nested
+        or mask.layout != torch.strided
+        or mask.device.type == "meta"
+        or mask.dtype != torch.bool
+        or mask.dim() != 4
+        or mask.shape[0] not in (1, b)
+        or mask.shape[1:] != (1, s, s)
+    ):
         raise UnsupportedError(refusal)
     mask = mask[:, 0]
     token = ~mask.diagonal(dim1=1, dim2=2)

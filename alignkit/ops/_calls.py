@@ -1,4 +1,5 @@
 """How ops are called: the floating-point mode they run in, and what autograd may ask of them."""
+
 from __future__ import annotations
 
 import contextlib
@@ -38,12 +39,14 @@ def _default_mode():
 
 def in_default_mode(function: Callable) -> Callable:
     """Decorator: numbers are rounded on the calling thread, so it has the default mode meanwhile."""
+
     @functools.wraps(function)
     def called(*args, **kwargs):
         if _default():
             return function(*args, **kwargs)
         with _default_mode():
             return function(*args, **kwargs)
+
     return called
 
 
@@ -58,12 +61,14 @@ def op(function: Callable) -> Callable:
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedError(f"{function.__name__}: not inside a transform of torch.func (grad, vmap, ...)")
         return function(*args, **kwargs)
+
     return called
 
 
 def in_torch(function: Callable) -> Callable:
     """Decorator of what is computed by torch on a CPU, and slow anyway. torch's own threads may be in another mode, so there
     is one thread; and its products follow autocast and, in oneDNN, `torch.set_float32_matmul_precision`, so there is neither."""
+
     @functools.wraps(function)
     def called(*args, **kwargs):
         threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
@@ -75,6 +80,7 @@ def in_torch(function: Callable) -> Callable:
         finally:
             torch._C._set_mkldnn_enabled(onednn)
             torch.set_num_threads(threads)
+
     return called
 
 
@@ -112,6 +118,7 @@ def differentiable_once(op: str) -> Callable:
     """Class decorator of an autograd Function: its gradients are constants, which would silently be wrong where they are
     differentiated again; so that is refused by name. What a gradient depends on are the gradient that comes in, and inputs
     and outputs, which `forward` saves as they are. It may set ctx.op to a better name."""
+
     def decorate(function: type) -> type:
         backward = function.backward
 
@@ -123,6 +130,8 @@ def differentiable_once(op: str) -> Callable:
             if not torch.is_grad_enabled():
                 return out
             return final(name, out if isinstance(out, tuple) else (out,), (*ctx.saved_tensors, *grads))
+
         function.backward = staticmethod(once)
         return function
+
     return decorate

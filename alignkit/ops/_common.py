@@ -1,4 +1,5 @@
 """Checks that several ops share, and the exact arithmetic that references are written in."""
+
 from __future__ import annotations
 
 import math
@@ -107,8 +108,10 @@ def check_number(name: str, value, positive: bool = True) -> float:
 def check_int(name: str, value, least: int = -(2**63)) -> int:
     """An integer of Python or numpy, of 64 bits, and `least` or more."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise InputError(f"{name}: expected an integer, got {type(value).__name__}"
-                         + (f" {value}" if isinstance(value, numbers.Real) else ""))
+        raise InputError(
+            f"{name}: expected an integer, got {type(value).__name__}"
+            + (f" {value}" if isinstance(value, numbers.Real) else "")
+        )
     number = int(value)
     if number < least:
         raise InputError(f"{name}: {number} is " + {0: "negative", 1: "not positive"}.get(least, f"below {least}"))
@@ -133,9 +136,11 @@ def check_tp(tp) -> TP:
 
 def check_apart(name: str, t: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
     """`t`, which is written to, shares no memory with tensors that are read meanwhile. Their views count whole."""
+
     def memory(t: torch.Tensor) -> tuple[int, int]:
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
     for other_name, other in others.items():
         if isinstance(other, torch.Tensor) and other.device == t.device and other.numel() and t.numel():
             (begin, end), (other_begin, other_end) = memory(t), memory(other)
@@ -213,8 +218,10 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     """exp of fp32 as the contract computes it: x = n ln2 + r, a Taylor polynomial of degree 7 in r, times 2^n."""
+
     def f(v):
         return torch.full_like(x, v)
+
     c = x.clamp(-87.0, 88.0)
     n = (c * f(1.44269504)).round()
     r = fma(n, f(2.12194440e-4), fma(n, f(-0.693359375), c))

@@ -1,5 +1,6 @@
 """What the Triton backends share. Kernels are launched with `enable_fp_fusion=False`: a multiply-add is fused where the
 source says `tl.fma` and nowhere else, so that no schedule can change a rounding."""
+
 from __future__ import annotations
 
 import torch
@@ -75,5 +76,15 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
     if compiled is None:
         _ready[name] = kernel[grid](*args, **constants, **options, **EXACT)
         return
-    compiled.run(*grid, *(1, 1)[len(grid) - 1:], driver.active.get_current_stream(device), compiled.function,
-                 compiled.packed_metadata, None, None, None, *values, *constants.values())
+    compiled.run(
+        *grid,
+        *(1, 1)[len(grid) - 1 :],
+        driver.active.get_current_stream(device),
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *values,
+        *constants.values(),
+    )

@@ -6,6 +6,7 @@ computes what the op of its name in `alignkit.ops` does, forward only; outputs n
 An engine calls these many times a step and between them the GPU waits for the host. So on a GPU an op compares what
 could differ between two calls, shapes and types, and leaves the rest of its checks to the case that these do not fit.
 """
+
 from __future__ import annotations
 
 import torch
@@ -48,6 +49,7 @@ def _define(schema: str, run, fake):
 
     def refused(*_):
         raise UnsupportedError(f"alignkit::{name}: forward only; the op of this name in alignkit.ops has a gradient")
+
     torch.library.register_autograd(f"alignkit::{name}", refused, lib=_library)
     return getattr(torch.ops.alignkit, name).default
 
@@ -63,8 +65,12 @@ def _like(x, *_):
 def _product(x, weight, bias, leaves):
     if x is None or weight is None:
         _refuse_none(x=x, weight=weight)
-    if (x.is_cpu or x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype
-            or (bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype))):
+    if (
+        x.is_cpu
+        or x.shape[-1] != weight.shape[1]
+        or x.dtype != weight.dtype
+        or (bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype))
+    ):
         check_weight(x, weight, bias, dtypes=WITH_FP16)
     if x.ndim == 2:
         return matmul(x, weight, leaves=leaves, bias=bias, out_dtype=x.dtype)
@@ -85,8 +91,12 @@ def _row_parallel_linear(x, weight, bias, group):
 def _add_rms_norm(x, residual, weight, eps):
     if x is None or weight is None:
         _refuse_none(x=x, weight=weight)
-    if (x.is_cpu or x.shape[-1] != weight.shape[0] or x.dtype != weight.dtype
-            or (residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype))):
+    if (
+        x.is_cpu
+        or x.shape[-1] != weight.shape[0]
+        or x.dtype != weight.dtype
+        or (residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype))
+    ):
         _check_norm(x, weight, eps, residual)
     total, y, _ = backends.select("rms_norm", x.device).forward(x, weight.contiguous(), eps, residual)
     return y, total
@@ -132,12 +142,17 @@ def _silu_mul(gate, up):
 
 linear = _define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _rows)
 row_parallel_linear = _define(
-    "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor", _row_parallel_linear, _rows)
+    "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor", _row_parallel_linear, _rows
+)
 rms_norm = _define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _like)
 add_rms_norm = _define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", _add_rms_norm_to,
-    lambda x, residual, weight, eps: (_like(x), _like(x)))
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _add_rms_norm_to,
+    lambda x, residual, weight, eps: (_like(x), _like(x)),
+)
 rope_qk = _define(
-    "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table) -> (Tensor, Tensor)", _rope_qk,
-    lambda q, k, positions, table: (_like(q), _like(k)))
+    "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table) -> (Tensor, Tensor)",
+    _rope_qk,
+    lambda q, k, positions, table: (_like(q), _like(k)),
+)
 silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul, _like)

@@ -3,6 +3,7 @@
 Nothing is imported until it is used: vLLM goes on without a plugin whose module cannot be imported, so what can fail is
 left to `plugin.register`, whose errors vLLM does not swallow.
 """
+
 from importlib import import_module
 
 __all__ = ["Patch", "patch_vllm", "status", "worker_status"]

@@ -1,4 +1,5 @@
 """vLLM's attention backend, with `ops.paged_attention` inside."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -42,8 +43,9 @@ class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionM
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
-              fast_build: bool = False) -> AlignedAttentionMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AlignedAttentionMetadata:
         common = common_attn_metadata
         if common.causal is not True:
             raise UnsupportedError("attention that is not causal")
@@ -87,24 +89,34 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
 
-    def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-                           slot_mapping: torch.Tensor) -> None:
+    def do_kv_cache_update(
+        self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         """Writes key and value [T, Hkv, D] to their slots. Padding has slot -1: vLLM's kernel leaves it out, and on the
         CPU it goes to block 0, vLLM's null block, which no sequence has."""
         k_cache, v_cache = _split(kv_cache)
         if kv_cache.is_cuda:
-            vllm_ops.reshape_and_cache_flash(key, value, k_cache, v_cache, slot_mapping, "auto",
-                                             layer._k_scale, layer._v_scale)
+            vllm_ops.reshape_and_cache_flash(
+                key, value, k_cache, v_cache, slot_mapping, "auto", layer._k_scale, layer._v_scale
+            )
             return
         slots = slot_mapping.clamp(min=0)
         block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
         k_cache[block, offset] = key[: len(slots)]
         v_cache[block, offset] = value[: len(slots)]
 
-    def forward(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                kv_cache: torch.Tensor, attn_metadata: AlignedAttentionMetadata | None, output: torch.Tensor,
-                output_scale: torch.Tensor | None = None,
-                output_block_scale: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AlignedAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """query [T, Hq, D] -> output [T, Hq, D], written in place."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("attention with a quantized output")
@@ -145,8 +157,9 @@ class AlignedAttentionBackend(AttentionBackend):
         return (KVCacheLayout.LBNHC,)
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
-                           cache_dtype_str: str = "auto") -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
         """Asked by vLLM 0.26: the logical view that `_split` takes."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 

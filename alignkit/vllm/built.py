@@ -1,4 +1,5 @@
 """What vLLM built, beside what alignkit reads from the model's config.json: the training side is made from that."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
         yield "num_attention_heads", attention.attn.num_heads * tp, read.heads
         yield "num_key_value_heads", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
         yield "head_dim", attention.attn.head_size, read.head_dim
-        yield "the scale of attention", attention.attn.impl.scale, read.head_dim ** -0.5
+        yield "the scale of attention", attention.attn.impl.scale, read.head_dim**-0.5
         yield "rope_theta", attention.rotary_emb.base, read.rope_base
         yield "intermediate_size", mlp.down_proj.input_size, read.intermediate
         yield "biases of q, k and v", attention.qkv_proj.bias is not None, read.qkv_bias

@@ -1,4 +1,5 @@
 """The front end's part: requests are refused where they are made, before they reach a worker."""
+
 from __future__ import annotations
 
 import functools
@@ -42,5 +43,7 @@ def refuse_stock(validate_params):
 
 def _require_aligned(vllm_config) -> None:
     if vllm_config.parallel_config.worker_cls != WORKER:
-        raise RefusedRequest("this engine, or its configuration, was made before patch_vllm(): "
-                             "make it after, or undo the patch to use it as it is")
+        raise RefusedRequest(
+            "this engine, or its configuration, was made before patch_vllm(): "
+            "make it after, or undo the patch to use it as it is"
+        )

@@ -4,6 +4,7 @@ Each class keeps vLLM's parameters, weight loading and tensor-parallel layout, a
 Weights stay plain tensors (vLLM would pack them for oneDNN on the CPU), so an update in place reaches the
 numbers. What runs in the trunk's `forward` methods is compiled whole: they call custom ops and reshape, and nothing else.
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
@@ -165,8 +166,9 @@ class AlignedLogitsProcessor(LogitsProcessor):
         """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`."""
         if skip_gather:
             raise UnsupportedError("batch-sharded sampling")
-        logits = ops.head_logits(hidden_states, lm_head.weight, embedding_bias,
-                                 soft_cap=self.soft_cap, logit_scale=self.scale)
+        logits = ops.head_logits(
+            hidden_states, lm_head.weight, embedding_bias, soft_cap=self.soft_cap, logit_scale=self.scale
+        )
         if lm_head.tp_size > 1:
             logits = self._gather_logits(logits)
         return None if logits is None else logits[..., : self.org_vocab_size]

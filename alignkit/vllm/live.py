@@ -4,6 +4,7 @@ Looked at are the model's modules, the samplers, and the classes of both. Python
 time: a module by another, a method on an object or a class, or what a module gives by a hook. Not looked at are the
 values of weights and buffers, alignkit's functions below these classes, and vLLM's runner, scheduler and front end.
 """
+
 from __future__ import annotations
 
 import functools
@@ -59,22 +60,31 @@ class Watch:
         self._suspect = True
         model = self._runner.get_model()
         counts = refuse_model(model, tuple(ALIGNED.values()))
-        faults = [f"{path or 'the model'}: {fault}"
-                  for path, module in model.named_modules() for fault in _faults(module)]
+        faults = [
+            f"{path or 'the model'}: {fault}" for path, module in model.named_modules() for fault in _faults(module)
+        ]
         attention = [m for m in model.modules() if isinstance(m, Attention)]
         faults += [f"{m.layer_name}: {self._attention_fault(m)}" for m in attention if self._attention_fault(m)]
-        faults += [f"{name}: {fault}"
-                   for name, part, kind in self._sampling() for fault in _sampling_faults(part, kind)]
+        faults += [
+            f"{name}: {fault}" for name, part, kind in self._sampling() for fault in _sampling_faults(part, kind)
+        ]
         faults += [f"{where}: {_name(hook)}" for where, hook in _global_hooks() if not _is_vllms(hook)]
-        parts = [*model.modules(), *(part for _, part, _ in self._sampling()), *(m.impl for m in attention),
-                 *(m.quant_method for m in model.modules() if hasattr(m, "quant_method"))]
+        parts = [
+            *model.modules(),
+            *(part for _, part, _ in self._sampling()),
+            *(m.impl for m in attention),
+            *(m.quant_method for m in model.modules() if hasattr(m, "quant_method")),
+        ]
         classes = dict.fromkeys(c for part in parts for c in _classes(type(part)))
         faults += [f"{c.__qualname__}.{name} is replaced" for c in classes for name in _replaced_methods(c)]
         if not faults:  # the parts are what they are taken for
             faults = deviations(model, self._read, self._config.parallel_config.tensor_parallel_size)
         if faults:
-            raise UnsupportedError("vLLM does not run what alignkit keeps aligned: " + "; ".join(faults[:8])
-                                   + (f"; and {len(faults) - 8} more" if len(faults) > 8 else ""))
+            raise UnsupportedError(
+                "vLLM does not run what alignkit keeps aligned: "
+                + "; ".join(faults[:8])
+                + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+            )
         self._kinds = {type(m) for m in model.modules()}
         self._methods = [_Methods(vars(c), len(vars(c)), tuple(group)) for c in classes for group in _groups(_first[c])]
         self._suspect = False
@@ -175,7 +185,9 @@ def _faults(module: torch.nn.Module) -> list[str]:
 
 
 _METHOD_OF = {aligned: AlignedLinearMethod for name, aligned in ALIGNED.items() if name.endswith("Linear")} | {
-    AlignedVocabParallelEmbedding: AlignedEmbeddingMethod, AlignedParallelLMHead: AlignedEmbeddingMethod}
+    AlignedVocabParallelEmbedding: AlignedEmbeddingMethod,
+    AlignedParallelLMHead: AlignedEmbeddingMethod,
+}
 
 
 def _sampling_faults(part: Any, kind: type) -> list[str]:
@@ -212,11 +224,16 @@ def _classes(kind: type) -> tuple[type, ...]:
 def _runs(kind: type) -> dict[str, Any]:
     """What a class itself defines that is called. Not its ways to load weights, which frameworks replace, nor what vLLM
     puts on models for pipelines."""
-    return {name: value for name, value in vars(kind).items()
-            if (callable(value) or isinstance(value, (staticmethod, classmethod, property)))
-            and not isinstance(value, type) and (name == "__call__" or not name.startswith("__"))
-            and not name.startswith("load_") and "weight_loader" not in name
-            and name != "make_empty_intermediate_tensors"}
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if (callable(value) or isinstance(value, (staticmethod, classmethod, property)))
+        and not isinstance(value, type)
+        and (name == "__call__" or not name.startswith("__"))
+        and not name.startswith("load_")
+        and "weight_loader" not in name
+        and name != "make_empty_intermediate_tensors"
+    }
 
 
 def _replaced_methods(kind: type) -> list[str]:
@@ -224,8 +241,11 @@ def _replaced_methods(kind: type) -> list[str]:
     now = _runs(kind)
     then = _first.setdefault(kind, now)
     allowed = ENGINE if _package(kind.__module__) != "alignkit" else ("alignkit",)
-    return sorted(name for name in now.keys() | then.keys()
-                  if now.get(name) is not then.get(name) or not _comes_from(now[name], allowed))
+    return sorted(
+        name
+        for name in now.keys() | then.keys()
+        if now.get(name) is not then.get(name) or not _comes_from(now[name], allowed)
+    )
 
 
 def _comes_from(method: Any, packages: tuple[str, ...]) -> bool:

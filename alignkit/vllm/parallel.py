@@ -1,4 +1,5 @@
 """vLLM's tensor-parallel ranks, as alignkit's ops take them."""
+
 from __future__ import annotations
 
 import torch

@@ -4,6 +4,7 @@ The patch itself is small. An engine's configuration is checked and given alignk
 whatever process it starts, builds the model out of alignkit's layers and verifies what it built. Nothing
 global changes in vLLM's layers, so an engine keeps what it was made with, patched or stock, for its life.
 """
+
 from __future__ import annotations
 
 import functools
@@ -67,8 +68,9 @@ class Patch:
         global _live
         foreign = [str(replaced) for replaced in self._replaced if not replaced.is_ours()]
         if foreign:
-            raise UnsupportedError(f"undo: {', '.join(foreign)} was replaced by someone else since patch_vllm(): "
-                                   "undo that first")
+            raise UnsupportedError(
+                f"undo: {', '.join(foreign)} was replaced by someone else since patch_vllm(): undo that first"
+            )
         self._restore()
         if _live is self:
             _live = None
@@ -124,9 +126,11 @@ def patch_vllm() -> Patch:
 
 def status() -> dict:
     """What is patched in this process: `patched`, `contract`, and the replaced names in `points`."""
-    return {"patched": _live is not None,
-            "contract": contract_id(installed().family) if _live else "stock",
-            "points": _live.points if _live else []}
+    return {
+        "patched": _live is not None,
+        "contract": contract_id(installed().family) if _live else "stock",
+        "points": _live.points if _live else [],
+    }
 
 
 def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:

@@ -1,4 +1,5 @@
 """vLLM loads this entry point (`vllm.general_plugins`) in every process it starts."""
+
 from __future__ import annotations
 
 import os
@@ -45,7 +46,8 @@ def _refuse_engines(cause: Exception) -> None:
     def create_engine_config(self, *args, **kwargs):
         from alignkit.errors import UnsupportedError
 
-        raise UnsupportedError(f"{ENV}={os.environ.get(ENV, '')}: vLLM could not be aligned when it loaded alignkit's "
-                               f"plugin: {cause}") from cause
+        raise UnsupportedError(
+            f"{ENV}={os.environ.get(ENV, '')}: vLLM could not be aligned when it loaded alignkit's plugin: {cause}"
+        ) from cause
 
     EngineArgs.create_engine_config = create_engine_config

@@ -1,4 +1,5 @@
 """vLLM's V1 sampler with `ops.log_softmax` for every logprob. What is sampled, and how, is vLLM's."""
+
 from __future__ import annotations
 
 import torch

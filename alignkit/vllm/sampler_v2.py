@@ -4,6 +4,7 @@ vLLM takes all of them in one function, `compute_token_logprobs`, which its clas
 classes here are vLLM's with that function replaced in copies of their own, so a stock engine in the same process
 keeps its. What is sampled, and the ranks of tokens, are vLLM's.
 """
+
 from __future__ import annotations
 
 import functools
@@ -29,8 +30,13 @@ def _calling(function: Callable, **names: Any) -> Callable:
     lacking = names.keys() - set(function.__code__.co_names)
     if lacking:
         raise UnsupportedError(f"vLLM's {function.__qualname__} does not call {', '.join(sorted(lacking))}")
-    copy = FunctionType(function.__code__, {**function.__globals__, **names, "__name__": __name__}, function.__name__,
-                        function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names, "__name__": __name__},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -58,8 +64,9 @@ _topk_scores = _calling(logprob.compute_topk_scores, compute_token_logprobs=toke
 
 
 class AlignedStates(SamplingStates):
-    def apply_temperature(self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor,
-                          idx_mapping_np: np.ndarray) -> None:
+    def apply_temperature(
+        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
+    ) -> None:
         """Divides in place, correctly rounded as the contract asks; the quotients of vLLM's kernel are not."""
         temperatures = self.temperature.np[idx_mapping_np]
         if ((temperatures == 0) | (temperatures == 1)).all():
@@ -76,8 +83,10 @@ class AlignedSamplerV2(Sampler):
 class AlignedPromptLogprobs(prompt_logprob.PromptLogprobsWorker):
     compute_prompt_logprobs = _calling(
         prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs,
-        compute_prompt_logprobs_with_chunking=_calling(prompt_logprob.compute_prompt_logprobs_with_chunking,
-                                                       compute_topk_scores=_topk_scores))
+        compute_prompt_logprobs_with_chunking=_calling(
+            prompt_logprob.compute_prompt_logprobs_with_chunking, compute_topk_scores=_topk_scores
+        ),
+    )
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 syntax tree of a vLLM root directory, installed or an unpacked wheel, so a version can be checked without
 running it. Running is another claim: only the versions in `RUNS`, each on its device.
 """
+
 from __future__ import annotations
 
 import ast
@@ -37,8 +38,9 @@ class Version:
 
 RUNS: dict[str, Version] = {
     "0.26": Version("cuda", "sm90", "vllm.v1.worker.gpu_worker:Worker", "CUSTOM", "builtins:ValueError", True),
-    "0.32": Version("cpu", "cpu", "vllm.v1.worker.cpu_worker:CPUWorker", "CPU_ATTN",
-                    "vllm.exceptions:VLLMClientError", False),
+    "0.32": Version(
+        "cpu", "cpu", "vllm.v1.worker.cpu_worker:CPUWorker", "CPU_ATTN", "vllm.exceptions:VLLMClientError", False
+    ),
 }
 """The minor versions that the adapter runs on."""
 
@@ -75,8 +77,10 @@ _COMMON = (
     *(Seam("entrypoints/cli/serve.py", f"ServeSubcommand.{name}") for name in ("cmd", "validate", "subparser_init")),
     Seam("utils/argparse_utils.py", "FlexibleArgumentParser"),
     # Where a running worker looks at itself, and at what.
-    *(Seam("v1/worker/gpu_worker.py", f"Worker.{name}") for name in (
-        "execute_model", "compile_or_warm_up_model", "reload_weights", "finish_weight_update", "wake_up")),
+    *(
+        Seam("v1/worker/gpu_worker.py", f"Worker.{name}")
+        for name in ("execute_model", "compile_or_warm_up_model", "reload_weights", "finish_weight_update", "wake_up")
+    ),
     Seam("v1/worker/worker_base.py", "WorkerBase.apply_model", ("fn",)),
     Seam("config/compilation.py", "CompilationConfig.static_forward_context"),
     Seam("config/model.py", "ModelConfig.hf_config_path"),
@@ -98,8 +102,11 @@ _COMMON = (
     Seam(_LAYERS + "layernorm.py", "RMSNorm", ("eps", "var_hidden_size", "has_weight")),
     Seam(_LAYERS + "activation.py", "SiluAndMul"),
     Seam(_LAYERS + "rotary_embedding/__init__.py", "_ROPE_DICT"),
-    Seam(_LAYERS + "rotary_embedding/base.py", "RotaryEmbedding",
-         ("head_size", "rotary_dim", "max_position_embeddings", "base", "is_neox_style", "init_cache")),
+    Seam(
+        _LAYERS + "rotary_embedding/base.py",
+        "RotaryEmbedding",
+        ("head_size", "rotary_dim", "max_position_embeddings", "base", "is_neox_style", "init_cache"),
+    ),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor", ("scale", "logits_as_input", "soft_cap")),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor._gather_logits", ("logits",)),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.get_top_tokens"),
@@ -111,38 +118,73 @@ _COMMON = (
     Seam("v1/attention/selector.py", "_cached_get_attn_backend"),
     Seam("v1/attention/backend.py", "AttentionBackend.get_builder_cls"),
     Seam("v1/attention/backend.py", "AttentionImpl.forward", ("kv_cache", "attn_metadata", "output")),
-    Seam("v1/attention/backend.py", "AttentionMetadataBuilder",
-         ("kv_cache_spec", "layer_names", "vllm_config", "device")),
-    Seam("v1/attention/backend.py", "AttentionMetadataBuilder.build",
-         ("common_prefix_len", "common_attn_metadata", "fast_build")),
-    *(Seam("v1/attention/backend.py", f"CommonAttentionMetadata.{field}") for field in (
-        "num_actual_tokens", "query_start_loc", "seq_lens", "block_table_tensor", "causal")),
+    Seam(
+        "v1/attention/backend.py", "AttentionMetadataBuilder", ("kv_cache_spec", "layer_names", "vllm_config", "device")
+    ),
+    Seam(
+        "v1/attention/backend.py",
+        "AttentionMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    *(
+        Seam("v1/attention/backend.py", f"CommonAttentionMetadata.{field}")
+        for field in ("num_actual_tokens", "query_start_loc", "seq_lens", "block_table_tensor", "causal")
+    ),
     Seam("v1/attention/backends/utils.py", "NULL_BLOCK_ID"),
     Seam(_LAYERS + "attention/attention.py", "unified_kv_cache_update", ("key", "value", "layer_name")),
     # The configuration: what is refused is read from it.
-    *(Seam("config/vllm.py", f"VllmConfig.{field}") for field in (
-        "use_v2_model_runner", "lora_config", "speculative_config", "kv_transfer_config", "offload_config",
-        "diffusion_config", "attention_config")),
-    *(Seam("config/parallel.py", f"ParallelConfig.{field}") for field in (
-        "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
-        "prefill_context_parallel_size", "use_ubatching")),
+    *(
+        Seam("config/vllm.py", f"VllmConfig.{field}")
+        for field in (
+            "use_v2_model_runner",
+            "lora_config",
+            "speculative_config",
+            "kv_transfer_config",
+            "offload_config",
+            "diffusion_config",
+            "attention_config",
+        )
+    ),
+    *(
+        Seam("config/parallel.py", f"ParallelConfig.{field}")
+        for field in (
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+            "use_ubatching",
+        )
+    ),
     Seam("config/attention.py", "AttentionConfig.backend"),
     Seam("config/attention.py", "AttentionConfig.backend_per_kind"),
-    *(Seam("config/compilation.py", f"CompilationConfig.{field}") for field in (
-        "mode", "backend", "cudagraph_mode", "pass_config", "use_inductor_graph_partition", "inductor_passes",
-        "cache_dir")),
-    *(Seam("config/compilation.py", f"PassConfig.{field}") for field in (
-        "fuse_allreduce_rms", "fuse_norm_quant", "fuse_act_quant")),
+    *(
+        Seam("config/compilation.py", f"CompilationConfig.{field}")
+        for field in (
+            "mode",
+            "backend",
+            "cudagraph_mode",
+            "pass_config",
+            "use_inductor_graph_partition",
+            "inductor_passes",
+            "cache_dir",
+        )
+    ),
+    *(
+        Seam("config/compilation.py", f"PassConfig.{field}")
+        for field in ("fuse_allreduce_rms", "fuse_norm_quant", "fuse_act_quant")
+    ),
     Seam("config/compilation.py", "CompilationMode.VLLM_COMPILE"),
     Seam("config/vllm.py", "VllmConfig.additional_config"),
     Seam("v1/attention/backend.py", "AttentionMetadataBuilder._cudagraph_support"),
     Seam("v1/attention/backend.py", "AttentionCGSupport.ALWAYS"),
-    Seam("distributed/device_communicators/base_device_communicator.py", "DeviceCommunicatorBase.all_gather",
-         ("input_", "dim")),
+    Seam(
+        "distributed/device_communicators/base_device_communicator.py",
+        "DeviceCommunicatorBase.all_gather",
+        ("input_", "dim"),
+    ),
     # Logprobs, V1 runner.
     Seam("v1/sample/sampler.py", "Sampler.compute_logprobs", ("logits",)),
-    Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_cpu",
-         ("logits", "generators", "k", "p")),
+    Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_cpu", ("logits", "generators", "k", "p")),
     # Logprobs, V2 runner: one function for sampled, prompt and chosen tokens, and the ways to it.
     Seam(_SAMPLE_V2 + "logprob.py", "compute_token_logprobs", ("logits", "token_ids")),
     Seam(_SAMPLE_V2 + "logprob.py", "compute_topk_scores", ("logits", "num_logprobs", "sampled_token_ids")),
@@ -150,12 +192,18 @@ _COMMON = (
     Seam(_SAMPLE_V2 + "sampler.py", "Sampler.sample"),
     Seam(_SAMPLE_V2 + "sampler.py", "Sampler.__call__", ("logits", "input_batch")),
     Seam(_SAMPLE_V2 + "sampler.py", "compute_topk_scores"),
-    Seam(_SAMPLE_V2 + "prompt_logprob.py", "PromptLogprobsWorker.compute_prompt_logprobs",
-         ("logits_fn", "hidden_states", "input_batch")),
+    Seam(
+        _SAMPLE_V2 + "prompt_logprob.py",
+        "PromptLogprobsWorker.compute_prompt_logprobs",
+        ("logits_fn", "hidden_states", "input_batch"),
+    ),
     Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_prompt_logprobs_with_chunking", ("prompt_token_ids", "logits_fn")),
     Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_topk_scores"),
-    Seam(_SAMPLE_V2 + "states.py", "SamplingStates.apply_temperature",
-         ("logits", "expanded_idx_mapping", "idx_mapping_np")),
+    Seam(
+        _SAMPLE_V2 + "states.py",
+        "SamplingStates.apply_temperature",
+        ("logits", "expanded_idx_mapping", "idx_mapping_np"),
+    ),
     Seam("v1/worker/gpu/model_runner.py", "Sampler"),
     Seam("v1/worker/gpu/model_runner.py", "PromptLogprobsWorker"),
     # The model classes whose parts are all named above.
@@ -166,21 +214,30 @@ _COMMON = (
 
 _CPU = (
     Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.CPU_ATTN"),
-    Seam("v1/attention/backends/cpu_attn.py", "CPUAttentionBackendImpl.do_kv_cache_update",
-         ("key", "value", "kv_cache", "slot_mapping")),
+    Seam(
+        "v1/attention/backends/cpu_attn.py",
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+        ("key", "value", "kv_cache", "slot_mapping"),
+    ),
 )
 
 _CUDA = (
     Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.CUSTOM"),
-    Seam("v1/attention/backends/triton_attn.py", "TritonAttentionImpl.do_kv_cache_update",
-         ("key", "value", "kv_cache", "slot_mapping")),
+    Seam(
+        "v1/attention/backends/triton_attn.py",
+        "TritonAttentionImpl.do_kv_cache_update",
+        ("key", "value", "kv_cache", "slot_mapping"),
+    ),
     Seam("v1/worker/gpu_worker.py", "Worker.init_device"),
     Seam("v1/worker/gpu_model_runner.py", "Sampler"),
     Seam("v1/worker/gpu_model_runner.py", "GPUModelRunner.get_model"),
     Seam("v1/worker/gpu/model_runner.py", "GPUModelRunner.get_model"),
     Seam("v1/worker/gpu/model_runner.py", "GPUModelRunner.load_model"),
-    Seam("_custom_ops.py", "reshape_and_cache_flash",
-         ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")),
+    Seam(
+        "_custom_ops.py",
+        "reshape_and_cache_flash",
+        ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"),
+    ),
     Seam("distributed/device_communicators/cuda_communicator.py", "CudaCommunicator.all_gather", ("input_", "dim")),
     Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_native", ("logits", "generators", "k", "p")),
 )
@@ -190,8 +247,11 @@ _CUDA = (
 _UNTIL_0_26 = (
     Seam("config/compilation.py", "PassConfig.enable_sp"),
     Seam("config/compilation.py", "PassConfig.fuse_gemm_comms"),
-    Seam("v1/attention/backend.py", "AttentionBackend.get_kv_cache_shape",
-         ("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str")),
+    Seam(
+        "v1/attention/backend.py",
+        "AttentionBackend.get_kv_cache_shape",
+        ("num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str"),
+    ),
     Seam("v1/attention/backend.py", "AttentionBackend.get_kv_cache_stride_order", ("include_num_layers_dimension",)),
 )
 
@@ -214,12 +274,27 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
     "0.33": _COMMON + _CPU + _SINCE_0_32,
 }
 
-STRUCTURE = frozenset({
-    "ModuleList", "Attention", "ApplyRotaryEmb",
-    "LlamaForCausalLM", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP",
-    "Qwen2ForCausalLM", "Qwen2Model", "Qwen2DecoderLayer", "Qwen2Attention", "Qwen2MLP",
-    "Qwen3ForCausalLM", "Qwen3Model", "Qwen3DecoderLayer", "Qwen3Attention",
-})
+STRUCTURE = frozenset(
+    {
+        "ModuleList",
+        "Attention",
+        "ApplyRotaryEmb",
+        "LlamaForCausalLM",
+        "LlamaModel",
+        "LlamaDecoderLayer",
+        "LlamaAttention",
+        "LlamaMLP",
+        "Qwen2ForCausalLM",
+        "Qwen2Model",
+        "Qwen2DecoderLayer",
+        "Qwen2Attention",
+        "Qwen2MLP",
+        "Qwen3ForCausalLM",
+        "Qwen3Model",
+        "Qwen3DecoderLayer",
+        "Qwen3Attention",
+    }
+)
 """Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
 
 

@@ -1,4 +1,5 @@
 """`alignkit serve`: vLLM's own server with vLLM's own options, in a process that is patched before vLLM reads them."""
+
 from __future__ import annotations
 
 import argparse
@@ -45,8 +46,9 @@ def serve(arguments: Sequence[str]) -> None:
 def _refuse(args: argparse.Namespace) -> None:
     """Front ends in processes that this one does not patch would let requests through that must be refused."""
     if (args.api_server_count or 1) > 1:
-        raise UnsupportedError(f"--api-server-count {args.api_server_count}: only the front end in this process is "
-                               "known to be aligned")
+        raise UnsupportedError(
+            f"--api-server-count {args.api_server_count}: only the front end in this process is known to be aligned"
+        )
 
 
 def _configure_logging(args: argparse.Namespace) -> None:

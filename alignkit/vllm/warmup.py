@@ -1,5 +1,6 @@
 """What the first use of a kernel costs, paid when the engine starts: compiling it, trying cuBLASLt's algorithms. Both
 happen once for a range of numbers of rows, so a few of those stand for all."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,8 +32,12 @@ def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], o
                 library.row_parallel_linear(x[:rows], weight, bias, layer._group)
             else:
                 library.linear(x[:rows], weight, bias)
-    hidden = torch.zeros(sequences, config.model_config.get_hidden_size(), dtype=config.model_config.dtype,
-                         device=config.device_config.device)
+    hidden = torch.zeros(
+        sequences,
+        config.model_config.get_hidden_size(),
+        dtype=config.model_config.dtype,
+        device=config.device_config.device,
+    )
     for rows in ladder(sequences):
         logits = model.compute_logits(hidden[:rows])
         if logits is not None and rows <= 32:  # this rank samples; more rows take the same kernels

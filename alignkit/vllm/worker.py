@@ -1,5 +1,6 @@
 """The worker of an aligned engine. Its class name travels in the engine's configuration, so a process that
 cannot import it, in-process engine or worker on another host, fails instead of staying stock."""
+
 from __future__ import annotations
 
 from contextlib import nullcontext

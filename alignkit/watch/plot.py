@@ -1,4 +1,5 @@
 """Drift by step, as SVG made here: the browser needs no library."""
+
 from __future__ import annotations
 
 import io
@@ -18,13 +19,22 @@ def svg(curves: list[dict]) -> bytes:
     for axes in (top, bottom):
         axes.margins(y=0.1)
     together = len(curves) > _MAX_CURVES
-    for label, points in [(f"worst of {len(curves)} ranks", _worst(curves))] if together else [
-            (f"rank {curve['rank']}", curve["points"]) for curve in curves]:
+    for label, points in (
+        [(f"worst of {len(curves)} ranks", _worst(curves))]
+        if together
+        else [(f"rank {curve['rank']}", curve["points"]) for curve in curves]
+    ):
         steps = [last for _, last, *_ in points]
-        top.plot(steps, [math.nan if largest is None else largest for *_, largest in points],
-                 marker="." if len(steps) < 60 else None, linewidth=1.2, label=label)
-        bottom.plot(steps, [unequal for _, _, _, unequal, _ in points],
-                    marker="." if len(steps) < 60 else None, linewidth=1.2)
+        top.plot(
+            steps,
+            [math.nan if largest is None else largest for *_, largest in points],
+            marker="." if len(steps) < 60 else None,
+            linewidth=1.2,
+            label=label,
+        )
+        bottom.plot(
+            steps, [unequal for _, _, _, unequal, _ in points], marker="." if len(steps) < 60 else None, linewidth=1.2
+        )
     # Logarithmic down to the smallest difference there is, so that none lies on the line of 0.
     smallest = min((point[4] for curve in curves for point in curve["points"] if point[4]), default=1e-7) / 2
     top.set_yscale("symlog", linthresh=smallest)

@@ -1,4 +1,5 @@
 """The page's server: fixed addresses, no parameters, GET only, on the loopback interface unless asked."""
+
 from __future__ import annotations
 
 import datetime
@@ -44,8 +45,13 @@ def app(directory: Path, hosts: list[str]):
     from starlette.routing import Route
 
     watched = Watched(directory)
-    templates = jinja2.Environment(loader=jinja2.PackageLoader("alignkit.watch", "."), autoescape=True,
-                                   undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("alignkit.watch", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     templates.filters.update(number=_number, value=_value, bytes=_bytes, clock=_clock)
     page, live = templates.get_template("page.html.j2"), templates.get_template("live.html.j2")
     here = Path(__file__).parent
@@ -90,10 +96,19 @@ def app(directory: Path, hosts: list[str]):
         return answer(style, "text/css")
 
     application = Starlette(
-        routes=[Route(path, function) for path, function in (
-            ("/", show_page), ("/live", show_live), ("/data.json", show_data), ("/drift.svg", show_plot),
-            ("/watch.js", show_script), ("/watch.css", show_style))],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)])
+        routes=[
+            Route(path, function)
+            for path, function in (
+                ("/", show_page),
+                ("/live", show_live),
+                ("/data.json", show_data),
+                ("/drift.svg", show_plot),
+                ("/watch.js", show_script),
+                ("/watch.css", show_style),
+            )
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
+    )
     application.router.redirect_slashes = False
     return application
 
@@ -121,9 +136,19 @@ def serve(directory: Path, host: str, port: int, started) -> None:
                 await super().startup(sockets)
                 started(address)  # not before: from here on a signal is uvicorn's, and ends it in order
 
-        Server(uvicorn.Config(
-            application, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-            limit_concurrency=32, timeout_keep_alive=10, ws="none", lifespan="off")).run(sockets=[listening])
+        Server(
+            uvicorn.Config(
+                application,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=32,
+                timeout_keep_alive=10,
+                ws="none",
+                lifespan="off",
+            )
+        ).run(sockets=[listening])
 
 
 def _names(host: str) -> list[str]:

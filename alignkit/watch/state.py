@@ -3,6 +3,7 @@
 Every record is read once and then forgotten: of a rank remain its totals, its worst tokens, its latest record, and one
 curve whose neighbouring points are merged two by two, never losing the largest difference, when there are too many.
 """
+
 from __future__ import annotations
 
 import math
@@ -37,8 +38,13 @@ class Point:
     max_abs: float
 
     def merge(self, later: Point) -> Point:
-        return Point(min(self.first, later.first), max(self.last, later.last), self.tokens + later.tokens,
-                     self.unequal + later.unequal, _larger(self.max_abs, later.max_abs))
+        return Point(
+            min(self.first, later.first),
+            max(self.last, later.last),
+            self.tokens + later.tokens,
+            self.unequal + later.unequal,
+            _larger(self.max_abs, later.max_abs),
+        )
 
 
 @dataclass
@@ -167,8 +173,11 @@ class Watched:
                     status = os.fstat(file.fileno())
                     rank = self._ranks.get(number)
                     # Another file, or the same one begun anew: what was read of it is no more.
-                    if (rank is None or rank.identity != (status.st_dev, status.st_ino)
-                            or status.st_size < rank.lines.offset):
+                    if (
+                        rank is None
+                        or rank.identity != (status.st_dev, status.st_ino)
+                        or status.st_size < rank.lines.offset
+                    ):
                         rank = self._ranks[number] = Rank(number, identity=(status.st_dev, status.st_ino))
                     present.add(number)
                     rank.size = status.st_size
@@ -199,14 +208,29 @@ def summary(ranks: dict[int, Rank], replays: list[dict], refused: list[str], beh
         "read_bytes": sum(rank.lines.offset for rank in ranks.values()),
         "all_bytes": sum(rank.size for rank in ranks.values()),
         "first_difference": None if first is None else _worst_json(first),
-        "ranks": [{"rank": rank.rank, "records": rank.records, "last_step": rank.last_step, "last_time": rank.last_time,
-                   "tokens": rank.tokens, "unequal": rank.unequal, "max_abs": _finite(rank.max_abs),
-                   "damaged": rank.damaged, "contract": rank.contract} for rank in ranks.values()],
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "records": rank.records,
+                "last_step": rank.last_step,
+                "last_time": rank.last_time,
+                "tokens": rank.tokens,
+                "unequal": rank.unequal,
+                "max_abs": _finite(rank.max_abs),
+                "damaged": rank.damaged,
+                "contract": rank.contract,
+            }
+            for rank in ranks.values()
+        ],
         "worst": [_worst_json(found) for found in worst_of([w for rank in known for w in rank.worst])],
-        "latest": None if latest is None else {"rank": latest.rank, "step": latest.last_step,
-                                               "metrics": latest.latest},
-        "curves": [{"rank": rank.rank, "points": [[p.first, p.last, p.tokens, p.unequal, _finite(p.max_abs)]
-                                                  for p in rank.points]} for rank in known],
+        "latest": None if latest is None else {"rank": latest.rank, "step": latest.last_step, "metrics": latest.latest},
+        "curves": [
+            {
+                "rank": rank.rank,
+                "points": [[p.first, p.last, p.tokens, p.unequal, _finite(p.max_abs)] for p in rank.points],
+            }
+            for rank in known
+        ],
         "replays": replays,
         "refused": refused,
     }
@@ -231,8 +255,10 @@ def _worst_json(found: Worst) -> dict:
 
 
 def _shown(token: dict) -> dict:
-    return {**{key: token.get(key) for key in ("sequence", "position", "token", "rollout", "training")},
-            **{key: token[key][:_TEXT] for key in ("rollout_bits", "training_bits")}}
+    return {
+        **{key: token.get(key) for key in ("sequence", "position", "token", "rollout", "training")},
+        **{key: token[key][:_TEXT] for key in ("rollout_bits", "training_bits")},
+    }
 
 
 def _larger(a: float, b: float) -> float:

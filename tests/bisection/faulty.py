@@ -1,5 +1,6 @@
 """Recordings of Megatron-core with a fault planted: ``python -m tests.bisection.faulty JOB.json`` writes, beside the job's
 own recording, one of each fault; with ``"swaps"`` in the job instead one of a stock model after each exchange."""
+
 import json
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
 """`alignkit check` says how to find where a difference begins."""
+
 import shlex
 
 import pytest

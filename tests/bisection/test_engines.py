@@ -1,4 +1,5 @@
 """`alignkit bisect` with the real engines, on a tiny model."""
+
 import json
 import subprocess
 import sys
@@ -35,8 +36,12 @@ def short_sequences(monkeypatch):
 
 
 def cli(*args):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "bisect", *map(str, args)],
-                          capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "alignkit.cli", "bisect", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -45,8 +50,9 @@ def names(path, **about):
 
 
 def test_stock_vllm_against_stock_megatron_by_command(tmp_path):
-    status, out, err = cli("stock-vllm", "stock-megatron", "--arch", "llama", "--swap", "rms_norm=aligned", "--out",
-                           tmp_path / "out")
+    status, out, err = cli(
+        "stock-vllm", "stock-megatron", "--arch", "llama", "--swap", "rms_norm=aligned", "--out", tmp_path / "out"
+    )
     assert status == 1, err
     found = json.loads((tmp_path / "out/bisect.json").read_text())
     first = found["first"]
@@ -69,8 +75,9 @@ def aligned(model, tmp_path_factory):
     previous, runs.LENGTHS = runs.LENGTHS, LENGTHS
     out = tmp_path_factory.mktemp("aligned") / "out"
     try:
-        return out, bisect.bisect(bisect.Options("aligned-vllm:chunk=16", "aligned-megatron:mode=packed", out,
-                                                 model=model("qwen3"), decode=3))
+        return out, bisect.bisect(
+            bisect.Options("aligned-vllm:chunk=16", "aligned-megatron:mode=packed", out, model=model("qwen3"), decode=3)
+        )
     finally:
         runs.LENGTHS = previous
 
@@ -88,8 +95,9 @@ def test_aligned_against_aligned_nothing_differs_and_all_was_compared(aligned, m
 
 def test_a_recording_is_a_side_and_ranks_are_put_together(aligned, model, tmp_path):
     out, first = aligned
-    again = bisect.bisect(bisect.Options(str(out / "recordings/a"), "aligned-megatron:tp=2", tmp_path / "out",
-                                         model=model("qwen3")))
+    again = bisect.bisect(
+        bisect.Options(str(out / "recordings/a"), "aligned-megatron:tp=2", tmp_path / "out", model=model("qwen3"))
+    )
     assert again.comparison.suspect is None and again.comparison.compared == first.comparison.compared
     assert again.b.settings["tp"] == 2 and again.b.ranks_differ
 
@@ -106,13 +114,28 @@ def test_a_recording_of_another_model_or_other_tokens_is_refused_before_an_engin
 
 
 def run_faulty(path, tmp_path, **job):
-    job = {"weights": "w", "model": str(path), "dtype": "bfloat16", "tp": 1, "mode": "padded", "chunk": None,
-           "decode": 0, "seed": 0, "swap": None, "keep": None, "swaps": False,
-           "sequences": [list(range(3, 3 + n)) for n in LENGTHS],
-           "runs": [{"out": str(tmp_path / "good/recording.json")}]} | job
+    job = {
+        "weights": "w",
+        "model": str(path),
+        "dtype": "bfloat16",
+        "tp": 1,
+        "mode": "padded",
+        "chunk": None,
+        "decode": 0,
+        "seed": 0,
+        "swap": None,
+        "keep": None,
+        "swaps": False,
+        "sequences": [list(range(3, 3 + n)) for n in LENGTHS],
+        "runs": [{"out": str(tmp_path / "good/recording.json")}],
+    } | job
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.bisection.faulty", str(tmp_path / "job.json")],
-                          capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.bisection.faulty", str(tmp_path / "job.json")],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr
     return tmp_path
 
@@ -148,8 +171,9 @@ def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, 
 
 
 def test_values_are_recorded_in_a_second_run_when_they_are_many(model, tmp_path):
-    result = bisect.bisect(bisect.Options("stock-megatron", "hf", tmp_path / "out", model=model("llama"),
-                                          budget=2**17, swap="silu_mul"))
+    result = bisect.bisect(
+        bisect.Options("stock-megatron", "hf", tmp_path / "out", model=model("llama"), budget=2**17, swap="silu_mul")
+    )
     recorded = {p.point for p in result.comparison.points if p.values}
     assert (tmp_path / "out/values/a/recording.json").exists()
     assert result.comparison.suspect.point in recorded and len(recorded) < len(result.comparison.points)
@@ -158,12 +182,22 @@ def test_values_are_recorded_in_a_second_run_when_they_are_many(model, tmp_path)
     assert result.confirmed is False  # it is not what differs first
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"a": "stock-tensorrt"}, "side"), ({"a": "hf:tp=2"}, "no setting"), ({"a": "stock-megatron:mode=packed"}, "mode"),
-    ({"a": "stock-vllm:chunk=0"}, "chunk"), ({"dtype": "float16"}, "dtype"), ({"swap": "softmax"}, "swap"),
-    ({"a": "aligned-vllm", "swap": "linear"}, "neither side is a stock"), ({"decode": 4, "swap": "linear"}, "decode"),
-    ({"a": "hf", "decode": 4}, "decode"), ({"budget": 1}, "budget"), ({"timeout": 0}, "timeout"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"a": "stock-tensorrt"}, "side"),
+        ({"a": "hf:tp=2"}, "no setting"),
+        ({"a": "stock-megatron:mode=packed"}, "mode"),
+        ({"a": "stock-vllm:chunk=0"}, "chunk"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"swap": "softmax"}, "swap"),
+        ({"a": "aligned-vllm", "swap": "linear"}, "neither side is a stock"),
+        ({"decode": 4, "swap": "linear"}, "decode"),
+        ({"a": "hf", "decode": 4}, "decode"),
+        ({"budget": 1}, "budget"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
 def test_what_cannot_be_is_refused_by_name(change, said, tmp_path):
     options = {"a": "stock-vllm", "b": "aligned-megatron", "out": tmp_path / "out"} | change
     with pytest.raises((ValueError, NotImplementedError), match=said):

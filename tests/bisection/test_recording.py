@@ -1,4 +1,5 @@
 """Recordings and their comparison, without engines."""
+
 import json
 import struct
 
@@ -36,8 +37,14 @@ def record(tmp_path, values, tp=1, keep=None, index=None, **about):
             recorder.put(p.name, value if index is None else value[np.maximum(recorder.index, 0)])
         parts.append(tmp_path / f"part{rank}")
         recorder.save(parts[-1])
-    about = {"engine": "e", "contract": "stock", "architecture": vars(ARCH), "weights": "w", "sequences": SEQUENCES,
-             "settings": {}} | about
+    about = {
+        "engine": "e",
+        "contract": "stock",
+        "architecture": vars(ARCH),
+        "weights": "w",
+        "sequences": SEQUENCES,
+        "settings": {},
+    } | about
     return recording.merge(parts, None, ARCH, keep, **about)
 
 
@@ -80,7 +87,7 @@ def test_ranks_that_disagree_are_a_difference(tmp_path):
 
 
 def test_ulps():
-    x = torch.tensor([1.0, -1.0, 0.0, 1.0, -2.0**-126])
+    x = torch.tensor([1.0, -1.0, 0.0, 1.0, -(2.0**-126)])
     y = torch.tensor([1.0 + 2**-23, -1.0 - 2**-22, -0.0, 1.0, 2.0**-126])
     assert comparing.ulps(x, y).tolist() == [1, 2, 0, 0, 2 * 2**23]
     assert comparing.ulps(x[:1], torch.tensor([1.0 + 2**-7]).bfloat16()).tolist() == [1]
@@ -98,10 +105,14 @@ def test_what_is_recorded_again_stays_within_the_budget(tmp_path):
     assert len(chosen) == len(points(ARCH))
 
 
-@pytest.mark.parametrize("field, value, said", [
-    ("weights", "x", "weights"), ("sequences", [[1, 2, 3], [4, 6]], "tokens"),
-    ("architecture", vars(ARCH) | {"rope_base": 5.0}, "architecture: .*rope_base"),
-])
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("weights", "x", "weights"),
+        ("sequences", [[1, 2, 3], [4, 6]], "tokens"),
+        ("architecture", vars(ARCH) | {"rope_base": 5.0}, "architecture: .*rope_base"),
+    ],
+)
 def test_recordings_of_something_else_are_refused(tmp_path, field, value, said):
     with pytest.raises(InputError, match=said):
         comparing.compare(record(tmp_path, outputs()), record(tmp_path, outputs(), **{field: value}))
@@ -144,13 +155,16 @@ def test_files_that_are_not_recordings_are_refused(saved):
         recording.load(saved)
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"digest/embedding": torch.zeros(6, 1, dtype=torch.int64)}, "digest/embedding"),
-    ({"digest/other": torch.zeros(5, 1, dtype=torch.int64)}, "digest/other"),
-    ({"value/logits": torch.zeros(5, 40)}, "kept/logits"),
-    ({"value/logits": torch.zeros(1, 40), "kept/logits": torch.tensor([5])}, "rows that are not there"),
-    ({"seen/embedding": None}, "seen/embedding"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"digest/embedding": torch.zeros(6, 1, dtype=torch.int64)}, "digest/embedding"),
+        ({"digest/other": torch.zeros(5, 1, dtype=torch.int64)}, "digest/other"),
+        ({"value/logits": torch.zeros(5, 40)}, "kept/logits"),
+        ({"value/logits": torch.zeros(1, 40), "kept/logits": torch.tensor([5])}, "rows that are not there"),
+        ({"seen/embedding": None}, "seen/embedding"),
+    ],
+)
 def test_tensors_that_do_not_fit_are_refused(saved, change, said):
     tensors = {k: v for k, v in (load_file(saved / recording.TENSORS) | change).items() if v is not None}
     save_file(tensors, saved / recording.TENSORS)
@@ -158,11 +172,18 @@ def test_tensors_that_do_not_fit_are_refused(saved, change, said):
         recording.load(saved)
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"format": "other"}, "not a recording"), ({"format_version": 2}, "version"), ({"sequences": [[]]}, "sequences"),
-    ({"sequences": [[1, True]]}, "token id"), ({"architecture": {"layers": 1}}, "architecture"),
-    ({"architecture": vars(ARCH) | {"layers": 10**9}}, "architecture"), ({"contract": 1}, "contract"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"format": "other"}, "not a recording"),
+        ({"format_version": 2}, "version"),
+        ({"sequences": [[]]}, "sequences"),
+        ({"sequences": [[1, True]]}, "token id"),
+        ({"architecture": {"layers": 1}}, "architecture"),
+        ({"architecture": vars(ARCH) | {"layers": 10**9}}, "architecture"),
+        ({"contract": 1}, "contract"),
+    ],
+)
 def test_descriptions_that_do_not_fit_are_refused(saved, change, said):
     path = saved / recording.JSON
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -177,7 +198,7 @@ def test_a_huge_description_is_not_read(saved, monkeypatch):
 
 
 def test_micro_batches_and_targets():
-    (tokens, rows), = jobs.micro_batches(SEQUENCES, "padded")
+    ((tokens, rows),) = jobs.micro_batches(SEQUENCES, "padded")
     assert tokens.tolist() == [[1, 2, 3], [4, 5, 0]] and rows.tolist() == [[0, 1, 2], [3, 4, -1]]
     labels, known = jobs.targets(tokens, rows, -100)
     assert labels.tolist() == [[2, 3, -100], [5, -100, -100]] and known.tolist() == [[0, 1, -1], [3, -1, -1]]

@@ -8,6 +8,7 @@ from alignkit import cli
 @pytest.fixture
 def alignkit(capsys):
     """Runs the command line in this process: (exit status, stdout, stderr)."""
+
     def run(*args):
         try:
             cli.main([str(a) for a in args])
@@ -23,6 +24,7 @@ def alignkit(capsys):
 @pytest.fixture
 def without_modules(monkeypatch):
     """Hides top-level packages, as if they were not installed."""
+
     def hide(*names):
         for name in names:
             for loaded in [m for m in sys.modules if m == name or m.startswith(name + ".")]:

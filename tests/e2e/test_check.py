@@ -1,4 +1,5 @@
 """`alignkit check --full`: every pairing of rollout and training, on real engines."""
+
 import itertools
 import json
 import subprocess
@@ -11,12 +12,18 @@ TRAININGS = {f"{tp}-{mode}" for tp in ("tp1", "tp2", "tp2-sp") for mode in ("one
 
 def test_every_pairing_is_bit_equal(tmp_path):
     out = tmp_path / "results"
-    done = subprocess.run([Path(sys.executable).with_name("alignkit"), "check", "--full", "--max-tokens", "32", "--out", out], text=True,
-                          capture_output=True, timeout=2400)
+    done = subprocess.run(
+        [Path(sys.executable).with_name("alignkit"), "check", "--full", "--max-tokens", "32", "--out", out],
+        text=True,
+        capture_output=True,
+        timeout=2400,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((out / "check.json").read_text())
-    seen = {patched: [(r["dtype"], r["rollout"], r["training"]) for r in rows if r["patched"] is patched]
-            for patched in (True, False)}
+    seen = {
+        patched: [(r["dtype"], r["rollout"], r["training"]) for r in rows if r["patched"] is patched]
+        for patched in (True, False)
+    }
     expected = sorted(itertools.product(("bfloat16", "float32"), ROLLOUTS, TRAININGS))
     assert sorted(seen[True]) == sorted(seen[False]) == expected
     for row in rows:
@@ -32,8 +39,13 @@ def test_every_pairing_is_bit_equal(tmp_path):
 
 def benchmark(script, *arguments):
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, root / "benchmarks" / script, "--size", "small", *map(str, arguments)],
-                          text=True, capture_output=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, root / "benchmarks" / script, "--size", "small", *map(str, arguments)],
+        text=True,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -42,20 +54,58 @@ def test_the_end_to_end_benchmark(tmp_path):
     """What benchmarks/e2e.py runs on GPUs, small: packed micro-batches, and several of them."""
     result = tmp_path / "e2e.json"
     for models in ("qwen3", "llama-tied"):  # two commands fill one file
-        out = benchmark("e2e.py", "--models", models, "--parts", "modes", "--rollouts", "batch", "prompt_logprobs",
-                        "--prompts", 6, "--longest", 100, "--max-tokens", 8, "--json", result,
-                        "--out", tmp_path / models)
+        out = benchmark(
+            "e2e.py",
+            "--models",
+            models,
+            "--parts",
+            "modes",
+            "--rollouts",
+            "batch",
+            "prompt_logprobs",
+            "--prompts",
+            6,
+            "--longest",
+            100,
+            "--max-tokens",
+            8,
+            "--json",
+            result,
+            "--out",
+            tmp_path / models,
+        )
         assert "288 of 288 logprobs are bit-equal, in 6 of 6 rows" in out
     rows = json.loads(result.read_text())["rows"]
-    pairs = set(itertools.product(("qwen3", "llama-tied"), ("batch", "prompt_logprobs"),
-                                  ("tp1-one", "tp1-padded", "tp1-packed")))
+    pairs = set(
+        itertools.product(
+            ("qwen3", "llama-tied"), ("batch", "prompt_logprobs"), ("tp1-one", "tp1-padded", "tp1-packed")
+        )
+    )
     assert {(r["model"], r["rollout"], r["training"]) for r in rows} == pairs and len(rows) == len(pairs)
     assert all(r["bit_equal"] == r["tokens"] == 48 for r in rows)
 
 
 def test_the_cost_benchmark(tmp_path):
-    benchmark("cost.py", "--engines", "stock", "aligned", "--concurrency", 2, "--longest", 40, "--max-tokens", 4,
-              "--shapes", "2x32", "--repeats", 1, "--json", tmp_path, "--out", tmp_path / "out")
+    benchmark(
+        "cost.py",
+        "--engines",
+        "stock",
+        "aligned",
+        "--concurrency",
+        2,
+        "--longest",
+        40,
+        "--max-tokens",
+        4,
+        "--shapes",
+        "2x32",
+        "--repeats",
+        1,
+        "--json",
+        tmp_path,
+        "--out",
+        tmp_path / "out",
+    )
     cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
     both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
     assert {(r["what"], r["engine"]) for r in cost} == both

@@ -1,4 +1,5 @@
 """The GRPO example: rollout, recomputation, a step, new weights in the running engine; the ratio stays exactly 1."""
+
 import json
 import subprocess
 import sys
@@ -11,8 +12,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 
 def run(tmp_path, *arguments):
     out = tmp_path / "rows.json"
-    done = subprocess.run([sys.executable, EXAMPLE, "--json", out, *arguments], capture_output=True, text=True,
-                          timeout=600)
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, "--json", out, *arguments], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
 

@@ -1,5 +1,6 @@
 """``python -m tests.fuzz``: drawn calls of the ops, each right to the bit or one clear error, and two tensor-parallel
 ranks of which one is given something else. Exit status 1 if there was anything but these."""
+
 from __future__ import annotations
 
 import argparse
@@ -43,23 +44,31 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=Console(stderr=True)) as bar:
+
             def step(name, total):
                 task = bar.add_task(name, total=total)
                 return lambda: bar.advance(task)
+
             if options.calls:
-                tallies["calls"] = run.calls(options.seed, range(options.calls), options.workers,
-                                             step("calls", options.calls))
+                tallies["calls"] = run.calls(
+                    options.seed, range(options.calls), options.workers, step("calls", options.calls)
+                )
             if options.rank_faults:
-                tallies["rank faults"] = run.rank_faults(options.seed, range(options.rank_faults), options.device,
-                                                         step("rank faults", options.rank_faults))
+                tallies["rank faults"] = run.rank_faults(
+                    options.seed, range(options.rank_faults), options.device, step("rank faults", options.rank_faults)
+                )
     for name, tally in tallies.items():
         Console(width=None if sys.stdout.isatty() else 100).print(_table(name, tally))
         if tally.failures:
             print(tally.told())
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.out, machine() | {"seed": options.seed, "device": options.device} | {
-            name.replace(" ", "_"): tally.to_json() for name, tally in tallies.items()})
+        write_json(
+            options.out,
+            machine()
+            | {"seed": options.seed, "device": options.device}
+            | {name.replace(" ", "_"): tally.to_json() for name, tally in tallies.items()},
+        )
     return int(any(tally.failures for tally in tallies.values()))
 
 

@@ -3,6 +3,7 @@
 What is done to a problem says what may come of it. `ANSWER`: the bits of the well-formed twin. `REFUSE`: one clear
 error. `EITHER`: a caller could mean the twin, and the documentation does not promise it: these bits or one clear error.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -57,13 +58,14 @@ class Draw:
         """The call in a line."""
         args = ", ".join(f"{n}={describe(v)}" for n, v in self.args.items())
         how = [*self.what]
-        for where, names in (("forward in", self.forward), ("backward in", self.backward),
-                             ("before in", self.before)):
+        for where, names in (("forward in", self.forward), ("backward in", self.backward), ("before in", self.before)):
             if names or (where == "before in" and names is not None):
                 how.append(f"{where} {', '.join(names) or 'no mode'}")
         if self.leaves:
-            how.append(f"gradients of {', '.join(self.leaves)}, given {self.gradient}"
-                       + (f", then the second derivative, of {self.twice}" if self.twice else ""))
+            how.append(
+                f"gradients of {', '.join(self.leaves)}, given {self.gradient}"
+                + (f", then the second derivative, of {self.twice}" if self.twice else "")
+            )
         return f"{self.problem.op}({args})" + "".join(f"; {h}" for h in how) + f"; must {self.must}"
 
 
@@ -115,8 +117,11 @@ def draw(seed: int, index: int) -> Draw:
 
 def _second(p: Problem, leaves: list[str]) -> bool:
     """Whether the gradients of `leaves` depend on the arguments, not only on the gradients of the results."""
-    return {"rope": False, "linear": {"x", "weight"} <= set(leaves),
-            "row_parallel_linear": {"x", "weight"} <= set(leaves)}.get(p.op, True)
+    return {
+        "rope": False,
+        "linear": {"x", "weight"} <= set(leaves),
+        "row_parallel_linear": {"x", "weight"} <= set(leaves),
+    }.get(p.op, True)
 
 
 def _fresh(p: Problem) -> dict[str, Any]:
@@ -132,6 +137,7 @@ def _leaf(t: Any) -> Any:
 
 # The same values in another form.
 
+
 def _stride(d: Draw, s: Source) -> None:
     """Another layout of a tensor's memory."""
     # What is written has to lie as documented.
@@ -142,8 +148,20 @@ def _stride(d: Draw, s: Source) -> None:
     t = d.args[name]
     if t.dtype == torch.bool or t.layout != torch.strided or t.device.type != "cpu" or t.is_inference():
         return
-    how = s.rng.choice(("transposed", "stepped", "offset", "negative bit", "imaginary part", "expanded", "windows",
-                        "view", "inference tensor", "parameter"))
+    how = s.rng.choice(
+        (
+            "transposed",
+            "stepped",
+            "offset",
+            "negative bit",
+            "imaginary part",
+            "expanded",
+            "windows",
+            "view",
+            "inference tensor",
+            "parameter",
+        )
+    )
     floating = t.dtype.is_floating_point
     if how == "transposed" and t.ndim > 1:
         a, b = s.rng.sample(range(t.ndim), 2)
@@ -155,7 +173,7 @@ def _stride(d: Draw, s: Source) -> None:
         t = part.copy_(t)
     elif how == "offset":
         big = torch.zeros(t.numel() + 3, dtype=t.dtype, device="cpu")
-        t = big[1:1 + t.numel()].view(t.shape).copy_(t)
+        t = big[1 : 1 + t.numel()].view(t.shape).copy_(t)
     elif how == "negative bit" and floating:
         t = torch._neg_view(t.neg())
     elif how == "imaginary part" and t.dtype == torch.float32:
@@ -195,8 +213,15 @@ def _alias(d: Draw, s: Source) -> None:
     """The same tensor for two arguments."""
     tensors = [n for n, t in d.problem.tensors().items() if not t.written]
     free = [n for n in tensors if type(d.args[n]) is torch.Tensor and n not in d.leaves]
-    pairs = [(a, b) for a in free for b in free if a < b and d.args[a].shape == d.args[b].shape
-             and d.args[a].dtype == d.args[b].dtype and d.problem.given[a].finite == d.problem.given[b].finite]
+    pairs = [
+        (a, b)
+        for a in free
+        for b in free
+        if a < b
+        and d.args[a].shape == d.args[b].shape
+        and d.args[a].dtype == d.args[b].dtype
+        and d.problem.given[a].finite == d.problem.given[b].finite
+    ]
     if pairs:
         a, b = s.rng.choice(pairs)
         if d.args[a].dtype.is_floating_point:
@@ -230,6 +255,7 @@ def _history(d: Draw, s: Source) -> None:
 
 # Arguments that are wrong.
 
+
 class _Raises:
     """An object whose methods raise."""
 
@@ -248,24 +274,54 @@ class _Plain:
         return "Plain()"
 
 
-NEVER = [lambda v: "x", lambda v: "1", lambda v: float("nan"), lambda v: [1.0], lambda v: {}, lambda v: b"1",
-         lambda v: complex(1, 2), lambda v: _Raises(), lambda v: _Plain(), lambda v: torch.ones(2),
-         lambda v: torch.tensor(1.0, device="meta"), lambda v: np.ones(3), lambda v: int,
-         lambda v: torch.tensor(float("nan")), lambda v: np.float32("nan"), lambda v: float("-inf")]
+NEVER = [
+    lambda v: "x",
+    lambda v: "1",
+    lambda v: float("nan"),
+    lambda v: [1.0],
+    lambda v: {},
+    lambda v: b"1",
+    lambda v: complex(1, 2),
+    lambda v: _Raises(),
+    lambda v: _Plain(),
+    lambda v: torch.ones(2),
+    lambda v: torch.tensor(1.0, device="meta"),
+    lambda v: np.ones(3),
+    lambda v: int,
+    lambda v: torch.tensor(float("nan")),
+    lambda v: np.float32("nan"),
+    lambda v: float("-inf"),
+]
 """No kind of number or flag."""
-NUMBERS = [np.float64, np.float32, lambda v: torch.tensor(v, dtype=torch.float64), fractions.Fraction, decimal.Decimal,
-           lambda v: torch.tensor([v], dtype=torch.float64), lambda v: np.array(v), lambda v: True,
-           lambda v: torch.tensor(True)]
+NUMBERS = [
+    np.float64,
+    np.float32,
+    lambda v: torch.tensor(v, dtype=torch.float64),
+    fractions.Fraction,
+    decimal.Decimal,
+    lambda v: torch.tensor([v], dtype=torch.float64),
+    lambda v: np.array(v),
+    lambda v: True,
+    lambda v: torch.tensor(True),
+]
 """Other forms of a float."""
-WHOLE = [np.int64, np.int32, lambda v: torch.tensor(v), float, lambda v: torch.tensor([v]), fractions.Fraction,
-         np.array, lambda v: True]
+WHOLE = [
+    np.int64,
+    np.int32,
+    lambda v: torch.tensor(v),
+    float,
+    lambda v: torch.tensor([v]),
+    fractions.Fraction,
+    np.array,
+    lambda v: True,
+]
 """Other forms of an int."""
 KINDS = {
-    "positive": [-1.0, 0.0, -0.0, 0, -10**400, False],
+    "positive": [-1.0, 0.0, -0.0, 0, -(10**400), False],
     "positive finite": [-1.0, 0.0, 0, float("inf"), 10**400, 1e-60, False],
     "finite": [float("inf"), 10**400],
     "int": [6.5, float("inf")],
-    "positive int": [0, -1, 6.5, float("inf"), -2**70, False],
+    "positive int": [0, -1, 6.5, float("inf"), -(2**70), False],
     "flag": [],
     "dtype": ["float32", float, torch.int8, torch.float64, torch.complex64],
     "tp": [3, "tp", object(), True, torch.ones(1), TypeError],
@@ -275,9 +331,15 @@ KINDS = {
 """By kind: values that are refused."""
 
 
-RELATED = {"ignore_index": ("target",), "vocab_size": ("target",), "num_chunks": ("cu_seqlens",),
-           "state_v_first": ("dht",), "sequence_parallel": ("x",), "head_dim": ("table",),
-           "max_position": ("positions",)}
+RELATED = {
+    "ignore_index": ("target",),
+    "vocab_size": ("target",),
+    "num_chunks": ("cu_seqlens",),
+    "state_v_first": ("dht",),
+    "sequence_parallel": ("x",),
+    "head_dim": ("table",),
+    "max_position": ("positions",),
+}
 """What a value of an argument may make wrong."""
 
 
@@ -296,10 +358,27 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
             must = EITHER
             d.twin[name] = put
     elif a.kind == "flag":
-        put = s.rng.choice(("x", "", None, 0, 1, 2, np.bool_(value), torch.tensor(value), [], _Raises(), torch.ones(2),
-                            torch.tensor(True, device="meta")))
-        must = REFUSE if isinstance(put, _Raises) or (isinstance(put, torch.Tensor) and (
-            put.ndim or put.device.type == "meta")) else EITHER
+        put = s.rng.choice(
+            (
+                "x",
+                "",
+                None,
+                0,
+                1,
+                2,
+                np.bool_(value),
+                torch.tensor(value),
+                [],
+                _Raises(),
+                torch.ones(2),
+                torch.tensor(True, device="meta"),
+            )
+        )
+        must = (
+            REFUSE
+            if isinstance(put, _Raises) or (isinstance(put, torch.Tensor) and (put.ndim or put.device.type == "meta"))
+            else EITHER
+        )
         if must == EITHER:
             d.twin[name] = bool(put)
     elif s.chance(0.7):
@@ -313,8 +392,8 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
             if name == "soft_cap":
                 d.twin[name] = None
         elif a.kind == "int" and s.chance(0.2):
-            put = s.rng.choice((2**70, -2**70))
-            d.twin[name] = -10**9 if name == "ignore_index" else put
+            put = s.rng.choice((2**70, -(2**70)))
+            d.twin[name] = -(10**9) if name == "ignore_index" else put
         elif value is None:
             return
         else:
@@ -381,14 +460,26 @@ def _mkldnn(t):
 
 
 FORMS = {
-    "None": lambda t: None, "a string": lambda t: "x", "a number": lambda t: 1.0, "a list": lambda t: t.tolist(),
-    "numpy": lambda t: t.float().numpy(), "meta": lambda t: t.to("meta"),
+    "None": lambda t: None,
+    "a string": lambda t: "x",
+    "a number": lambda t: 1.0,
+    "a list": lambda t: t.tolist(),
+    "numpy": lambda t: t.float().numpy(),
+    "meta": lambda t: t.to("meta"),
     "nested": lambda t: torch.nested.nested_tensor([t]),
-    "jagged": _jagged, "sparse": lambda t: t.to_sparse(), "csr": lambda t: t.to_sparse_csr(), "quantized": _quantized,
-    "mkldnn": _mkldnn, "fake": _fake, "complex": lambda t: t.to(torch.complex64),
-    "conjugated": lambda t: t.to(torch.complex64).conj(), "freed": _freed,
-    "uninitialized": lambda t: torch.nn.UninitializedParameter(), "opaque": lambda t: _Opaque(t),
-    "a module": lambda t: torch.nn.Linear(1, 1), "looks like a tensor": _Duck,
+    "jagged": _jagged,
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "quantized": _quantized,
+    "mkldnn": _mkldnn,
+    "fake": _fake,
+    "complex": lambda t: t.to(torch.complex64),
+    "conjugated": lambda t: t.to(torch.complex64).conj(),
+    "freed": _freed,
+    "uninitialized": lambda t: torch.nn.UninitializedParameter(),
+    "opaque": lambda t: _Opaque(t),
+    "a module": lambda t: torch.nn.Linear(1, 1),
+    "looks like a tensor": _Duck,
     "an object that raises": lambda t: _Raises(),
 }
 """By name: what is no tensor that an op can take."""
@@ -413,9 +504,12 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
         how = s.rng.choice(list(ODD_FORMS if odd else FORMS))
         if how == "freed" and not t.numel():
             return
-    if ((how == "None" and a.optional) or (how == "uninitialized" and name == "out")
-            or (name == "temperature" and how in ("a number", "a list", "numpy"))
-            or (d.problem.schema and how in ("uninitialized", "opaque", "meta", "fake", "jagged"))):  # torch answers for those
+    if (
+        (how == "None" and a.optional)
+        or (how == "uninitialized" and name == "out")
+        or (name == "temperature" and how in ("a number", "a list", "numpy"))
+        or (d.problem.schema and how in ("uninitialized", "opaque", "meta", "fake", "jagged"))
+    ):  # torch answers for those
         return
     if t.is_inference() or t.is_neg():
         t = t.clone()
@@ -435,16 +529,20 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
 
 def _wrong_shape(d: Draw, s: Source) -> None:
     """A tensor of another shape."""
-    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and (t.bound or t.ndim)
-           and n not in d.touched}
+    fit = {
+        n: t
+        for n, t in d.problem.tensors().items()
+        if type(d.args[n]) is torch.Tensor and (t.bound or t.ndim) and n not in d.touched
+    }
     if not fit:
         return
     name = s.rng.choice(list(fit))
     a, t = fit[name], d.args[name]
     if a.bound and s.chance(0.7) and max(a.bound) < t.ndim:
         dim = s.rng.choice(a.bound)
-        n = s.rng.choice([m for m in (0, 1, t.shape[dim] - 1, t.shape[dim] + 1, 2 * t.shape[dim])
-                          if m not in (t.shape[dim], -1)])
+        n = s.rng.choice(
+            [m for m in (0, 1, t.shape[dim] - 1, t.shape[dim] + 1, 2 * t.shape[dim]) if m not in (t.shape[dim], -1)]
+        )
         shape = [n if i == dim else m for i, m in enumerate(t.shape)]
     elif a.ndim:
         fewer = [*t.shape[:-2], t.shape[-2:].numel()] if t.ndim > 1 else []
@@ -461,8 +559,22 @@ def _wrong_shape(d: Draw, s: Source) -> None:
     d.what.append(f"{name}: shape {tuple(shape)} instead of {tuple(t.shape)}")
 
 
-STRANGE = [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-           torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16, torch.uint32]
+STRANGE = [
+    torch.float64,
+    torch.float16,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float32,
+    torch.bfloat16,
+    torch.uint32,
+]
 
 
 def _wrong_dtype(d: Draw, s: Source) -> None:
@@ -511,8 +623,11 @@ def _wrong_backward(d: Draw, s: Source) -> None:
 
 def _transform(d: Draw, s: Source) -> None:
     """A call inside one of torch's function transforms."""
-    floating = [n for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and not t.written
-                and d.args[n].dtype.is_floating_point]
+    floating = [
+        n
+        for n, t in d.problem.tensors().items()
+        if type(d.args[n]) is torch.Tensor and not t.written and d.args[n].dtype.is_floating_point
+    ]
     if not floating or d.problem.schema:  # the dispatcher knows what its ops are in these
         return
     if "saved tensors are cloned" in d.forward:  # torch refuses its transforms beside hooks of saved tensors

@@ -1,4 +1,5 @@
 """Forward passes of a GPTModel on two tensor-parallel ranks, drawn, and what is different or wrong on one of them."""
+
 from __future__ import annotations
 
 import contextlib
@@ -61,9 +62,11 @@ class Fault:
     def text(self) -> str:
         """The fault in a line."""
         c = self.call
-        return (f"{c.kind} of {c.model}{', sequence parallel' if c.sequence_parallel else ''}"
-                f"{', with backward' if c.backward else ''}, tokens {describe(c.tokens)}, temperature "
-                f"{describe(c.temperature)}; rank {self.rank}: {self.what or 'nothing'}; must {self.must}")
+        return (
+            f"{c.kind} of {c.model}{', sequence parallel' if c.sequence_parallel else ''}"
+            f"{', with backward' if c.backward else ''}, tokens {describe(c.tokens)}, temperature "
+            f"{describe(c.temperature)}; rank {self.rank}: {self.what or 'nothing'}; must {self.must}"
+        )
 
 
 def draw(seed: int, index: int) -> Fault:
@@ -92,7 +95,7 @@ def _call(rng: random.Random) -> Call:
     positions = torch.arange(s).expand(b, s).contiguous()
     call = Call(kind, model, parallel, rng.random() < 0.3, tokens, positions, None, labels)
     if kind == "packed":
-        call.starts = torch.tensor([0, *(sum(rows[:i + 1]) for i in range(len(rows)))], dtype=torch.int32)
+        call.starts = torch.tensor([0, *(sum(rows[: i + 1]) for i in range(len(rows)))], dtype=torch.int32)
     elif rng.random() < 0.3:
         call.mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
     if kind in ("logprobs", "packed"):
@@ -105,13 +108,15 @@ def _arguments(call: Call) -> set[str]:
     """Which fields `call.kind` uses."""
     return {"tokens", "positions", "labels"} | {
         "logprobs": {"mask", "temperature", "return_entropy", "ignore_index"},
-        "packed": {"temperature", "return_entropy", "ignore_index", "packed"}}.get(call.kind, {"mask"})
+        "packed": {"temperature", "return_entropy", "ignore_index", "packed"},
+    }.get(call.kind, {"mask"})
 
 
 def _give(fault: Fault, what: str, must: str, **values: Any) -> None:
     def change(call: Call) -> None:
         for name, value in values.items():
             setattr(call, name, value)
+
     fault.what, fault.must, fault.change = what, must, change
 
 
@@ -122,26 +127,54 @@ def _kind(fault: Fault, rng: random.Random) -> None:
     old = getattr(call, name)
     things = [lambda v: "x", lambda v: [1.0], lambda v: _Raises(), lambda v: 2.5, lambda v: {}, lambda v: (1, 2)]
     if name in ("tokens", "labels"):
-        things += [lambda t: None, lambda t: t.tolist(), lambda t: t.float(), lambda t: t.int(), lambda t: t.to("meta"),
-                   lambda t: t.to_sparse(), lambda t: torch.nested.nested_tensor(list(t)), _jagged, lambda t: t.numpy(),
-                   lambda t: _Opaque(t), lambda t: t.bool(), lambda t: t.to(torch.complex64)]
+        things += [
+            lambda t: None,
+            lambda t: t.tolist(),
+            lambda t: t.float(),
+            lambda t: t.int(),
+            lambda t: t.to("meta"),
+            lambda t: t.to_sparse(),
+            lambda t: torch.nested.nested_tensor(list(t)),
+            _jagged,
+            lambda t: t.numpy(),
+            lambda t: _Opaque(t),
+            lambda t: t.bool(),
+            lambda t: t.to(torch.complex64),
+        ]
     elif name == "temperature":
-        things = [*NEVER, lambda v: None, lambda v: 0.0, lambda v: -1.0, lambda v: float("inf"), lambda v: 10**400,
-                  lambda v: torch.ones(call.labels.shape, dtype=torch.float64),
-                  lambda v: torch.ones(call.labels.shape, dtype=torch.int64),
-                  lambda v: torch.full(call.labels.shape, 0.0), lambda v: torch.full(call.labels.shape, float("nan"))]
+        things = [
+            *NEVER,
+            lambda v: None,
+            lambda v: 0.0,
+            lambda v: -1.0,
+            lambda v: float("inf"),
+            lambda v: 10**400,
+            lambda v: torch.ones(call.labels.shape, dtype=torch.float64),
+            lambda v: torch.ones(call.labels.shape, dtype=torch.int64),
+            lambda v: torch.full(call.labels.shape, 0.0),
+            lambda v: torch.full(call.labels.shape, float("nan")),
+        ]
     elif name == "ignore_index":
         things += [lambda v: None, lambda v: float("nan"), lambda v: 1 + 2j, lambda v: 2**70]
     elif name == "return_entropy":
         things = [lambda v: _Raises(), lambda v: torch.ones(2), lambda v: not v]
     elif name == "packed":
-        things = [lambda v: "x", lambda v: 3, lambda v: [0, 4], lambda v: _Raises(), lambda v: torch.tensor([0, 4]),
-                  lambda v: {"cu_seqlens_q": v}]
+        things = [
+            lambda v: "x",
+            lambda v: 3,
+            lambda v: [0, 4],
+            lambda v: _Raises(),
+            lambda v: torch.tensor([0, 4]),
+            lambda v: {"cu_seqlens_q": v},
+        ]
     elif name == "mask":
         s = call.tokens.shape[1]
-        things += [lambda v: torch.zeros(1, 1, s, s, dtype=torch.bool),
-                   lambda v: torch.ones(1, 1, s + 1, s).triu(1).bool(), lambda v: torch.ones(1, 1, s, s).triu(1),
-                   lambda v: torch.ones(s, s).bool().triu(1)]
+        things += [
+            lambda v: torch.zeros(1, 1, s, s, dtype=torch.bool),
+            lambda v: torch.ones(1, 1, s + 1, s).triu(1).bool(),
+            lambda v: torch.ones(1, 1, s, s).triu(1),
+            lambda v: torch.ones(s, s).bool().triu(1),
+        ]
     value = rng.choice(things)(old)
     must = REFUSE
     if name == "mask" and isinstance(value, torch.Tensor) and value.shape[-2:] == (call.tokens.shape[1],) * 2:
@@ -156,11 +189,16 @@ def _value(fault: Fault, rng: random.Random) -> None:
     if name == "packed":
         starts, n = call.starts.tolist(), call.tokens.shape[1]
         cut = rng.randrange(1, n)
-        other = rng.choice(([0, n], sorted({0, cut, n}), [*starts[:-1], n - 1], [1, *starts[1:]], [0, n, 0, n],
-                            [0.0, n]))
+        other = rng.choice(
+            ([0, n], sorted({0, cut, n}), [*starts[:-1], n - 1], [1, *starts[1:]], [0, n, 0, n], [0.0, n])
+        )
         if other != starts:
-            _give(fault, f"cu_seqlens {other} instead of {starts}", REFUSE,
-                  starts=torch.tensor(other, dtype=torch.int32 if isinstance(other[0], int) else torch.float32))
+            _give(
+                fault,
+                f"cu_seqlens {other} instead of {starts}",
+                REFUSE,
+                starts=torch.tensor(other, dtype=torch.int32 if isinstance(other[0], int) else torch.float32),
+            )
         return
     if name == "temperature":
         t = call.temperature
@@ -180,7 +218,7 @@ def _value(fault: Fault, rng: random.Random) -> None:
     if name == "labels" and rng.random() < 0.4:
         new = IGNORE if t[at] != IGNORE else rng.randrange(VOCAB)
     else:
-        new = rng.choice((rng.randrange(VOCAB), rng.randrange(VOCAB), VOCAB, VOCAB + 3, -1, 2**40, -2**60))
+        new = rng.choice((rng.randrange(VOCAB), rng.randrange(VOCAB), VOCAB, VOCAB + 3, -1, 2**40, -(2**60)))
     if t[at] == new:
         return
     what = f"{name}: {new} instead of {int(t[at])} at {at}"
@@ -193,9 +231,19 @@ def _shape(fault: Fault, rng: random.Random) -> None:
     call = fault.call
     names = rng.choice((("tokens",), ("labels",), ("tokens", "labels", "positions")))
     old = call.tokens
-    how = rng.choice((lambda t: t[:, :-2], lambda t: t[:-1], lambda t: torch.cat([t, t]),
-                      lambda t: torch.cat([t, t], 1), lambda t: t[None], lambda t: t[0], lambda t: t[:0],
-                      lambda t: t[:, :0], lambda t: t[:, :-1]))
+    how = rng.choice(
+        (
+            lambda t: t[:, :-2],
+            lambda t: t[:-1],
+            lambda t: torch.cat([t, t]),
+            lambda t: torch.cat([t, t], 1),
+            lambda t: t[None],
+            lambda t: t[0],
+            lambda t: t[:0],
+            lambda t: t[:, :0],
+            lambda t: t[:, :-1],
+        )
+    )
     values = {name: how(getattr(call, name)) for name in names}
     if values[names[0]].shape != old.shape:
         if "positions" in names:
@@ -208,9 +256,14 @@ def _same(fault: Fault, rng: random.Random) -> None:
     call, name = fault.call, rng.choice(("tokens", "labels", "positions", "temperature", "mask", "state", "train"))
     if name in ("tokens", "labels"):
         t = getattr(call, name)
-        how, must = rng.choice(((lambda t: t.t().contiguous().t(), ANSWER),
-                                (lambda t: torch.stack([t, t], 2)[..., 0], ANSWER),
-                                (lambda t: t.as_subclass(Subclass), EITHER), (torch.nn.Parameter, EITHER)))
+        how, must = rng.choice(
+            (
+                (lambda t: t.t().contiguous().t(), ANSWER),
+                (lambda t: torch.stack([t, t], 2)[..., 0], ANSWER),
+                (lambda t: t.as_subclass(Subclass), EITHER),
+                (torch.nn.Parameter, EITHER),
+            )
+        )
         with contextlib.suppress(RuntimeError):
             _give(fault, f"{name}: the same as {describe(how(t))}", must, **{name: how(t)})
     elif name == "positions":
@@ -303,15 +356,22 @@ def _around(fault: Fault, manager: Callable, must: str, what: str = "") -> None:
 
 def _model(fault: Fault, rng: random.Random) -> None:
     """Another setting of the model."""
-    norms = {"final_layernorm": lambda m: m.decoder.final_layernorm,
-             "input_layernorm": lambda m: m.decoder.layers[1].input_layernorm,
-             "pre_mlp_layernorm": lambda m: m.decoder.layers[0].pre_mlp_layernorm}
+    norms = {
+        "final_layernorm": lambda m: m.decoder.final_layernorm,
+        "input_layernorm": lambda m: m.decoder.layers[1].input_layernorm,
+        "pre_mlp_layernorm": lambda m: m.decoder.layers[0].pre_mlp_layernorm,
+    }
     name, factor = rng.choice(list(norms)), rng.choice((2.0, 1.01, 1e3))
-    what = rng.choice(("eps", "eps", "eps", "wrong eps", "rotary base", "MoE", "padded vocab", "true vocab",
-                       "config eps"))
+    what = rng.choice(
+        ("eps", "eps", "eps", "wrong eps", "rotary base", "MoE", "padded vocab", "true vocab", "config eps")
+    )
     if what == "eps":
-        _around(fault, lambda m: _attribute(norms[name](m), "eps", norms[name](m).eps * factor), REFUSE,
-                f"eps of {name} times {factor}")
+        _around(
+            fault,
+            lambda m: _attribute(norms[name](m), "eps", norms[name](m).eps * factor),
+            REFUSE,
+            f"eps of {name} times {factor}",
+        )
     elif what == "wrong eps":
         eps = rng.choice((0.0, -1.0, None, "x", float("nan")))
         _around(fault, lambda m: _attribute(norms[name](m), "eps", eps), REFUSE, f"eps of {name}: {eps!r}")
@@ -324,8 +384,9 @@ def _model(fault: Fault, rng: random.Random) -> None:
     elif what == "true vocab":
         _around(fault, lambda m: _vocab(VOCAB - 1), REFUSE, f"patched with vocab_size {VOCAB - 1}")
     else:
-        _around(fault, lambda m: _attribute(m.config, "layernorm_epsilon", 0.1), EITHER,
-                "config.layernorm_epsilon: 0.1")
+        _around(
+            fault, lambda m: _attribute(m.config, "layernorm_epsilon", 0.1), EITHER, "config.layernorm_epsilon: 0.1"
+        )
 
 
 @contextlib.contextmanager
@@ -351,6 +412,7 @@ def _dtype(fault: Fault, rng: random.Random) -> None:
     def cast(model):
         {"model": model, "norm": model.decoder.final_layernorm, "output layer": model.output_layer}[part].to(dtype)
         yield
+
     tied = part == "output layer" and MODELS[fault.call.model][2]
     if not tied:
         _around(fault, cast, REFUSE, f"{part}.to({dtype})")
@@ -360,12 +422,17 @@ def _dtype(fault: Fault, rng: random.Random) -> None:
 def _after(fault: Fault, rng: random.Random) -> None:
     """What Megatron's cross-entropy is given by itself."""
     if fault.call.kind == "logits":
-        what, values = rng.choice((
-            ("label_smoothing: 0.1", {"label_smoothing": 0.1}),
-            ("logits: bfloat16", {"logits": lambda t: t.bfloat16()}),
-            ("logits: float64", {"logits": lambda t: t.double()}), ("logits: cut", {"logits": lambda t: t[:-1]}),
-            ("logits: None", {"logits": lambda t: None}), ("logits: a string", {"logits": lambda t: "x"}),
-            ("logits: narrow", {"logits": lambda t: t[..., :-1]})))
+        what, values = rng.choice(
+            (
+                ("label_smoothing: 0.1", {"label_smoothing": 0.1}),
+                ("logits: bfloat16", {"logits": lambda t: t.bfloat16()}),
+                ("logits: float64", {"logits": lambda t: t.double()}),
+                ("logits: cut", {"logits": lambda t: t[:-1]}),
+                ("logits: None", {"logits": lambda t: None}),
+                ("logits: a string", {"logits": lambda t: "x"}),
+                ("logits: narrow", {"logits": lambda t: t[..., :-1]}),
+            )
+        )
         _give(fault, what, REFUSE, **values)
 
 
@@ -391,11 +458,13 @@ def _raises(fault: Fault, rng: random.Random) -> None:
     def hook(model):
         def refuse(*_):
             raise KeyError("a hook's own error")
+
         handle = model.register_forward_pre_hook(refuse)
         try:
             yield
         finally:
             handle.remove()
+
     _around(fault, hook, REFUSE, "a forward hook that raises")
 
 
@@ -408,12 +477,23 @@ def _another(fault: Fault, rng: random.Random) -> None:
     elif call.kind in ("logprobs", "loss") and not isinstance(call.temperature, torch.Tensor):
         # Negated, a loss is what `logprobs` gives at temperature 1.
         other = "loss" if call.kind == "logprobs" else "logprobs"
-        _give(fault, f"{other} instead of {call.kind}", EITHER if call.temperature == 1.0 and not call.return_entropy
-              else REFUSE, kind=other)
+        _give(
+            fault,
+            f"{other} instead of {call.kind}",
+            EITHER if call.temperature == 1.0 and not call.return_entropy else REFUSE,
+            kind=other,
+        )
 
 
 FAULTS: dict[str, tuple[Callable, int]] = {
-    "other values": (_value, 30), "another kind of thing": (_kind, 22), "another shape": (_shape, 8),
-    "the same in another form": (_same, 12), "a setting of the model": (_model, 12), "the model's type": (_dtype, 4),
-    "the cross-entropy by itself": (_after, 30), "an exception of its own": (_raises, 6), "another call": (_another, 3)}
+    "other values": (_value, 30),
+    "another kind of thing": (_kind, 22),
+    "another shape": (_shape, 8),
+    "the same in another form": (_same, 12),
+    "a setting of the model": (_model, 12),
+    "the model's type": (_dtype, 4),
+    "the cross-entropy by itself": (_after, 30),
+    "an exception of its own": (_raises, 6),
+    "another call": (_another, 3),
+}
 """By name: what draws it, and how often."""

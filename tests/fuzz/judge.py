@@ -1,4 +1,5 @@
 """Makes a drawn call in this process and says what came of it."""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +27,11 @@ def judge(seed: int, index: int) -> dict:
     drawn = draw(seed, index)
     text = drawn.text()
     return dict(zip(("verdict", "detail"), _verdict(drawn), strict=True)) | {
-        "op": drawn.problem.op, "text": text, "must": drawn.must, "what": drawn.what}
+        "op": drawn.problem.op,
+        "text": text,
+        "must": drawn.must,
+        "what": drawn.what,
+    }
 
 
 def _verdict(d: Draw) -> tuple[str, str]:
@@ -54,8 +59,14 @@ def _verdict(d: Draw) -> tuple[str, str]:
 
 def _copy(v: Any) -> torch.Tensor | None:
     """What can be compared later."""
-    if type(v) in (torch.Tensor, torch.nn.Parameter) and v.layout == torch.strided and v.device.type == "cpu" \
-            and not v.is_nested and not v.is_quantized and v.untyped_storage().nbytes():
+    if (
+        type(v) in (torch.Tensor, torch.nn.Parameter)
+        and v.layout == torch.strided
+        and v.device.type == "cpu"
+        and not v.is_nested
+        and not v.is_quantized
+        and v.untyped_storage().nbytes()
+    ):
         return v.detach().resolve_neg().resolve_conj().clone()
     return None
 
@@ -115,12 +126,14 @@ def _wrapped(d: Draw):
         out = call(**args | {name: t})
         kept.append(out)
         return (out[0] if isinstance(out, tuple) else out).float().sum()
+
     torch.func.grad(loss)(args[name])
 
     def plain(t):
         while t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
             t = torch._C._functorch.get_unwrapped(t)
         return t
+
     return tuple(map(plain, kept[0])) if isinstance(kept[0], tuple) else plain(kept[0])
 
 
@@ -136,10 +149,14 @@ def _results(d: Draw, args, out, backward, gradient: str | None = None) -> dict[
         if d.gradient == "one of them":
             roots, grads = roots[-1:], grads[-1:]
         with _entered(backward):
-            taken = torch.autograd.grad(roots, list(leaves.values()), grads, allow_unused=True,
-                                        create_graph=bool(d.twice) and gradient is None)
-            if d.twice and gradient is None and (again := [t.float().sum() for t in taken
-                                                           if t is not None and t.requires_grad]):
+            taken = torch.autograd.grad(
+                roots, list(leaves.values()), grads, allow_unused=True, create_graph=bool(d.twice) and gradient is None
+            )
+            if (
+                d.twice
+                and gradient is None
+                and (again := [t.float().sum() for t in taken if t is not None and t.requires_grad])
+            ):
                 depends = [*leaves.values(), *(g for g in grads if g.requires_grad)]
                 torch.autograd.grad(again, depends, allow_unused=True)
         found |= {f"gradient of {n}": t for n, t in zip(leaves, taken, strict=True) if t is not None}
@@ -196,11 +213,15 @@ def _of_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
             x, y = (t.detach().double().flatten() for t in (a.as_subclass(torch.Tensor), b))
             differ = ((x != y) & ~(x.isnan() & y.isnan())).nonzero().flatten()
             at = int(differ[0]) if len(differ) else 0
-            return "wrong", (f"{name}: {len(differ) or 'zeros of'} {x.numel()} differ, {x[at].item()!r} is not "
-                             f"{y[at].item()!r}")
+            return "wrong", (
+                f"{name}: {len(differ) or 'zeros of'} {x.numel()} differ, {x[at].item()!r} is not {y[at].item()!r}"
+            )
     if d.problem.schema:
-        inputs = {v.untyped_storage().data_ptr() for v in d.args.values() if type(v) is torch.Tensor and v.numel()
-                  and not torch._is_functional_tensor(v)}
+        inputs = {
+            v.untyped_storage().data_ptr()
+            for v in d.args.values()
+            if type(v) is torch.Tensor and v.numel() and not torch._is_functional_tensor(v)
+        }
         for name, t in got.items():
             if t.numel() and not torch._is_functional_tensor(t) and t.untyped_storage().data_ptr() in inputs:
                 return "wrong", f"{name} shares memory with an argument"

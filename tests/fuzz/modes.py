@@ -1,4 +1,5 @@
 """States of the process that a caller may have set: context managers that set one and put it back."""
+
 from __future__ import annotations
 
 import contextlib
@@ -71,8 +72,9 @@ SAFE = {
     "anomaly detection": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "saved tensors are cloned": _saved_hooks,
     "multithreading off": lambda: torch.autograd.set_multithreading_enabled(False),
-    "matmul precision": lambda: _set(torch.set_float32_matmul_precision, "medium",
-                                     torch.get_float32_matmul_precision()),
+    "matmul precision": lambda: _set(
+        torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()
+    ),
 }
 """In these an op gives what it gives without them."""
 FORWARD = {"inference mode": torch.inference_mode, "no grad": torch.no_grad}
@@ -84,8 +86,14 @@ ODD = {"function mode": _SameFunctions, "dispatch mode": _SameOps}
 def state() -> dict:
     """What an op may not change."""
     tiny = 5e-324
-    return {"default device": str(torch.get_default_device()), "default dtype": torch.get_default_dtype(),
-            "threads": torch.get_num_threads(), "grad": torch.is_grad_enabled(),
-            "inference": torch.is_inference_mode_enabled(), "autocast": torch.is_autocast_enabled("cpu"),
-            "deterministic": torch.are_deterministic_algorithms_enabled(), "rounding": _libm.fegetround(),
-            "denormals": tiny * 1.0 != 0.0}
+    return {
+        "default device": str(torch.get_default_device()),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "rounding": _libm.fegetround(),
+        "denormals": tiny * 1.0 != 0.0,
+    }

@@ -1,4 +1,5 @@
 """Two processes that are Megatron's tensor-parallel ranks, given the same forward of which one rank's is different."""
+
 from __future__ import annotations
 
 import contextlib
@@ -21,6 +22,7 @@ SETUP = 240.0
 
 
 # On a rank.
+
 
 def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs, log: str) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
@@ -102,16 +104,28 @@ def _forward(model, call: faults.Call, device: str) -> list[torch.Tensor]:
 
     def there(t):
         return t.to(device) if isinstance(t, torch.Tensor) and t.device.type == "cpu" and device != "cpu" else t
-    tokens, positions, mask, labels, temperature, packed = map(there, (
-        call.tokens, call.positions, call.mask, call.labels, call.temperature, call.packed))
+
+    tokens, positions, mask, labels, temperature, packed = map(
+        there, (call.tokens, call.positions, call.mask, call.labels, call.temperature, call.packed)
+    )
     if call.kind in ("logprobs", "packed"):
         if call.kind == "packed" and packed is None:
             starts = there(call.starts)
             longest = int(call.starts.diff().max())
-            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
-                                     max_seqlen_kv=longest)
-        given = logprobs(model, tokens, positions, mask, labels, temperature=temperature, packed_seq_params=packed,
-                         return_entropy=call.return_entropy, ignore_index=call.ignore_index)
+            packed = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+            )
+        given = logprobs(
+            model,
+            tokens,
+            positions,
+            mask,
+            labels,
+            temperature=temperature,
+            packed_seq_params=packed,
+            return_entropy=call.return_entropy,
+            ignore_index=call.ignore_index,
+        )
         return [t for t in (given.log_probs, given.entropy) if t is not None]
     if call.kind == "loss":
         return [-model(tokens, positions, mask, labels=labels)]
@@ -129,6 +143,7 @@ def _backward(model, shared: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 # In the process that leads them.
+
 
 class Pair:
     """The two processes, until `stop`."""
@@ -190,8 +205,9 @@ class Pair:
             pipe.close()
 
 
-def outcomes(numbers: Iterable[tuple[int, int]], device: str, checkpoints: dict[str, str], log: str,
-             limit: float = LIMIT) -> Iterator[tuple[faults.Fault, str, str]]:
+def outcomes(
+    numbers: Iterable[tuple[int, int]], device: str, checkpoints: dict[str, str], log: str, limit: float = LIMIT
+) -> Iterator[tuple[faults.Fault, str, str]]:
     """Each fault (seed, index) with its verdict and, in words, how it came to it."""
     pair = Pair(device, checkpoints, log)
     spare = Pair(device, checkpoints, log) if device == "cuda" else None  # starting one takes long there
@@ -200,8 +216,9 @@ def outcomes(numbers: Iterable[tuple[int, int]], device: str, checkpoints: dict[
             fault = faults.draw(seed, index)
             before = pair.ask("control", fault, SETUP)
             answers = pair.ask("fault", fault, limit)
-            broken = any(a[0] in ("hung", "ended") or (device == "cuda" and a[:2] == ("raised", "foreign"))
-                         for a in answers)
+            broken = any(
+                a[0] in ("hung", "ended") or (device == "cuda" and a[:2] == ("raised", "foreign")) for a in answers
+            )
             verdict, how = _verdict(fault, before, answers, device)
             if not broken:
                 if fault.rebuild:

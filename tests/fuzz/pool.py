@@ -1,4 +1,5 @@
 """Processes that make calls, each fed one at a time: one that dies or hangs is put down to its call and replaced."""
+
 from __future__ import annotations
 
 import contextlib

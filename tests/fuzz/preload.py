@@ -1,4 +1,5 @@
 """What torch imports at first use, imported once, before processes are forked: no call waits for it."""
+
 import os
 import warnings
 

@@ -1,4 +1,5 @@
 """What the ranks import, imported once, before they are forked."""
+
 import warnings
 
 with warnings.catch_warnings():

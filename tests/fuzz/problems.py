@@ -1,4 +1,5 @@
 """Well-formed calls of each public op: their arguments drawn, and what is known of each argument."""
+
 from __future__ import annotations
 
 import itertools
@@ -128,33 +129,42 @@ class Source:
 
 def _set(name: str, value: Callable[[torch.Tensor], Any]):
     """A fault that gives argument `name` another value, made from what it was."""
+
     def put(args):
         args[name] = value(args[name])
+
     return put
 
 
 def _poke(name: str, value, s: Source):
     """A fault that writes `value` somewhere into the integers `name`."""
+
     def put(args):
         t = args[name] = args[name].clone()
         at = tuple(s.rng.randrange(n) for n in t.shape)
         t[at] = value
+
     return put
 
 
 def _parallel(s: Source, x_ndim: int) -> dict[str, Scalar]:
-    return {"tp": Scalar(s.rng.choice((None, TP(None))), "tp"),
-            "sequence_parallel": Scalar(x_ndim >= 2 and s.chance(0.3), "flag")}
+    return {
+        "tp": Scalar(s.rng.choice((None, TP(None))), "tp"),
+        "sequence_parallel": Scalar(x_ndim >= 2 and s.chance(0.3), "flag"),
+    }
 
 
 def _layer(s: Source, row: bool) -> dict[str, Tensor]:
     dtype, lead = s.dtype(HALVES), s.lead()
     k = s.rng.choice((s.size(40), 16 * s.size(6))) if row else s.size(40)
     n = s.size(24)
-    return {"x": Tensor(s.floats(*lead, k, dtype=dtype), (len(lead),), HALVES, leaf=True),
-            "weight": Tensor(s.floats(n, k, dtype=dtype), (1,), HALVES, ndim=True, leaf=True),
-            "bias": Tensor(s.floats(n, dtype=dtype) if s.chance(0.5) else None, (0,), HALVES, ndim=True, optional=True,
-                           leaf=True)}
+    return {
+        "x": Tensor(s.floats(*lead, k, dtype=dtype), (len(lead),), HALVES, leaf=True),
+        "weight": Tensor(s.floats(n, k, dtype=dtype), (1,), HALVES, ndim=True, leaf=True),
+        "bias": Tensor(
+            s.floats(n, dtype=dtype) if s.chance(0.5) else None, (0,), HALVES, ndim=True, optional=True, leaf=True
+        ),
+    }
 
 
 def _empty_weight(args):
@@ -167,10 +177,15 @@ def linear(s: Source) -> Problem:
     given: dict = _layer(s, row)
     x = given["x"].value
     given |= _parallel(s, x.ndim)
-    given["out_dtype"] = Scalar(s.rng.choice((None, x.dtype, torch.float32)), "dtype", bad=tuple(
-        {torch.float16, torch.bfloat16, torch.float64} - {x.dtype}))
-    faults = [("empty weight", _empty_weight, ("weight", "x")),
-              ("no rows of weight", _set("weight", lambda w: w[:0]), ("weight", "bias"))]
+    given["out_dtype"] = Scalar(
+        s.rng.choice((None, x.dtype, torch.float32)),
+        "dtype",
+        bad=tuple({torch.float16, torch.bfloat16, torch.float64} - {x.dtype}),
+    )
+    faults = [
+        ("empty weight", _empty_weight, ("weight", "x")),
+        ("no rows of weight", _set("weight", lambda w: w[:0]), ("weight", "bias")),
+    ]
     name = "row_parallel_linear" if row else "linear"
     return Problem(name, getattr(ops, name), given, faults)
 
@@ -178,47 +193,57 @@ def linear(s: Source) -> Problem:
 def rms_norm(s: Source) -> Problem:
     dtype, lead, h = s.dtype(), s.lead(), s.size(48)
     last = len(lead)
-    given = {"x": Tensor(s.floats(*lead, h, dtype=dtype), (last,), leaf=True),
-             "weight": Tensor(s.floats(h, dtype=dtype), (0,), ndim=True, leaf=True),
-             "eps": Scalar(10 ** s.rng.uniform(-12, 0), "positive"),
-             "residual": Tensor(s.floats(*lead, h, dtype=dtype) if s.chance(0.4) else None, tuple(range(last + 1)),
-                                optional=True, leaf=True),
-             "zero_centered": Scalar(s.chance(0.3), "flag")}
+    given = {
+        "x": Tensor(s.floats(*lead, h, dtype=dtype), (last,), leaf=True),
+        "weight": Tensor(s.floats(h, dtype=dtype), (0,), ndim=True, leaf=True),
+        "eps": Scalar(10 ** s.rng.uniform(-12, 0), "positive"),
+        "residual": Tensor(
+            s.floats(*lead, h, dtype=dtype) if s.chance(0.4) else None, tuple(range(last + 1)), optional=True, leaf=True
+        ),
+        "zero_centered": Scalar(s.chance(0.3), "flag"),
+    }
 
     def empty(args):
         for name in ("x", "weight", "residual"):
             if args[name] is not None:
                 args[name] = args[name][..., :0]
+
     return Problem("rms_norm", ops.rms_norm, given, [("no columns", empty, ("x", "weight"))])
 
 
 def rope_table(s: Source) -> Problem:
     """The base is drawn from so many that no draw meets another's in the op's cache."""
-    given = {"head_dim": Scalar(2 * s.size(16), "positive int", bad=(7, 3)),
-             "max_position": Scalar(s.size(40), "positive int"),
-             "base": Scalar(s.rng.uniform(1.1, 1e6), "positive"),
-             "device": Scalar(s.rng.choice(("cpu", torch.device("cpu"))), "device")}
+    given = {
+        "head_dim": Scalar(2 * s.size(16), "positive int", bad=(7, 3)),
+        "max_position": Scalar(s.size(40), "positive int"),
+        "base": Scalar(s.rng.uniform(1.1, 1e6), "positive"),
+        "device": Scalar(s.rng.choice(("cpu", torch.device("cpu"))), "device"),
+    }
     return Problem("rope_table", ops.rope_table, given)
 
 
 def _rotation(s: Source, names: tuple[str, ...]) -> dict[str, Tensor]:
     dtype, t, d, positions = s.dtype(), s.size(6, 0), 2 * s.size(12), s.size(20)
     table = ops.rope_table(d, positions, 10000.0).clone() if s.chance(0.7) else s.floats(positions, d)
-    given = {name: Tensor(s.floats(t, s.size(4), d, dtype=dtype), (0, 2), ndim=True, leaf=True, group=name)
-             for name in names}
-    return given | {"positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),
-                    "table": Tensor(table, (1,), (torch.float32,), "table", ndim=True)}
+    given = {
+        name: Tensor(s.floats(t, s.size(4), d, dtype=dtype), (0, 2), ndim=True, leaf=True, group=name) for name in names
+    }
+    return given | {
+        "positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),
+        "table": Tensor(table, (1,), (torch.float32,), "table", ndim=True),
+    }
 
 
 def _rotation_faults(s: Source, given, names: tuple[str, ...]) -> list:
     table, faults = given["table"].value, []
     if given["positions"].value.numel():
-        for value in (-1, len(table), 2**40, -2**62):
+        for value in (-1, len(table), 2**40, -(2**62)):
             faults.append((f"position {value}", _poke("positions", value, s), ("positions",)))
 
     def odd(args):
         for name in (*names, "table"):
             args[name] = args[name][..., :-1]
+
     return [*faults, ("odd head_dim", odd, (*names, "table", "head_dim"))]
 
 
@@ -233,29 +258,40 @@ def rope_of_table(s: Source) -> Problem:
 
     def call(x, positions, head_dim, max_position, base):
         return ops.rope(x, positions, ops.rope_table(head_dim, max_position, base))
-    given = {"x": Tensor(s.floats(t, s.size(4), d, dtype=s.dtype()), (0, 2), ndim=True, leaf=True),
-             "positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),
-             "head_dim": Scalar(d, "positive int", bad=(d + 2, 7)), "max_position": Scalar(positions, "positive int"),
-             "base": Scalar(s.rng.uniform(1.1, 1e6), "positive")}
+
+    given = {
+        "x": Tensor(s.floats(t, s.size(4), d, dtype=s.dtype()), (0, 2), ndim=True, leaf=True),
+        "positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),
+        "head_dim": Scalar(d, "positive int", bad=(d + 2, 7)),
+        "max_position": Scalar(positions, "positive int"),
+        "base": Scalar(s.rng.uniform(1.1, 1e6), "positive"),
+    }
     return Problem("rope", call, given)
 
 
 def silu_mul(s: Source) -> Problem:
     dtype, shape = s.dtype(), [*s.lead(), s.size(40, 0)]
-    given = {name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True)
-             for name in ("gate", "up")}
+    given = {
+        name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True) for name in ("gate", "up")
+    }
     return Problem("silu_mul", ops.silu_mul, given)
 
 
 def _starts_faults(s: Source, name: str, rows: int) -> list:
     def of(values):
         return lambda t: torch.tensor(values(t.tolist()), dtype=t.dtype)
-    return [(f"{name} ends late", _set(name, of(lambda v: [*v[:-1], rows + 1 + s.size(5)])), (name,)),
-            (f"{name} begins late", _set(name, of(lambda v: [1 + s.size(3), *v[1:]])), (name,)),
-            (f"{name} begins before 0", _set(name, of(lambda v: [-s.size(9), *v[1:]])), (name,)),
-            (f"{name} decreases", _set(name, of(lambda v: [0, rows + s.size(3), *v[1:]])),
-             (name, "seq_lens", "block_table", "dht")),
-            (f"{name} is empty", _set(name, lambda t: t[:0]), (name, "seq_lens", "block_table"))]
+
+    return [
+        (f"{name} ends late", _set(name, of(lambda v: [*v[:-1], rows + 1 + s.size(5)])), (name,)),
+        (f"{name} begins late", _set(name, of(lambda v: [1 + s.size(3), *v[1:]])), (name,)),
+        (f"{name} begins before 0", _set(name, of(lambda v: [-s.size(9), *v[1:]])), (name,)),
+        (
+            f"{name} decreases",
+            _set(name, of(lambda v: [0, rows + s.size(3), *v[1:]])),
+            (name, "seq_lens", "block_table", "dht"),
+        ),
+        (f"{name} is empty", _set(name, lambda t: t[:0]), (name, "seq_lens", "block_table")),
+    ]
 
 
 def attention(s: Source) -> Problem:
@@ -266,15 +302,19 @@ def attention(s: Source) -> Problem:
     starts = torch.tensor(s.starts(t, s.size(4)), dtype=s.dtype(INTS), device="cpu")
     if t == 0 and s.chance(0.3):
         starts = starts[:1]
-    given = {"q": Tensor(s.floats(t, hq, d, dtype=dtype), (0, 2), ndim=True, leaf=True),
-             "k": Tensor(s.floats(t, kv, d, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
-             "v": Tensor(s.floats(t, kv, d, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
-             "cu_seqlens": Tensor(starts, (), INTS, "starts", ndim=True),
-             "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 3))), "positive", optional=True)}
-    faults = [*_starts_faults(s, "cu_seqlens", t),
-              ("cu_seqlens ends early", _set("cu_seqlens", lambda c: torch.tensor([0, t - 1])), ("cu_seqlens",)),
-              ("no head_dim", lambda a: a.update({n: a[n][..., :0] for n in "qkv"}), ("q", "k", "v")),
-              ("no kv heads", lambda a: a.update({n: a[n][:, :0] for n in "kv"}), ("k", "v"))]
+    given = {
+        "q": Tensor(s.floats(t, hq, d, dtype=dtype), (0, 2), ndim=True, leaf=True),
+        "k": Tensor(s.floats(t, kv, d, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
+        "v": Tensor(s.floats(t, kv, d, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
+        "cu_seqlens": Tensor(starts, (), INTS, "starts", ndim=True),
+        "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 3))), "positive", optional=True),
+    }
+    faults = [
+        *_starts_faults(s, "cu_seqlens", t),
+        ("cu_seqlens ends early", _set("cu_seqlens", lambda c: torch.tensor([0, t - 1])), ("cu_seqlens",)),
+        ("no head_dim", lambda a: a.update({n: a[n][..., :0] for n in "qkv"}), ("q", "k", "v")),
+        ("no kv heads", lambda a: a.update({n: a[n][:, :0] for n in "kv"}), ("k", "v")),
+    ]
     return Problem("attention", ops.attention, given, faults)
 
 
@@ -294,42 +334,59 @@ def paged_attention(s: Source) -> Problem:
     for n in queries:
         starts.append(starts[-1] + n)
     out = torch.zeros(rows, hq, d, dtype=dtype, device="cpu") if s.chance(0.4) else None
-    given = {"q": Tensor(s.floats(rows, hq, d, dtype=dtype), (2,), ndim=True),
-             "k_cache": Tensor(s.floats(blocks, block, kv, d, dtype=dtype), (0, 1, 2, 3), ndim=True),
-             "v_cache": Tensor(s.floats(blocks, block, kv, d, dtype=dtype), (0, 1, 2, 3), ndim=True),
-             "block_table": Tensor(table, (0,), INTS, "table", ndim=True),
-             "query_start_loc": Tensor(torch.tensor(starts, dtype=s.dtype(INTS), device="cpu"), (0,), INTS, "starts",
-                                       ndim=True),
-             "seq_lens": Tensor(torch.tensor(lens, dtype=s.dtype(INTS), device="cpu"), (0,), INTS, "lens", ndim=True),
-             "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 3))), "positive", optional=True),
-             "out": Tensor(out, (0, 1, 2), ndim=True, optional=True, written=True)}
+    given = {
+        "q": Tensor(s.floats(rows, hq, d, dtype=dtype), (2,), ndim=True),
+        "k_cache": Tensor(s.floats(blocks, block, kv, d, dtype=dtype), (0, 1, 2, 3), ndim=True),
+        "v_cache": Tensor(s.floats(blocks, block, kv, d, dtype=dtype), (0, 1, 2, 3), ndim=True),
+        "block_table": Tensor(table, (0,), INTS, "table", ndim=True),
+        "query_start_loc": Tensor(
+            torch.tensor(starts, dtype=s.dtype(INTS), device="cpu"), (0,), INTS, "starts", ndim=True
+        ),
+        "seq_lens": Tensor(torch.tensor(lens, dtype=s.dtype(INTS), device="cpu"), (0,), INTS, "lens", ndim=True),
+        "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 3))), "positive", optional=True),
+        "out": Tensor(out, (0, 1, 2), ndim=True, optional=True, written=True),
+    }
     at = s.rng.randrange(batch)
 
     def block_of(value):
         def put(args):
             args["block_table"] = args["block_table"].clone()
             args["block_table"][at, 0] = value
+
         return put
-    faults = [*_starts_faults(s, "query_start_loc", rows),
-              ("a block too high", block_of(blocks + s.size(9)), ("block_table",)),
-              ("a negative block", block_of(-s.size(9)), ("block_table",)),
-              ("a long sequence", _poke("seq_lens", width * block + s.size(9), s), ("seq_lens",)),
-              ("a huge sequence", _poke("seq_lens", 2**31 - 1, s), ("seq_lens",)),
-              ("a negative length", _poke("seq_lens", -s.size(9), s), ("seq_lens",))]
+
+    faults = [
+        *_starts_faults(s, "query_start_loc", rows),
+        ("a block too high", block_of(blocks + s.size(9)), ("block_table",)),
+        ("a negative block", block_of(-s.size(9)), ("block_table",)),
+        ("a long sequence", _poke("seq_lens", width * block + s.size(9), s), ("seq_lens",)),
+        ("a huge sequence", _poke("seq_lens", 2**31 - 1, s), ("seq_lens",)),
+        ("a negative length", _poke("seq_lens", -s.size(9), s), ("seq_lens",)),
+    ]
     if queries[at]:
+
         def short(args):
             args["seq_lens"] = args["seq_lens"].clone()
             args["seq_lens"][at] = queries[at] - 1
+
         faults.append(("a length below its queries", short, ("seq_lens",)))
     if used and out is not None:
-        for what, alias in (("q", lambda a: a["q"].detach()),
-                            ("k_cache", lambda a: a["k_cache"].flatten()[:out.numel()])):
+        for what, alias in (
+            ("q", lambda a: a["q"].detach()),
+            ("k_cache", lambda a: a["k_cache"].flatten()[: out.numel()]),
+        ):
             if what == "q" or given["k_cache"].value.numel() >= out.numel():
-                faults.append((f"out shares memory with {what}", lambda a, f=alias: a.update(out=f(a).view(out.shape)),
-                               ("out",)))
+                faults.append(
+                    (f"out shares memory with {what}", lambda a, f=alias: a.update(out=f(a).view(out.shape)), ("out",))
+                )
         if out.numel() > 1:
-            faults.append(("out overlaps itself",
-                           lambda a: a.update(out=torch.zeros((), dtype=dtype).expand(out.shape)), ("out",)))
+            faults.append(
+                (
+                    "out overlaps itself",
+                    lambda a: a.update(out=torch.zeros((), dtype=dtype).expand(out.shape)),
+                    ("out",),
+                )
+            )
     return Problem("paged_attention", ops.paged_attention, given, faults)
 
 
@@ -352,7 +409,7 @@ def _target(s: Source, rows, vocab: int, ignore: int) -> torch.Tensor:
 def _value_faults(s: Source, given, vocab: int) -> list:
     faults = []
     if "target" in given and given["target"].value.numel():
-        for value in (vocab, vocab + s.size(1000), -1 if given["ignore_index"].value != -1 else -2, 2**62, -2**63):
+        for value in (vocab, vocab + s.size(1000), -1 if given["ignore_index"].value != -1 else -2, 2**62, -(2**63)):
             faults.append((f"target {value}", _poke("target", value, s), ("target",)))
     t = given["temperature"]
     if isinstance(t, Tensor) and t.value.numel():
@@ -366,13 +423,15 @@ def _given_rows(s: Source, rows, vocab: int) -> dict:
     ignore = s.rng.choice((-100, -100, -1, vocab + 5, s.rng.randrange(vocab)))
     size = s.rng.choice((None, vocab, s.rng.randint(1, vocab)))
     target = _target(s, rows, size or vocab, ignore)
-    return {"target": Tensor(target, tuple(range(len(rows))), (torch.int64,), "target"),
-            "temperature": _temperature(s, rows),
-            "ignore_index": Scalar(ignore, "int"),
-            "vocab_size": Scalar(size, "positive int", optional=True, bad=(vocab + 1, 6.5)),
-            "vocab_start": Scalar(0, "int", bad=(1, -1, 128)),
-            "tp": Scalar(s.rng.choice((None, TP(None))), "tp"),
-            "return_entropy": Scalar(s.chance(0.5), "flag")}
+    return {
+        "target": Tensor(target, tuple(range(len(rows))), (torch.int64,), "target"),
+        "temperature": _temperature(s, rows),
+        "ignore_index": Scalar(ignore, "int"),
+        "vocab_size": Scalar(size, "positive int", optional=True, bad=(vocab + 1, 6.5)),
+        "vocab_start": Scalar(0, "int", bad=(1, -1, 128)),
+        "tp": Scalar(s.rng.choice((None, TP(None))), "tp"),
+        "return_entropy": Scalar(s.chance(0.5), "flag"),
+    }
 
 
 def _vocab(s: Source) -> int:
@@ -383,17 +442,19 @@ def linear_logp(s: Source) -> Problem:
     dtype, lead, d, vocab = s.dtype(), s.lead(), s.size(16), _vocab(s)
     per_row = _given_rows(s, lead, vocab)
     main_grad = s.floats(vocab, d, finite=True) if s.chance(0.25) else None
-    given = {"hidden": Tensor(s.floats(*lead, d, dtype=dtype, finite=True), (len(lead),), leaf=True, finite=True),
-             "weight": Tensor(s.floats(vocab, d, dtype=dtype), (1,), ndim=True, leaf=True),
-             "bias": Tensor(s.floats(vocab, dtype=dtype) if s.chance(0.4) else None, (0,), ndim=True, optional=True,
-                            leaf=True),
-             "soft_cap": Scalar(s.rng.choice((None, None, s.rng.uniform(1, 50))), "positive", optional=True),
-             "logit_scale": Scalar(s.rng.choice((1.0, 1.0, s.rng.uniform(-2, 2))), "finite"),
-             "keep_logits": Scalar(s.chance(0.3), "flag"),
-             "main_grad": Tensor(main_grad, (0, 1), (torch.float32,), "main_grad", ndim=True, optional=True,
-                                 written=True),
-             "workspace": Scalar(s.rng.choice((None, None, s.rng.randint(1, 10**5))), "positive int", optional=True),
-             **per_row}
+    given = {
+        "hidden": Tensor(s.floats(*lead, d, dtype=dtype, finite=True), (len(lead),), leaf=True, finite=True),
+        "weight": Tensor(s.floats(vocab, d, dtype=dtype), (1,), ndim=True, leaf=True),
+        "bias": Tensor(
+            s.floats(vocab, dtype=dtype) if s.chance(0.4) else None, (0,), ndim=True, optional=True, leaf=True
+        ),
+        "soft_cap": Scalar(s.rng.choice((None, None, s.rng.uniform(1, 50))), "positive", optional=True),
+        "logit_scale": Scalar(s.rng.choice((1.0, 1.0, s.rng.uniform(-2, 2))), "finite"),
+        "keep_logits": Scalar(s.chance(0.3), "flag"),
+        "main_grad": Tensor(main_grad, (0, 1), (torch.float32,), "main_grad", ndim=True, optional=True, written=True),
+        "workspace": Scalar(s.rng.choice((None, None, s.rng.randint(1, 10**5))), "positive int", optional=True),
+        **per_row,
+    }
     limit = per_row["vocab_size"].value or vocab
     faults = _value_faults(s, given, limit)
     if given["hidden"].value.numel():
@@ -402,10 +463,16 @@ def linear_logp(s: Source) -> Problem:
     if main_grad is not None:
         faults.append(("main_grad is weight", lambda a: a.update(main_grad=a["weight"].detach()), ("main_grad",)))
         if main_grad.numel() > 1:
-            faults.append(("main_grad overlaps itself",
-                           lambda a: a.update(main_grad=torch.zeros(1, 1).expand(vocab, d)), ("main_grad",)))
-            faults.append(("main_grad is transposed",
-                           lambda a: a.update(main_grad=torch.zeros(d, vocab).t()), ("main_grad",)))
+            faults.append(
+                (
+                    "main_grad overlaps itself",
+                    lambda a: a.update(main_grad=torch.zeros(1, 1).expand(vocab, d)),
+                    ("main_grad",),
+                )
+            )
+            faults.append(
+                ("main_grad is transposed", lambda a: a.update(main_grad=torch.zeros(d, vocab).t()), ("main_grad",))
+            )
     return Problem("linear_logp", ops.linear_logp, given, faults)
 
 
@@ -413,25 +480,32 @@ def logp_from_logits(s: Source) -> Problem:
     dtype, lead, vocab = s.dtype(), s.lead(), _vocab(s)
     per_row = _given_rows(s, lead, vocab)
     given = {"logits": Tensor(s.floats(*lead, vocab, dtype=dtype), tuple(range(len(lead))), leaf=True), **per_row}
-    return Problem("logp_from_logits", ops.logp_from_logits, given,
-                   _value_faults(s, given, per_row["vocab_size"].value or vocab))
+    return Problem(
+        "logp_from_logits", ops.logp_from_logits, given, _value_faults(s, given, per_row["vocab_size"].value or vocab)
+    )
 
 
 def head_logits(s: Source) -> Problem:
     dtype, lead, d, vocab = s.dtype(), s.lead(), s.size(24), _vocab(s)
-    given = {"hidden": Tensor(s.floats(*lead, d, dtype=dtype), (len(lead),)),
-             "weight": Tensor(s.floats(vocab, d, dtype=dtype), (1,), ndim=True),
-             "bias": Tensor(s.floats(vocab, dtype=dtype) if s.chance(0.4) else None, (0,), ndim=True, optional=True),
-             "soft_cap": Scalar(s.rng.choice((None, None, s.rng.uniform(1, 50))), "positive", optional=True),
-             "logit_scale": Scalar(s.rng.choice((1.0, 1.0, s.rng.uniform(-2, 2))), "finite")}
+    given = {
+        "hidden": Tensor(s.floats(*lead, d, dtype=dtype), (len(lead),)),
+        "weight": Tensor(s.floats(vocab, d, dtype=dtype), (1,), ndim=True),
+        "bias": Tensor(s.floats(vocab, dtype=dtype) if s.chance(0.4) else None, (0,), ndim=True, optional=True),
+        "soft_cap": Scalar(s.rng.choice((None, None, s.rng.uniform(1, 50))), "positive", optional=True),
+        "logit_scale": Scalar(s.rng.choice((1.0, 1.0, s.rng.uniform(-2, 2))), "finite"),
+    }
     return Problem("head_logits", ops.head_logits, given)
 
 
 def log_softmax(s: Source) -> Problem:
     lead, vocab = s.lead(), _vocab(s)
-    given = {"logits": Tensor(s.floats(*lead, vocab, dtype=s.dtype())), "temperature": _temperature(s, lead),
-             "vocab_size": Scalar(s.rng.choice((None, s.rng.randint(1, vocab))), "positive int", optional=True,
-                                  bad=(vocab + 1, 6.5))}
+    given = {
+        "logits": Tensor(s.floats(*lead, vocab, dtype=s.dtype())),
+        "temperature": _temperature(s, lead),
+        "vocab_size": Scalar(
+            s.rng.choice((None, s.rng.randint(1, vocab))), "positive int", optional=True, bad=(vocab + 1, 6.5)
+        ),
+    }
     if isinstance(given["temperature"], Tensor) and given["temperature"].value.ndim:
         given["logits"].bound = tuple(range(len(lead)))
     return Problem("log_softmax", ops.log_softmax, given, _value_faults(s, given, vocab))
@@ -440,9 +514,11 @@ def log_softmax(s: Source) -> Problem:
 def token_logp_(s: Source) -> Problem:
     lead, vocab = s.lead(), _vocab(s)
     ids = s.ints([*lead, s.size(6, 0)], 0, vocab, s.dtype(INTS))
-    given = {"logits": Tensor(s.floats(*lead, vocab, dtype=s.dtype()), tuple(range(len(lead)))),
-             "token_ids": Tensor(ids, tuple(range(len(lead))), INTS, "ids", ndim=True),
-             "temperature": _temperature(s, lead)}
+    given = {
+        "logits": Tensor(s.floats(*lead, vocab, dtype=s.dtype()), tuple(range(len(lead)))),
+        "token_ids": Tensor(ids, tuple(range(len(lead))), INTS, "ids", ndim=True),
+        "temperature": _temperature(s, lead),
+    }
     faults = _value_faults(s, given, vocab)
     if ids.numel():
         for value in (-1, vocab, 2**31 - 1):
@@ -467,24 +543,52 @@ def gated_delta_rule(s: Source) -> Problem:
     def optional(*shape: int) -> Tensor:
         value = -s.floats(*shape).abs() * 0.05 if s.chance(0.5) else None
         return Tensor(value, tuple(range(len(shape))), (torch.float32,), "gates", ndim=True, optional=True)
-    given = {"q": rows(k, heads_k), "k": rows(k, heads_k), "w": rows(k), "do": rows(v), "dv": rows(v),
-             "g": optional(batch, t, heads), "gk": optional(batch, t, heads, k), "dht": optional(*state),
-             "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 2))), "finite", optional=True),
-             "cu_seqlens": Tensor(torch.tensor(starts, dtype=s.dtype(INTS), device="cpu") if starts else None, (), INTS,
-                                  "starts", ndim=True, optional=True),
-             "num_chunks": Scalar(s.rng.choice((None, counted)), "positive int", optional=True,
-                                  bad=((counted or 0) + 1, counted - 1) if starts else (1, 2)),
-             "state_v_first": Scalar(v_first, "flag"), "base2": Scalar(s.chance(0.3), "flag"),
-             "need_dh0": Scalar(s.chance(0.5), "flag")}
+
+    given = {
+        "q": rows(k, heads_k),
+        "k": rows(k, heads_k),
+        "w": rows(k),
+        "do": rows(v),
+        "dv": rows(v),
+        "g": optional(batch, t, heads),
+        "gk": optional(batch, t, heads, k),
+        "dht": optional(*state),
+        "scale": Scalar(s.rng.choice((None, s.rng.uniform(0.01, 2))), "finite", optional=True),
+        "cu_seqlens": Tensor(
+            torch.tensor(starts, dtype=s.dtype(INTS), device="cpu") if starts else None,
+            (),
+            INTS,
+            "starts",
+            ndim=True,
+            optional=True,
+        ),
+        "num_chunks": Scalar(
+            s.rng.choice((None, counted)),
+            "positive int",
+            optional=True,
+            bad=((counted or 0) + 1, counted - 1) if starts else (1, 2),
+        ),
+        "state_v_first": Scalar(v_first, "flag"),
+        "base2": Scalar(s.chance(0.3), "flag"),
+        "need_dh0": Scalar(s.chance(0.5), "flag"),
+    }
     faults = [*(_starts_faults(s, "cu_seqlens", t) if starts else ())]
     return Problem("gated_delta_rule", gdr.chunk_gated_delta_rule_bwd_dhu, given, faults, forward_only=True)
 
 
 # torch.ops.alignkit: what engines that compile call.
 
+
 def _custom(name: str, given: dict, reference: Callable, faults=()) -> Problem:
-    return Problem(f"alignkit::{name}", getattr(torch.ops.alignkit, name), given, list(faults), reference,
-                   forward_only=True, schema=f"alignkit::{name}")
+    return Problem(
+        f"alignkit::{name}",
+        getattr(torch.ops.alignkit, name),
+        given,
+        list(faults),
+        reference,
+        forward_only=True,
+        schema=f"alignkit::{name}",
+    )
 
 
 def custom_linear(s: Source) -> Problem:
@@ -508,8 +612,12 @@ def custom_rms_norm(s: Source) -> Problem:
 
 def custom_rope_qk(s: Source) -> Problem:
     given = _rotation(s, ("q", "k"))
-    return _custom("rope_qk", given, lambda q, k, positions, table: (
-        ops.rope(q, positions, table), ops.rope(k, positions, table)), _rotation_faults(s, given, ("q", "k")))
+    return _custom(
+        "rope_qk",
+        given,
+        lambda q, k, positions, table: (ops.rope(q, positions, table), ops.rope(k, positions, table)),
+        _rotation_faults(s, given, ("q", "k")),
+    )
 
 
 def custom_silu_mul(s: Source) -> Problem:
@@ -517,9 +625,25 @@ def custom_silu_mul(s: Source) -> Problem:
 
 
 PROBLEMS: dict[Callable[[Source], Problem], int] = {
-    linear: 12, rms_norm: 9, rope_table: 4, rope: 7, rope_of_table: 4, silu_mul: 7, attention: 10, paged_attention: 10,
-    linear_logp: 14, logp_from_logits: 9, head_logits: 5, log_softmax: 5, token_logp_: 6, gated_delta_rule: 6,
-    custom_linear: 5, custom_rms_norm: 4, custom_rope_qk: 4, custom_silu_mul: 3}
+    linear: 12,
+    rms_norm: 9,
+    rope_table: 4,
+    rope: 7,
+    rope_of_table: 4,
+    silu_mul: 7,
+    attention: 10,
+    paged_attention: 10,
+    linear_logp: 14,
+    logp_from_logits: 9,
+    head_logits: 5,
+    log_softmax: 5,
+    token_logp_: 6,
+    gated_delta_rule: 6,
+    custom_linear: 5,
+    custom_rms_norm: 4,
+    custom_rope_qk: 4,
+    custom_silu_mul: 3,
+}
 """How often each is drawn."""
 
 

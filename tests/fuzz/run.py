@@ -1,4 +1,5 @@
 """Runs the fuzz and counts what came of it."""
+
 from __future__ import annotations
 
 import contextlib
@@ -35,19 +36,30 @@ class Tally:
     def add(self, group: str, verdict: str, draw: str, text: str, detail: str) -> None:
         self.by[group][verdict] += 1
         if verdict not in GOOD:
-            self.failures.append({"verdict": verdict, "by": group, "draw": text, "detail": detail,
-                                  "repeat": f"python -m tests.fuzz {self.option} {draw}"})
+            self.failures.append(
+                {
+                    "verdict": verdict,
+                    "by": group,
+                    "draw": text,
+                    "detail": detail,
+                    "repeat": f"python -m tests.fuzz {self.option} {draw}",
+                }
+            )
 
     def totals(self) -> Counter:
         return sum(self.by.values(), Counter())
 
     def to_json(self) -> dict:
         """Counts, all verdicts named, and the failures."""
+
         def row(counts: Counter) -> dict:
             return {"drawn": sum(counts.values())} | {v: counts[v] for v in VERDICTS}
-        return row(self.totals()) | {"seconds": round(self.seconds, 1),
-                                     "by": {group: row(self.by[group]) for group in sorted(self.by)},
-                                     "failures": self.failures}
+
+        return row(self.totals()) | {
+            "seconds": round(self.seconds, 1),
+            "by": {group: row(self.by[group]) for group in sorted(self.by)},
+            "failures": self.failures,
+        }
 
     def told(self) -> str:
         """The failures, for a person."""
@@ -94,8 +106,13 @@ def checkpoints() -> Iterator[tuple[dict[str, str], str]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ranks.log"
         log.touch()
-        yield {name: str(make_checkpoint(Path(folder) / name, arch=arch, dtype=dtype, tied=tied, **faults.SIZES))
-               for name, (arch, dtype, tied) in faults.MODELS.items()}, str(log)
+        yield (
+            {
+                name: str(make_checkpoint(Path(folder) / name, arch=arch, dtype=dtype, tied=tied, **faults.SIZES))
+                for name, (arch, dtype, tied) in faults.MODELS.items()
+            },
+            str(log),
+        )
 
 
 def two_gpus() -> bool:

@@ -1,4 +1,5 @@
 """The faults of `test_fuzz.py` on two GPUs: a wrong value may end in an assertion on the device, and the process."""
+
 import os
 
 import pytest

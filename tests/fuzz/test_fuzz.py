@@ -1,5 +1,6 @@
 """The fuzz's short form; ``make fuzz`` is the long one. ALIGNKIT_FUZZ_SEED chooses another population,
 ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the fuzz sees what it looks for."""
+
 import ctypes
 import os
 import time
@@ -16,15 +17,17 @@ SEED = int(os.environ.get("ALIGNKIT_FUZZ_SEED", "17"))
 CALLS = int(os.environ.get("ALIGNKIT_FUZZ_CALLS", "3000"))
 FAULTS = int(os.environ.get("ALIGNKIT_FUZZ_FAULTS", "60"))
 
-pytestmark = pytest.mark.skipif(os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu",
-                                reason="its calls are on the CPU")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu", reason="its calls are on the CPU"
+)
 X = torch.tensor([1.0, -2.0, 3.0])
 
 
 def verdict(call, must=draw.ANSWER, names=("x",), leaves=(), **twists):
     """Of a planted op that should double x."""
-    problem = Problem("double", call, {"x": Tensor(X, leaf=True), "by": Scalar(2.0, "positive")},
-                      reference=lambda x, by: x * by)
+    problem = Problem(
+        "double", call, {"x": Tensor(X, leaf=True), "by": Scalar(2.0, "positive")}, reference=lambda x, by: x * by
+    )
     args, twin = ({"x": X.clone().requires_grad_("x" in leaves), "by": 2.0} for _ in range(2))
     made = draw.Draw(problem, args, twin, list(leaves), must, names=set(names), **twists)
     return judge._verdict(made)[0]
@@ -33,6 +36,7 @@ def verdict(call, must=draw.ANSWER, names=("x",), leaves=(), **twists):
 def raises(error):
     def call(x, by):
         raise error
+
     return call
 
 
@@ -54,16 +58,19 @@ def test_a_right_answer_and_a_clear_error():
     assert verdict(raises(InputError("x: is odd")), draw.EITHER) == "clear error"
 
 
-@pytest.mark.parametrize("call, must, expected", [
-    (lambda x, by: x * by + 2.0**-22, draw.ANSWER, "wrong"),  # a bit
-    (lambda x, by: (x * by).double(), draw.ANSWER, "wrong"),
-    (lambda x, by: (x * by)[None], draw.EITHER, "wrong"),
-    (lambda x, by: x * by, draw.REFUSE, "wrong"),
-    (raises(InputError("x: is odd")), draw.ANSWER, "wrong"),
-    (writes, draw.ANSWER, "wrong"),
-    (raises(InputError("hidden: is odd")), draw.REFUSE, "obscure"),
-    (raises(TypeError("x: is odd")), draw.REFUSE, "obscure"),
-])
+@pytest.mark.parametrize(
+    "call, must, expected",
+    [
+        (lambda x, by: x * by + 2.0**-22, draw.ANSWER, "wrong"),  # a bit
+        (lambda x, by: (x * by).double(), draw.ANSWER, "wrong"),
+        (lambda x, by: (x * by)[None], draw.EITHER, "wrong"),
+        (lambda x, by: x * by, draw.REFUSE, "wrong"),
+        (raises(InputError("x: is odd")), draw.ANSWER, "wrong"),
+        (writes, draw.ANSWER, "wrong"),
+        (raises(InputError("hidden: is odd")), draw.REFUSE, "obscure"),
+        (raises(TypeError("x: is odd")), draw.REFUSE, "obscure"),
+    ],
+)
 def test_planted(call, must, expected):
     assert verdict(call, must) == expected
 
@@ -91,7 +98,8 @@ def test_the_pool_outlives_its_processes():
     jobs = [(what, i) for i, what in enumerate(["runs", "dies", "runs", "hangs", "fails", "runs", "dies", "runs"])]
     ended = {job: (how, value) for job, how, value in pool.outcomes("tests.fuzz.test_fuzz:planted", jobs, 2, 5.0)}
     assert {job: how for job, (how, _) in ended.items()} == {
-        job: {"runs": "done", "dies": "crashed", "hangs": "hung", "fails": "failed"}[job[0]] for job in jobs}
+        job: {"runs": "done", "dies": "crashed", "hangs": "hung", "fails": "failed"}[job[0]] for job in jobs
+    }
     assert ended["dies", 1][1].startswith("SIGSEGV") and "planted" in ended["dies", 1][1]
     assert "KeyError" in ended["fails", 4][1] and ended["runs", 7][1] == 7
 
@@ -99,6 +107,7 @@ def test_the_pool_outlives_its_processes():
 def test_a_draw_is_that_of_its_number():
     def texts(numbers):
         return [draw.draw(5, i).text() for i in numbers] + [faults.draw(5, i).text() for i in numbers]
+
     assert texts(range(20)) == texts(range(20)) and len(set(texts(range(20)))) > 30
 
 
@@ -115,17 +124,20 @@ ANSWERS = [("answer", "bits", "own"), ("answer", "bits", "own")]
 REFUSALS = [("raised", "alignkit", "InputError", "x: is odd"), ("raised", "foreign", "KeyError", "its own")]
 
 
-@pytest.mark.parametrize("must, answers, expected", [
-    (draw.REFUSE, REFUSALS, "clear error"),
-    (draw.REFUSE, REFUSALS[::-1], "obscure"),  # the rank without the fault is told by alignkit
-    (draw.REFUSE, ANSWERS, "wrong"),
-    (draw.REFUSE, [REFUSALS[0], ANSWERS[1]], "wrong"),
-    (draw.REFUSE, [("hung",), REFUSALS[1]], "hung"),
-    (draw.REFUSE, [("ended", -6), REFUSALS[1]], "crashed"),
-    (draw.EITHER, ANSWERS, "right"),
-    (draw.ANSWER, [("answer", "other", "own")] * 2, "wrong"),
-    (draw.ANSWER, REFUSALS, "wrong"),
-])
+@pytest.mark.parametrize(
+    "must, answers, expected",
+    [
+        (draw.REFUSE, REFUSALS, "clear error"),
+        (draw.REFUSE, REFUSALS[::-1], "obscure"),  # the rank without the fault is told by alignkit
+        (draw.REFUSE, ANSWERS, "wrong"),
+        (draw.REFUSE, [REFUSALS[0], ANSWERS[1]], "wrong"),
+        (draw.REFUSE, [("hung",), REFUSALS[1]], "hung"),
+        (draw.REFUSE, [("ended", -6), REFUSALS[1]], "crashed"),
+        (draw.EITHER, ANSWERS, "right"),
+        (draw.ANSWER, [("answer", "other", "own")] * 2, "wrong"),
+        (draw.ANSWER, REFUSALS, "wrong"),
+    ],
+)
 def test_verdicts_of_ranks(must, answers, expected):
     fault = faults.Fault(0, 0, None, rank=1, must=must)
     assert pair._verdict(fault, ANSWERS, answers, "cpu")[0] == expected

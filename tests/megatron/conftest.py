@@ -6,8 +6,22 @@ import torch
 from alignkit.check.model import make_checkpoint
 
 if importlib.util.find_spec("megatron") is None:  # the converter and the seams are tested without it
-    collect_ignore = [f"test_{name}.py" for name in ("arguments", "bits", "cuda", "ddp", "fingerprint", "gradients",
-                                                     "patch", "recompute", "refusals", "replaced", "train")]
+    collect_ignore = [
+        f"test_{name}.py"
+        for name in (
+            "arguments",
+            "bits",
+            "cuda",
+            "ddp",
+            "fingerprint",
+            "gradients",
+            "patch",
+            "recompute",
+            "refusals",
+            "replaced",
+            "train",
+        )
+    ]
 
 SMALL = dict(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=512)
 
@@ -47,9 +61,9 @@ def checkpoint(tmp_path_factory):
         key = (arch, dtype, tied, vocab, *sorted(sizes.items()))
         if key not in made:
             path = tmp_path_factory.mktemp("hf")
-            made[key] = make_checkpoint(path, arch=arch, dtype=dtype, tied=tied, vocab=vocab,
-                                        **(SMALL | sizes))
+            made[key] = make_checkpoint(path, arch=arch, dtype=dtype, tied=tied, vocab=vocab, **(SMALL | sizes))
         return made[key]
+
     return make
 
 

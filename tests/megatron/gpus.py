@@ -1,4 +1,5 @@
 """Several GPUs, each with a process of its own that is kept alive between calls, as Megatron's ranks over NCCL."""
+
 import os
 import pickle
 import traceback
@@ -40,14 +41,18 @@ def tensor_parallel(size):
     from megatron.core import parallel_state, tensor_parallel
 
     if not parallel_state.model_parallel_is_initialized() or (
-            parallel_state.get_tensor_model_parallel_world_size() != size):
+        parallel_state.get_tensor_model_parallel_world_size() != size
+    ):
         parallel_state.destroy_model_parallel()
         if size in _groups:
             vars(parallel_state).update(_groups[size])
         else:
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-            _groups[size] = {name: value for name, value in vars(parallel_state).items()
-                             if name.startswith("_") and not name.startswith("__") and not callable(value)}
+            _groups[size] = {
+                name: value
+                for name, value in vars(parallel_state).items()
+                if name.startswith("_") and not name.startswith("__") and not callable(value)
+            }
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     return TP(parallel_state.get_tensor_model_parallel_group())
 

@@ -1,4 +1,5 @@
 """A dense Qwen2, Qwen3 or Llama in plain float64 torch. Shares no code with what it judges."""
+
 import torch
 
 

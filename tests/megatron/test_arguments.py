@@ -1,5 +1,6 @@
 """Arguments of a forward, of `logprobs` and of the framework's hook that make no sense: one clear error each, in the
 caller's terms, before anything is computed and on all tensor-parallel ranks."""
+
 import types
 
 import pytest
@@ -27,8 +28,20 @@ def nested(dtype=torch.int64):
     return torch.nested.nested_tensor([torch.ones(3, dtype=dtype), torch.ones(2, dtype=dtype)])
 
 
-NO_TOKENS = [None, "x", [[1, 2]], 1, TOKENS.float(), TOKENS[0], TOKENS[None], TOKENS.to("meta"), TOKENS.to_sparse(),
-             nested(), TOKENS.as_subclass(Subclass), TOKENS.bool()]
+NO_TOKENS = [
+    None,
+    "x",
+    [[1, 2]],
+    1,
+    TOKENS.float(),
+    TOKENS[0],
+    TOKENS[None],
+    TOKENS.to("meta"),
+    TOKENS.to_sparse(),
+    nested(),
+    TOKENS.as_subclass(Subclass),
+    TOKENS.bool(),
+]
 
 
 def cases():
@@ -36,17 +49,45 @@ def cases():
         yield "input_ids", dict(tokens=tokens)
     for positions in ["x", [0, 1, 2], TOKENS.float(), TOKENS[:, :2], TOKENS[0], TOKENS.repeat(2, 1), nested()]:
         yield "position_ids", dict(position_ids=positions)
-    for mask in ["x", 1, [[True]], nested(torch.bool), torch.ones(1, 1, S, S, dtype=torch.bool, device="meta"),
-                 torch.ones(1, 1, S, S, dtype=torch.bool).triu(1).to_sparse()]:
+    for mask in [
+        "x",
+        1,
+        [[True]],
+        nested(torch.bool),
+        torch.ones(1, 1, S, S, dtype=torch.bool, device="meta"),
+        torch.ones(1, 1, S, S, dtype=torch.bool).triu(1).to_sparse(),
+    ]:
         yield "attention_mask", dict(attention_mask=mask)
     for packed in ["x", 1, {"qkv_format": "thd"}, torch.tensor([0, 3])]:
         yield "packed_seq_params", dict(packed_seq_params=packed)
     for labels in [*NO_TOKENS, TOKENS[:1], TOKENS[:, :2], TOKENS.t(), TOKENS.int()]:
         yield "labels", dict(labels=labels)
-    for temperature in [None, "x", [1.0], 0, 0.0, -1, float("nan"), float("inf"), 1e300, 10**400, 1j, True, 1e-60,
-                        torch.ones(S), torch.ones(S, 2), torch.ones(2, 1), torch.ones(2, S).double(),
-                        torch.zeros(2, S), torch.full((2, S), float("nan")), torch.ones(2, S, device="meta"),
-                        torch.tensor(0.0), torch.tensor(1), torch.ones(2, S).to_sparse(), nested(torch.float32)]:
+    for temperature in [
+        None,
+        "x",
+        [1.0],
+        0,
+        0.0,
+        -1,
+        float("nan"),
+        float("inf"),
+        1e300,
+        10**400,
+        1j,
+        True,
+        1e-60,
+        torch.ones(S),
+        torch.ones(S, 2),
+        torch.ones(2, 1),
+        torch.ones(2, S).double(),
+        torch.zeros(2, S),
+        torch.full((2, S), float("nan")),
+        torch.ones(2, S, device="meta"),
+        torch.tensor(0.0),
+        torch.tensor(1),
+        torch.ones(2, S).to_sparse(),
+        nested(torch.float32),
+    ]:
         yield "temperature", dict(temperature=temperature)
     for ignored in [None, "x", -100.0, True]:
         yield "ignore_index", dict(ignore_index=ignored)
@@ -103,19 +144,22 @@ def packed(ends=(3,), **fields):
     return PackedSeqParams(**(usual | fields))
 
 
-@pytest.mark.parametrize("fields, named", [
-    (dict(cu_seqlens_q=None), "packed_seq_params"),
-    (dict(cu_seqlens_q=[0, 3]), "packed_seq_params.cu_seqlens_q"),
-    (dict(cu_seqlens_q=torch.tensor([0.0, 3.0])), "packed_seq_params.cu_seqlens_q"),
-    (dict(cu_seqlens_q_padded=torch.tensor([[0, 3]])), "packed_seq_params.cu_seqlens_q_padded"),
-    (dict(cu_seqlens_kv="x"), "packed_seq_params.cu_seqlens_kv"),
-    (dict(cu_seqlens_q=torch.tensor([0, 3], device="meta")), "packed_seq_params.cu_seqlens_q"),
-    (dict(max_seqlen_q=None), "packed_seq_params.max_seqlen_q"),
-    (dict(max_seqlen_kv="x"), "packed_seq_params.max_seqlen_kv"),
-    (dict(max_seqlen_kv=2.5), "packed_seq_params.max_seqlen_kv"),
-    (dict(max_seqlen_q=-1), "packed_seq_params.max_seqlen_q"),
-    (dict(qkv_format=None), "packed_seq_params.qkv_format"),
-])
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        (dict(cu_seqlens_q=None), "packed_seq_params"),
+        (dict(cu_seqlens_q=[0, 3]), "packed_seq_params.cu_seqlens_q"),
+        (dict(cu_seqlens_q=torch.tensor([0.0, 3.0])), "packed_seq_params.cu_seqlens_q"),
+        (dict(cu_seqlens_q_padded=torch.tensor([[0, 3]])), "packed_seq_params.cu_seqlens_q_padded"),
+        (dict(cu_seqlens_kv="x"), "packed_seq_params.cu_seqlens_kv"),
+        (dict(cu_seqlens_q=torch.tensor([0, 3], device="meta")), "packed_seq_params.cu_seqlens_q"),
+        (dict(max_seqlen_q=None), "packed_seq_params.max_seqlen_q"),
+        (dict(max_seqlen_kv="x"), "packed_seq_params.max_seqlen_kv"),
+        (dict(max_seqlen_kv=2.5), "packed_seq_params.max_seqlen_kv"),
+        (dict(max_seqlen_q=-1), "packed_seq_params.max_seqlen_q"),
+        (dict(qkv_format=None), "packed_seq_params.qkv_format"),
+    ],
+)
 def test_packed_sequences(fields, named, model):
     tokens = TOKENS[:1]
     with pytest.raises((InputError, UnsupportedError)) as e:
@@ -132,18 +176,21 @@ def test_packed_without_tokens(model):
     assert torch.equal(some.log_probs, ask(model, tokens=tokens, labels=tokens).log_probs)
 
 
-@pytest.mark.parametrize("arguments, named", [
-    (dict(padding_mask="x"), "padding_mask"),
-    (dict(padding_mask=torch.zeros(2, 2, dtype=torch.bool)), "padding_mask"),
-    (dict(extra_block_kwargs={"attention_bias": 1}), "extra_block_kwargs"),
-    (dict(extra_block_kwargs={"nonsense": 1}), "extra_block_kwargs"),
-    (dict(extra_block_kwargs="x"), "extra_block_kwargs"),
-    (dict(decoder_input="x"), "decoder_input"),
-    (dict(decoder_input=torch.zeros(3, 2, 256)), "decoder_input"),
-    (dict(decoder_input=torch.zeros(3, 2, 128, dtype=torch.bfloat16)), "decoder_input"),
-    (dict(decoder_input=torch.zeros(0, 2, 256, dtype=torch.bfloat16)), "decoder_input: an empty micro-batch"),
-    (dict(inference_context="x"), "inference_context"),
-])
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (dict(padding_mask="x"), "padding_mask"),
+        (dict(padding_mask=torch.zeros(2, 2, dtype=torch.bool)), "padding_mask"),
+        (dict(extra_block_kwargs={"attention_bias": 1}), "extra_block_kwargs"),
+        (dict(extra_block_kwargs={"nonsense": 1}), "extra_block_kwargs"),
+        (dict(extra_block_kwargs="x"), "extra_block_kwargs"),
+        (dict(decoder_input="x"), "decoder_input"),
+        (dict(decoder_input=torch.zeros(3, 2, 256)), "decoder_input"),
+        (dict(decoder_input=torch.zeros(3, 2, 128, dtype=torch.bfloat16)), "decoder_input"),
+        (dict(decoder_input=torch.zeros(0, 2, 256, dtype=torch.bfloat16)), "decoder_input: an empty micro-batch"),
+        (dict(inference_context="x"), "inference_context"),
+    ],
+)
 def test_other_arguments_of_the_forward(arguments, named, model):
     with pytest.raises((InputError, UnsupportedError)) as e:
         model(TOKENS, None, None, **arguments)
@@ -156,20 +203,29 @@ def test_decoder_input(model):
         assert torch.equal(model(None, None, None, decoder_input=given), model(TOKENS, None, None))
 
 
-@pytest.mark.parametrize("context, named", [
-    (object(), "output_processor_context: a object has no temperature"),
-    ("x", "output_processor_context: a str has no temperature"),
-    (types.SimpleNamespace(temperature=None), "temperature"),
-    (types.SimpleNamespace(temperature=1.0, ignore_index=None), "ignore_index"),
-])
+@pytest.mark.parametrize(
+    "context, named",
+    [
+        (object(), "output_processor_context: a object has no temperature"),
+        ("x", "output_processor_context: a str has no temperature"),
+        (types.SimpleNamespace(temperature=None), "temperature"),
+        (types.SimpleNamespace(temperature=1.0, ignore_index=None), "ignore_index"),
+    ],
+)
 def test_contexts_of_the_hook(context, named, model):
     """Where the framework has no hook, its function can be called all the same."""
     hidden = torch.zeros(3, 2, 256, dtype=torch.bfloat16)
-    ways = [lambda: output_processor(hidden_states=hidden, output_layer=model.output_layer, output_weight=None,
-                                     labels=TOKENS, context=context)]
+    ways = [
+        lambda: output_processor(
+            hidden_states=hidden, output_layer=model.output_layer, output_weight=None, labels=TOKENS, context=context
+        )
+    ]
     if patch_megatron(300).has_hook:  # the one in force
-        ways.append(lambda: model(TOKENS, None, None, labels=TOKENS, output_processor=output_processor,
-                                  output_processor_context=context))
+        ways.append(
+            lambda: model(
+                TOKENS, None, None, labels=TOKENS, output_processor=output_processor, output_processor_context=context
+            )
+        )
     for way in ways:
         with pytest.raises(InputError) as e:
             way()
@@ -178,13 +234,20 @@ def test_contexts_of_the_hook(context, named, model):
 
 def test_an_output_layer_of_another_model(model):
     with pytest.raises(UnsupportedError, match="output_layer"):
-        output_processor(hidden_states=torch.zeros(3, 2, 256), output_layer=torch.nn.Linear(2, 2), output_weight=None,
-                         labels=TOKENS)
+        output_processor(
+            hidden_states=torch.zeros(3, 2, 256), output_layer=torch.nn.Linear(2, 2), output_weight=None, labels=TOKENS
+        )
 
 
-@pytest.mark.parametrize("logits, target, smoothing, named", [
-    (None, TOKENS, 0.0, "logits"), (torch.zeros(()), TOKENS, 0.0, "logits"),
-    (torch.zeros(2, 3, 384), None, 0.0, "target"), (torch.zeros(2, 3, 384), TOKENS, "x", "label_smoothing")])
+@pytest.mark.parametrize(
+    "logits, target, smoothing, named",
+    [
+        (None, TOKENS, 0.0, "logits"),
+        (torch.zeros(()), TOKENS, 0.0, "logits"),
+        (torch.zeros(2, 3, 384), None, 0.0, "target"),
+        (torch.zeros(2, 3, 384), TOKENS, "x", "label_smoothing"),
+    ],
+)
 def test_cross_entropy(logits, target, smoothing, named, model):
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 

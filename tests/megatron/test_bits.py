@@ -1,4 +1,5 @@
 """The promise on real Megatron: one set of logprob bits, whatever the batch and the tensor parallelism."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +12,14 @@ from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
 # 300: both paddings (384 and 512) cut the last shard. 100: the second rank has only padding.
-MODELS = [("qwen3", torch.bfloat16, False, 300), ("qwen3", torch.float32, True, 300),
-          ("qwen2", torch.bfloat16, False, 300), ("qwen2", torch.float32, True, 100),
-          ("llama", torch.bfloat16, True, 100), ("llama", torch.float32, False, 300)]
+MODELS = [
+    ("qwen3", torch.bfloat16, False, 300),
+    ("qwen3", torch.float32, True, 300),
+    ("qwen2", torch.bfloat16, False, 300),
+    ("qwen2", torch.float32, True, 100),
+    ("llama", torch.bfloat16, True, 100),
+    ("llama", torch.float32, False, 300),
+]
 
 
 def name(model):
@@ -38,8 +44,7 @@ def test_every_way_gives_the_same_bits(model, checkpoint, rows, world, pair):
 
 def test_the_size_of_the_drift_check(checkpoint, rows, world, pair):
     """The model of `alignkit check`, in which stock Megatron does differ between TP 1 and TP 2."""
-    path = checkpoint("qwen3", torch.bfloat16, vocab=2000, hidden=512, layers=4, heads=8, kv_heads=4,
-                      intermediate=1536)
+    path = checkpoint("qwen3", torch.bfloat16, vocab=2000, hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1536)
     alone = workers.stock(world, path, torch.bfloat16, rows)
     assert not torch.equal(pair.run(2, workers.stock, path, torch.bfloat16, rows)[0], alone)
     alone = workers.every_way(world, path, torch.bfloat16, False, rows)

@@ -1,4 +1,5 @@
 """HF weights to Megatron's layout and back."""
+
 import json
 import math
 from dataclasses import asdict, replace
@@ -31,8 +32,9 @@ def test_layout(checkpoint):
     """The rows of each KV group stand together; gate and up of a rank follow each other."""
     shape = read_architecture(checkpoint("qwen3"))
     d, group = shape.head_dim, shape.heads // shape.kv_heads
-    q, k, v = (torch.arange(n * d) + start for n, start in ((shape.heads, 0), (shape.kv_heads, 1000),
-                                                            (shape.kv_heads, 2000)))
+    q, k, v = (
+        torch.arange(n * d) + start for n, start in ((shape.heads, 0), (shape.kv_heads, 1000), (shape.kv_heads, 2000))
+    )
     merged = merge_qkv(shape, q, k, v).view(shape.kv_heads, group + 2, d)
     assert merged[1, 0, 0] == group * d and merged[1, group, 0] == 1000 + d and merged[1, -1, 0] == 2000 + d
     assert all(torch.equal(a, b) for a, b in zip(split_qkv(shape, merged.flatten()), (q, k, v), strict=True))
@@ -71,12 +73,20 @@ def transformers_reads(directory):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(directory)
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
-    return {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads, "intermediate": config.intermediate_size,
-            "vocab": config.vocab_size,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            "max_position": config.max_position_embeddings, "norm_eps": config.rms_norm_eps,
-            "rope_base": rope["rope_theta"], "tied": config.tie_word_embeddings, "family": config.model_type}
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "intermediate": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "max_position": config.max_position_embeddings,
+        "norm_eps": config.rms_norm_eps,
+        "rope_base": rope["rope_theta"],
+        "tied": config.tie_word_embeddings,
+        "family": config.model_type,
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -107,63 +117,85 @@ def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change,
             except Exception:
                 continue  # no engine starts with it
             assert ours == theirs, field
-    assert refused >= {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
-                       "rms_norm_eps", "architectures", "model_type"}
-    assert not refused & {"torch_dtype", "use_cache", "bos_token_id", "transformers_version", "attention_dropout",
-                          "initializer_range"}
+    assert refused >= {
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "intermediate_size",
+        "rms_norm_eps",
+        "architectures",
+        "model_type",
+    }
+    assert not refused & {
+        "torch_dtype",
+        "use_cache",
+        "bos_token_id",
+        "transformers_version",
+        "attention_dropout",
+        "initializer_range",
+    }
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
 @pytest.mark.parametrize("diff", [True, False])
 def test_configs_that_transformers_saves(family, diff, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, family + "Config")(architectures=[family + "ForCausalLM"], dtype="bfloat16",
-                                                      hidden_size=256, num_attention_heads=8, num_key_value_heads=2)
+    config = getattr(transformers, family + "Config")(
+        architectures=[family + "ForCausalLM"],
+        dtype="bfloat16",
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
     config.to_json_file(tmp_path / "config.json", use_diff=diff)
     assert asdict(read_architecture(tmp_path)) == transformers_reads(tmp_path)
 
 
-@pytest.mark.parametrize("change, named", [
-    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-    ({"architectures": ["Qwen3ForCausalLM", "LlamaForCausalLM"]}, "architectures"),
-    ({"architectures": None}, "architectures"),
-    ({"architectures": "Qwen3ForCausalLM"}, "architectures"),
-    ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
-    ({"model_type": "llama"}, "model_type"),
-    ({"model_type": None}, "model_type"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-    ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "linear"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
-    ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
-    ({"attention_bias": True}, "attention_bias"),
-    ({"mlp_bias": True}, "mlp_bias"),
-    ({"bias": True}, "bias"),
-    ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"hidden_act": None}, "hidden_act"),
-    ({"use_sliding_window": True}, "use_sliding_window"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    ({"layer_types": ["full_attention"]}, "layer_types"),
-    ({"layer_types": [["full_attention"], 3]}, "layer_types"),
-    ({"layer_types": 3}, "layer_types"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
-    ({"logit_scale": 0.5}, "logit_scale"),
-    ({"logit_scale": None}, "logit_scale"),
-    ({"is_causal": False}, "is_causal"),
-    ({"logits_scaling": 8.0}, "logits_scaling"),
-    ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
-    ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
-    ({"residual_multiplier": 0.22}, "residual_multiplier"),
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-    ({"something_new": 0}, "something_new"),
-    ({"something_new": True}, "something_new"),
-    ({"text_config": {}}, "text_config"),
-    ({"per_layer_config": {"0": {"rms_norm_eps": 1e-5}}}, "per_layer_config"),
-    ({"num_experts": 8}, "num_experts"),
-])
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["Qwen3ForCausalLM", "LlamaForCausalLM"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures"),
+        ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": None}, "model_type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"bias": True}, "bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": None}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": [["full_attention"], 3]}, "layer_types"),
+        ({"layer_types": 3}, "layer_types"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+        ({"logit_scale": None}, "logit_scale"),
+        ({"is_causal": False}, "is_causal"),
+        ({"logits_scaling": 8.0}, "logits_scaling"),
+        ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"something_new": 0}, "something_new"),
+        ({"something_new": True}, "something_new"),
+        ({"text_config": {}}, "text_config"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 1e-5}}}, "per_layer_config"),
+        ({"num_experts": 8}, "num_experts"),
+    ],
+)
 def test_an_unsupported_architecture(change, named, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     with pytest.raises(UnsupportedError, match=f"^{named}: |: .*{named}"):
@@ -183,26 +215,55 @@ def test_heads_of_qwen2_are_those_of_vllm(checkpoint, tmp_path):
         read(tmp_path, config | {"head_dim": 2 * config["head_dim"]})
 
 
-@pytest.mark.parametrize("change", [{"something_new": None}, {"something_new": False}, {"something_new": "a name"},
-                                    {"logit_scale": 1.0}, {"num_labels": 2}, {"layer_types": ["full_attention"] * 2}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"something_new": None},
+        {"something_new": False},
+        {"something_new": "a name"},
+        {"logit_scale": 1.0},
+        {"num_labels": 2},
+        {"layer_types": ["full_attention"] * 2},
+    ],
+)
 def test_what_changes_nothing_passes(change, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     assert read(tmp_path, config | change) == read_architecture(checkpoint())
 
 
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-         "intermediate_size", "vocab_size", "max_position_embeddings")
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
-@pytest.mark.parametrize("field, value", [
-    *((field, value) for field in SIZES for value in (0, -4, 2.0, "4", True, [4], {}, math.nan, 10**30)),
-    *((field, value) for field in ("rms_norm_eps", "rope_theta")
-      for value in (None, 0, -1e-6, "1e-6", True, [], {}, math.nan, math.inf, 10**400, 1e300)),
-    *(("tie_word_embeddings", value) for value in (None, 0, 1, "false", [])),
-    *((field, value) for field in ("rope_scaling", "rope_parameters") for value in (3, "default", [], True, math.nan)),
-    ("rope_parameters", {"rope_theta": None}), ("rope_parameters", {"rope_theta": "1e6"}),
-    ("num_key_value_heads", 3), ("head_dim", None),
-])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *((field, value) for field in SIZES for value in (0, -4, 2.0, "4", True, [4], {}, math.nan, 10**30)),
+        *(
+            (field, value)
+            for field in ("rms_norm_eps", "rope_theta")
+            for value in (None, 0, -1e-6, "1e-6", True, [], {}, math.nan, math.inf, 10**400, 1e300)
+        ),
+        *(("tie_word_embeddings", value) for value in (None, 0, 1, "false", [])),
+        *(
+            (field, value)
+            for field in ("rope_scaling", "rope_parameters")
+            for value in (3, "default", [], True, math.nan)
+        ),
+        ("rope_parameters", {"rope_theta": None}),
+        ("rope_parameters", {"rope_theta": "1e6"}),
+        ("num_key_value_heads", 3),
+        ("head_dim", None),
+    ],
+)
 def test_a_field_of_a_wrong_type(field, value, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     with pytest.raises(InputError, match=f"^{field}: ") as e:
@@ -258,20 +319,23 @@ def index(directory, weight_map):
     (directory / "model.safetensors.index.json").write_text(text)
 
 
-@pytest.mark.parametrize("weight_map, message", [
-    ("{", "cannot read .*model.safetensors.index.json"),
-    ("[" * 10**5, "cannot read .*model.safetensors.index.json"),
-    ("[]", "index.json is not a JSON object"),
-    ("{}", "index.json has no weight_map"),
-    ('{"weight_map": []}', "index.json has no weight_map"),
-    ({}, "index.json has no weight_map"),
-    ({"a": 3}, "'a' is in 3, which is not the name of a file"),
-    ({"a": "../model.safetensors"}, "which is not the name of a file"),
-    ({"a": "lost.safetensors"}, "has no lost.safetensors, which model.safetensors.index.json names"),
-    ({"a": "config.json"}, "cannot read .*config.json"),
-    ({"a": "part.safetensors"}, "part.safetensors has no tensor 'a', which .*index.json names"),
-    ({"b": "part.safetensors", "c": "other.safetensors"}, "b is in two files"),
-])
+@pytest.mark.parametrize(
+    "weight_map, message",
+    [
+        ("{", "cannot read .*model.safetensors.index.json"),
+        ("[" * 10**5, "cannot read .*model.safetensors.index.json"),
+        ("[]", "index.json is not a JSON object"),
+        ("{}", "index.json has no weight_map"),
+        ('{"weight_map": []}', "index.json has no weight_map"),
+        ({}, "index.json has no weight_map"),
+        ({"a": 3}, "'a' is in 3, which is not the name of a file"),
+        ({"a": "../model.safetensors"}, "which is not the name of a file"),
+        ({"a": "lost.safetensors"}, "has no lost.safetensors, which model.safetensors.index.json names"),
+        ({"a": "config.json"}, "cannot read .*config.json"),
+        ({"a": "part.safetensors"}, "part.safetensors has no tensor 'a', which .*index.json names"),
+        ({"b": "part.safetensors", "c": "other.safetensors"}, "b is in two files"),
+    ],
+)
 def test_a_broken_index(weight_map, message, tmp_path):
     save_file({"b": torch.zeros(2)}, tmp_path / "part.safetensors")
     save_file({"b": torch.ones(2), "c": torch.ones(2)}, tmp_path / "other.safetensors")
@@ -285,8 +349,11 @@ def test_files_that_vllm_would_read_too(checkpoint, tmp_path):
     tensors = load_file(checkpoint("llama") / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     Checkpoint(tmp_path)
-    for name, indexed in (("adapter.safetensors", False), ("consolidated.safetensors", False),
-                          ("consolidated.00.safetensors", True)):
+    for name, indexed in (
+        ("adapter.safetensors", False),
+        ("consolidated.safetensors", False),
+        ("consolidated.00.safetensors", True),
+    ):
         save_file(tensors, tmp_path / name)
         if indexed:
             index(tmp_path, dict.fromkeys(tensors, "model.safetensors"))

@@ -1,4 +1,5 @@
 """Megatron-core on Hopper GPUs, as many as there are, up to four: ``python -m pytest tests/megatron/test_cuda.py``."""
+
 import os
 import subprocess
 import sys
@@ -20,8 +21,11 @@ SIZES = [n for n in (1, 2, 4) if n <= WORLD]
 CUTS = [(tp, sp) for tp in SIZES for sp in ((False, True) if tp > 1 else (False,))]
 BIG = dict(hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1536)
 # 2000 cuts the last shard of both paddings; 100 leaves ranks that have nothing but padding.
-MODELS = {"qwen3": ("qwen3", torch.bfloat16, False, 2000), "llama-tied": ("llama", torch.bfloat16, True, 100),
-          "qwen2-fp32": ("qwen2", torch.float32, False, 2000)}
+MODELS = {
+    "qwen3": ("qwen3", torch.bfloat16, False, 2000),
+    "llama-tied": ("llama", torch.bfloat16, True, 100),
+    "qwen2-fp32": ("qwen2", torch.float32, False, 2000),
+}
 WRONG = {"tokens": "input_ids", "mask": "attention_mask", "packed": "cu_seqlens", "max_seqlen": "max_seqlen"}
 
 pytestmark = pytest.mark.skipif(not WORLD, reason="needs a GPU")
@@ -51,8 +55,16 @@ def test_wrong_values(qwen3, strict):
     one GPU, for after an assertion the device takes no more work; before the GPUs have ranks that these would be beside."""
     code = "import sys; from tests.megatron import workers; workers.wrong_value(*sys.argv[1:])"
     env = os.environ | {"CUDA_VISIBLE_DEVICES": visible()[0], "ALIGNKIT_STRICT": strict, "NCCL_DEBUG": "WARN"}
-    started = {what: subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, qwen3, what], env=env, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for what in WRONG}
+    started = {
+        what: subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, qwen3, what],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for what in WRONG
+    }
     for what, process in started.items():
         said = process.communicate(timeout=120)[0]
         assert process.returncode != 0 and WRONG[what] in said and "no error" not in said, said

@@ -1,4 +1,5 @@
 """Megatron's DistributedDataParallel: fp32 main gradients, overlap, micro-batches, hooks."""
+
 from functools import partial
 
 import pytest
@@ -9,8 +10,17 @@ from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
 
-@pytest.mark.parametrize("asked", [{}, {"wrapped": True}, {"overlap": True}, {"micro_batches": 2},
-                                   {"wrapped": True, "overlap": True, "micro_batches": 3}], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"wrapped": True},
+        {"overlap": True},
+        {"micro_batches": 2},
+        {"wrapped": True, "overlap": True, "micro_batches": 3},
+    ],
+    ids=str,
+)
 def test_main_grad_is_the_models_own_gradient(asked, checkpoint, rows, world, pair):
     path = checkpoint("qwen3", torch.bfloat16)
     step = partial(workers.step, **asked)
@@ -36,8 +46,11 @@ def test_the_hooks_of_every_module_with_parameters_run(checkpoint, world):
         for path in waiting:
             model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.append(path))
         tokens = torch.tensor([[1, 2, 3]])
-        for run in (lambda: model(tokens, None, None, labels=tokens), lambda: model(tokens, None, None),
-                    lambda: logprobs(model, tokens, None, None, tokens)):
+        for run in (
+            lambda: model(tokens, None, None, labels=tokens),
+            lambda: model(tokens, None, None),
+            lambda: logprobs(model, tokens, None, None, tokens),
+        ):
             called.clear()
             run()
             assert sorted(called) == sorted(waiting) and "output_layer" in called

@@ -1,4 +1,5 @@
 """What ranks compare of their models: each thing that changes numbers or collectives changes it, in place or not."""
+
 import pytest
 import torch
 
@@ -23,7 +24,8 @@ CHANGES = {
     "shapes of parameters": lambda model: setattr(norm_of(model).weight, "data", torch.ones(128, dtype=torch.bfloat16)),
     "sequence_parallel marks of parameters": lambda model: setattr(norm_of(model).weight, "sequence_parallel", True),
     "sequence_parallel of modules": lambda model: setattr(
-        model.decoder.layers[0].mlp.linear_fc1, "sequence_parallel", True),
+        model.decoder.layers[0].mlp.linear_fc1, "sequence_parallel", True
+    ),
     "gather_output of modules": lambda model: setattr(model.output_layer, "gather_output", True),
     "classes of modules": lambda model: setattr(model.decoder.layers[0], "more", torch.nn.Dropout(0.0)),
     "recompute_granularity": lambda model: setattr(model.config, "recompute_granularity", "full"),

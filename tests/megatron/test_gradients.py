@@ -1,4 +1,5 @@
 """One training step under Megatron's own DDP and finalize_model_grads, against a float64 model."""
+
 import math
 
 import pytest
@@ -34,9 +35,11 @@ def test_one_step_agrees_with_float64(model, dtype, checkpoint, rows, world, pai
     most = bound(arch, dtype)
     assert most < 0.2  # a lost or doubled part of a gradient cannot hide below it
 
-    runs = {"tp1": workers.step(world, path, dtype, False, rows),
-            "tp2": pair.run(2, workers.step, path, dtype, False, rows)[0],
-            "tp2-sp": pair.run(2, workers.step, path, dtype, True, rows)[0]}
+    runs = {
+        "tp1": workers.step(world, path, dtype, False, rows),
+        "tp2": pair.run(2, workers.step, path, dtype, False, rows)[0],
+        "tp2-sp": pair.run(2, workers.step, path, dtype, True, rows)[0],
+    }
     for how, (loss, grads) in runs.items():
         assert abs(loss - expected.item()) < most * expected.item(), how
         assert grads.keys() == weights.keys()

@@ -1,4 +1,5 @@
 """The handle: what it changes, shows and restores."""
+
 import copy
 import gc
 import pickle
@@ -27,7 +28,9 @@ def stock_names():
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     return [dict(vars(x)) for x in (GPTModel, LanguageModule, TransformerBlock, WrappedTorchNorm)] + [
-        attention.apply_rotary_pos_emb, cross_entropy._VocabParallelCrossEntropy]
+        attention.apply_rotary_pos_emb,
+        cross_entropy._VocabParallelCrossEntropy,
+    ]
 
 
 def test_undo_restores_everything(checkpoint, rows, world):
@@ -107,7 +110,8 @@ def test_undo_after_copies(checkpoint, rows, world):
         late = pickle.loads(pickled)
         for again in (model, copied, used):
             assert [type(m) for m in again.modules()] == [
-                type(m) for m in workers.build(checkpoint(), torch.bfloat16).modules()]
+                type(m) for m in workers.build(checkpoint(), torch.bfloat16).modules()
+            ]
             assert_bitwise_equal(again(tokens, positions, mask, labels=labels), stock, "after undo")
         assert {type(norm), type(loaded), type(late)} == {torch.nn.RMSNorm}
         assert not [m for m in layer.modules() if type(m).__module__.startswith("alignkit")]
@@ -168,17 +172,19 @@ def test_a_patch_that_fails_leaves_nothing(monkeypatch, world):
 
 
 def test_without_megatron():
-    code = ("import sys; sys.modules['megatron'] = None\n"
-            "import alignkit, alignkit.megatron\n"
-            "assert alignkit.megatron.status() == {'patched': False}\n"
-            "for call in (lambda: alignkit.patch_megatron(300), lambda: alignkit.megatron.logprobs,\n"
-            "             lambda: alignkit.megatron.output_processor):\n"
-            "    try:\n"
-            "        call()\n"
-            "    except alignkit.UnsupportedError as e:\n"
-            "        assert 'Megatron-core is not installed' in str(e), e\n"
-            "    else:\n"
-            "        raise AssertionError('no error')\n")
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "import alignkit, alignkit.megatron\n"
+        "assert alignkit.megatron.status() == {'patched': False}\n"
+        "for call in (lambda: alignkit.patch_megatron(300), lambda: alignkit.megatron.logprobs,\n"
+        "             lambda: alignkit.megatron.output_processor):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except alignkit.UnsupportedError as e:\n"
+        "        assert 'Megatron-core is not installed' in str(e), e\n"
+        "    else:\n"
+        "        raise AssertionError('no error')\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -227,7 +233,8 @@ def test_state_dict_and_class_names_stay(checkpoint, world):
         model(torch.tensor([[1, 2]]), None, None)
         assert list(model.state_dict()) == keys
         assert [type(m).__name__ for m in model.modules() if m is not model.output_layer] == [
-            n for m, n in zip(model.modules(), names, strict=True) if m is not model.output_layer]
+            n for m, n in zip(model.modules(), names, strict=True) if m is not model.output_layer
+        ]
 
 
 def test_an_unknown_version_is_refused(monkeypatch):
@@ -240,8 +247,10 @@ def test_an_unknown_version_is_refused(monkeypatch):
 
 
 def test_importing_alignkit_megatron_imports_no_engine():
-    code = ("import sys, alignkit.megatron, alignkit.convert, alignkit.megatron.seams, alignkit.check.train;"
-            "assert not any(m.split('.')[0] in ('megatron', 'vllm') for m in sys.modules)")
+    code = (
+        "import sys, alignkit.megatron, alignkit.convert, alignkit.megatron.seams, alignkit.check.train;"
+        "assert not any(m.split('.')[0] in ('megatron', 'vllm') for m in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -271,6 +280,7 @@ def test_ignored_labels_and_float16_module(checkpoint, rows, world):
 def test_the_frameworks_hook(checkpoint, rows, world):
     """verl passes an object with a temperature and reads log_probs and entropy; versions without the hook
     have the same bits by `logprobs`."""
+
     class Context:
         temperature = 0.7
 
@@ -278,8 +288,7 @@ def test_the_frameworks_hook(checkpoint, rows, world):
         model = workers.build(checkpoint(), torch.bfloat16)
         tokens, positions, labels, _ = workers.batch(rows[1:2])
         expected = logprobs(model, tokens, positions, None, labels, temperature=0.7, return_entropy=True)
-        per_token = logprobs(model, tokens, positions, None, labels,
-                             temperature=torch.full(labels.shape, 0.7))
+        per_token = logprobs(model, tokens, positions, None, labels, temperature=torch.full(labels.shape, 0.7))
         assert_bitwise_equal(per_token.log_probs, expected.log_probs, "temperature of each token")
         if not handle.has_hook:
             assert handle.version not in seams.HOOK_VERSIONS
@@ -301,16 +310,23 @@ def test_cross_entropy_taken_before_the_patch(checkpoint, rows, world):
         model = workers.build(checkpoint(), torch.bfloat16)
         loss, logits = model(tokens, positions, None, labels=labels), model(tokens, positions, None)
         assert_bitwise_equal(early(logits, labels)[counted], loss[counted])
-        assert_bitwise_equal(model.compute_language_model_loss(labels, logits.transpose(0, 1))[counted],
-                             loss[counted])
+        assert_bitwise_equal(model.compute_language_model_loss(labels, logits.transpose(0, 1))[counted], loss[counted])
         with pytest.raises(UnsupportedError, match="logits: torch.bfloat16"):
             early(logits.bfloat16(), labels)
         with pytest.raises(UnsupportedError, match="label_smoothing"):
             early(logits, labels, 0.1)
 
 
-@pytest.mark.parametrize("what,kind", [("vocab_size", InputError), ("input_ids", InputError), ("labels", InputError),
-                                       ("MoE", UnsupportedError), ("attention_mask", UnsupportedError)])
+@pytest.mark.parametrize(
+    "what,kind",
+    [
+        ("vocab_size", InputError),
+        ("input_ids", InputError),
+        ("labels", InputError),
+        ("MoE", UnsupportedError),
+        ("attention_mask", UnsupportedError),
+    ],
+)
 def test_ranks_that_disagree_fail_together(what, kind, checkpoint, rows, pair):
     for outcome in pair.outcomes(2, workers.disagree, checkpoint(), rows, what):
         assert outcome.kind is kind and what in outcome.message, outcome.traceback

@@ -1,4 +1,5 @@
 """Activation recomputation: the gradients are the same bytes."""
+
 import pytest
 import torch
 
@@ -24,8 +25,9 @@ def same(actual, expected, what):
         assert_bitwise_equal(gradient, expected[1][name], f"{what}: {name}")
 
 
-@pytest.mark.parametrize("model", [("qwen3", torch.bfloat16, False), ("qwen2", torch.float32, True)],
-                         ids=["qwen3-bf16", "qwen2-fp32-tied"])
+@pytest.mark.parametrize(
+    "model", [("qwen3", torch.bfloat16, False), ("qwen2", torch.float32, True)], ids=["qwen3-bf16", "qwen2-fp32-tied"]
+)
 def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair):
     arch, dtype, tied = model
     path = checkpoint(arch, dtype, tied)
@@ -33,8 +35,15 @@ def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair)
     for name, config in RECOMPUTED.items():
         same(workers.step(world, path, dtype, False, rows, **config), alone, name)
     for sequence_parallel in (False, True):
-        results = pair.run(2, workers.recomputed, path, dtype, sequence_parallel, rows, {
-            "stored": {}, **RECOMPUTED, **({} if sequence_parallel else {"distributed": DISTRIBUTED})})
+        results = pair.run(
+            2,
+            workers.recomputed,
+            path,
+            dtype,
+            sequence_parallel,
+            rows,
+            {"stored": {}, **RECOMPUTED, **({} if sequence_parallel else {"distributed": DISTRIBUTED})},
+        )
         for rank, result in enumerate(results):
             for name, actual in result.items():
                 same(actual, results[0]["stored"], f"{name}, SP {sequence_parallel}, rank {rank}")
@@ -42,8 +51,12 @@ def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair)
 
 def test_what_discards_outputs_is_refused(checkpoint, world):
     with patch_megatron(300), pytest.raises(UnsupportedError, match="recompute_modules.*layernorm"):
-        workers.build(checkpoint(), torch.bfloat16, recompute_granularity="selective",
-                      recompute_modules=["core_attn", "layernorm"])
+        workers.build(
+            checkpoint(),
+            torch.bfloat16,
+            recompute_granularity="selective",
+            recompute_modules=["core_attn", "layernorm"],
+        )
 
 
 @pytest.mark.parametrize("config", RECOMPUTED.values(), ids=RECOMPUTED)

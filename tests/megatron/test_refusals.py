@@ -1,4 +1,5 @@
 """What cannot be kept aligned is refused by name when the model is built or called."""
+
 import types
 
 import pytest
@@ -24,35 +25,38 @@ def model(checkpoint, patched):
     return workers.build(checkpoint(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("field, value, called", [
-    ("num_moe_experts", 8, "MoE"),
-    ("multi_latent_attention", True, "MLA"),
-    ("mtp_num_layers", 1, "MTP"),
-    ("pipeline_model_parallel_size", 2, "pipeline parallelism"),
-    ("context_parallel_size", 2, "context parallelism"),
-    ("fp8", "e4m3", "fp8"),
-    ("fp16", True, "fp16"),
-    ("window_size", (64, 0), "sliding window"),
-    ("cross_entropy_loss_fusion", True, "fused cross-entropy"),
-    ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion"),
-    ("defer_embedding_wgrad_compute", True, "weight gradient deferral"),
-    ("delay_wgrad_compute", True, "weight gradient deferral"),
-    ("softmax_scale", 0.1, "softmax_scale"),
-    ("softmax_type", "learnable", "softmax_type"),
-    ("apply_query_key_layer_scaling", True, "apply_query_key_layer_scaling"),
-    ("activation_func", F.gelu, "SwiGLU"),
-    ("gated_linear_unit", False, "SwiGLU"),
-    ("normalization", "LayerNorm", "LayerNorm"),
-    ("layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma"),
-    ("add_bias_linear", True, "add_bias_linear"),
-    ("fp32_residual_connection", True, "fp32_residual_connection"),
-    ("rotary_interleaved", True, "rotary_interleaved"),
-    ("attention_output_gate", True, "attention_output_gate"),
-    ("batch_invariant_mode", True, "batch_invariant_mode"),
-    ("cpu_offloading", True, "cpu_offloading"),
-    ("params_dtype", torch.float16, "params_dtype"),
-    ("num_query_groups", 3, "num_query_groups"),
-])
+@pytest.mark.parametrize(
+    "field, value, called",
+    [
+        ("num_moe_experts", 8, "MoE"),
+        ("multi_latent_attention", True, "MLA"),
+        ("mtp_num_layers", 1, "MTP"),
+        ("pipeline_model_parallel_size", 2, "pipeline parallelism"),
+        ("context_parallel_size", 2, "context parallelism"),
+        ("fp8", "e4m3", "fp8"),
+        ("fp16", True, "fp16"),
+        ("window_size", (64, 0), "sliding window"),
+        ("cross_entropy_loss_fusion", True, "fused cross-entropy"),
+        ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion"),
+        ("defer_embedding_wgrad_compute", True, "weight gradient deferral"),
+        ("delay_wgrad_compute", True, "weight gradient deferral"),
+        ("softmax_scale", 0.1, "softmax_scale"),
+        ("softmax_type", "learnable", "softmax_type"),
+        ("apply_query_key_layer_scaling", True, "apply_query_key_layer_scaling"),
+        ("activation_func", F.gelu, "SwiGLU"),
+        ("gated_linear_unit", False, "SwiGLU"),
+        ("normalization", "LayerNorm", "LayerNorm"),
+        ("layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma"),
+        ("add_bias_linear", True, "add_bias_linear"),
+        ("fp32_residual_connection", True, "fp32_residual_connection"),
+        ("rotary_interleaved", True, "rotary_interleaved"),
+        ("attention_output_gate", True, "attention_output_gate"),
+        ("batch_invariant_mode", True, "batch_invariant_mode"),
+        ("cpu_offloading", True, "cpu_offloading"),
+        ("params_dtype", torch.float16, "params_dtype"),
+        ("num_query_groups", 3, "num_query_groups"),
+    ],
+)
 def test_a_field_of_the_configuration(field, value, called, model):
     if field == "num_query_groups":
         model.config.tensor_model_parallel_size = 2
@@ -75,18 +79,21 @@ def gpt(path, config=None, **arguments):
     return GPTModel(config, spec, **(usual | arguments))
 
 
-@pytest.mark.parametrize("config, arguments, named", [
-    ({"normalization": "LayerNorm"}, {}, "LayerNorm"),
-    ({"gated_linear_unit": False, "activation_func": F.gelu}, {}, "SwiGLU"),
-    ({"num_moe_experts": 2}, {}, "MoE"),
-    ({"rotary_interleaved": True}, {}, "rotary_interleaved"),
-    ({}, {"rope_scaling": True}, "rope_scaling"),
-    ({}, {"rotary_percent": 0.5}, "rotary_percent"),
-    ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
-    ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
-    ({}, {"position_embedding_type": "none"}, "position_embedding_type"),
-    ({}, {"post_process": False}, "pipeline parallelism"),
-])
+@pytest.mark.parametrize(
+    "config, arguments, named",
+    [
+        ({"normalization": "LayerNorm"}, {}, "LayerNorm"),
+        ({"gated_linear_unit": False, "activation_func": F.gelu}, {}, "SwiGLU"),
+        ({"num_moe_experts": 2}, {}, "MoE"),
+        ({"rotary_interleaved": True}, {}, "rotary_interleaved"),
+        ({}, {"rope_scaling": True}, "rope_scaling"),
+        ({}, {"rotary_percent": 0.5}, "rotary_percent"),
+        ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
+        ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
+        ({}, {"position_embedding_type": "none"}, "position_embedding_type"),
+        ({}, {"post_process": False}, "pipeline parallelism"),
+    ],
+)
 def test_a_model_that_is_built(config, arguments, named, checkpoint, patched):
     with pytest.raises(UnsupportedError, match=named):
         gpt(checkpoint("llama"), config, **arguments)
@@ -186,6 +193,7 @@ def test_another_device(model):
 
 def test_a_parameter_of_another_class(model):
     """Sharded and quantised ones hold other values than they seem to."""
+
     class Quantised(torch.nn.Parameter):
         pass
 
@@ -199,17 +207,29 @@ def test_inference(model):
         model(TOKENS, None, None, inference_context=object())
 
 
-@pytest.mark.parametrize("mask", [
-    torch.zeros(1, 1, 4, 4, dtype=torch.bool),
-    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([True, False, False, False]),
-    torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([False, True, False, False]),
-    torch.ones(4, 4).triu(2).bool()[None, None],
-    torch.ones(4, 4).tril().bool()[None, None],
-    torch.ones(1, 4, dtype=torch.bool),
-    torch.ones(4, 4).triu(1)[None, None],
-    torch.ones(2, 1, 4, 4).triu(1).bool(),
-], ids=["sees the future", "padding on the left", "a hole", "off by one", "the other convention", "2-D",
-        "float", "another batch"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.zeros(1, 1, 4, 4, dtype=torch.bool),
+        torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([True, False, False, False]),
+        torch.ones(4, 4).triu(1).bool()[None, None] | torch.tensor([False, True, False, False]),
+        torch.ones(4, 4).triu(2).bool()[None, None],
+        torch.ones(4, 4).tril().bool()[None, None],
+        torch.ones(1, 4, dtype=torch.bool),
+        torch.ones(4, 4).triu(1)[None, None],
+        torch.ones(2, 1, 4, 4).triu(1).bool(),
+    ],
+    ids=[
+        "sees the future",
+        "padding on the left",
+        "a hole",
+        "off by one",
+        "the other convention",
+        "2-D",
+        "float",
+        "another batch",
+    ],
+)
 def test_a_mask_that_is_not_causal(mask, model):
     with pytest.raises(UnsupportedError, match="attention_mask"):
         model(TOKENS, None, mask)

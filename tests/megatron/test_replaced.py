@@ -1,4 +1,5 @@
 """What will run is looked at before each forward: methods of classes and modules, hooks, weights that are computed."""
+
 import copy
 import functools
 import types
@@ -31,18 +32,21 @@ def model(checkpoint, world):
         yield model
 
 
-@pytest.mark.parametrize("where, name", [
-    ("decoder.layers.0", "_forward_mlp"),
-    ("decoder.layers.1", "_forward_attention"),
-    ("decoder.layers.0.self_attention", "get_query_key_value_tensors"),
-    ("decoder.layers.0.self_attention", "forward"),
-    ("decoder.layers.0.self_attention.core_attention", "forward"),
-    ("decoder.layers.0.mlp.linear_fc1", "_forward_impl"),
-    ("embedding", "forward"),
-    ("embedding.word_embeddings", "_call_impl"),
-    ("decoder", "_checkpointed_forward"),
-    ("rotary_pos_emb", "get_rotary_seq_len"),
-])
+@pytest.mark.parametrize(
+    "where, name",
+    [
+        ("decoder.layers.0", "_forward_mlp"),
+        ("decoder.layers.1", "_forward_attention"),
+        ("decoder.layers.0.self_attention", "get_query_key_value_tensors"),
+        ("decoder.layers.0.self_attention", "forward"),
+        ("decoder.layers.0.self_attention.core_attention", "forward"),
+        ("decoder.layers.0.mlp.linear_fc1", "_forward_impl"),
+        ("embedding", "forward"),
+        ("embedding.word_embeddings", "_call_impl"),
+        ("decoder", "_checkpointed_forward"),
+        ("rotary_pos_emb", "get_rotary_seq_len"),
+    ],
+)
 def test_a_method_of_a_module(where, name, model):
     module = model.get_submodule(where)
     if not hasattr(module, name):
@@ -69,30 +73,39 @@ def test_what_has_no_part_in_a_forward_may_be_replaced(model):
 
 def wrapped(stock):
     """A replacement that looks like what it replaces."""
+
     @functools.wraps(stock)
     def wrapper(*args, **kwargs):
         return stock(*args, **kwargs)
+
     return wrapper
 
 
-@pytest.mark.parametrize("owner, name", [
-    (SelfAttention, "forward"),
-    (SelfAttention, "get_query_key_value_tensors"),
-    (TransformerLayer, "_forward_mlp"),
-    (VocabParallelEmbedding, "forward"),
-    (LanguageModelEmbedding, "forward"),
-    (LanguageModule, "__call__"),
-    (GPTModel, "forward"),
-    (GPTModel, "_preprocess"),
-    (GPTModel, "_postprocess"),
-    (modules.RMSNorm, "forward"),
-    (modules.ColumnParallelLinear, "_forward_impl"),
-    (modules.TransformerBlock, "forward"),
-    (torch.nn.Module, "_call_impl"),
-    (torch.nn.Module, "__call__"),
-], ids=lambda x: getattr(x, "__name__", x))
-@pytest.mark.parametrize("how", [wrapped, functools.partialmethod, torch.no_grad(), torch.compile],
-                         ids=["wraps", "partialmethod", "no_grad", "compile"])
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        (SelfAttention, "forward"),
+        (SelfAttention, "get_query_key_value_tensors"),
+        (TransformerLayer, "_forward_mlp"),
+        (VocabParallelEmbedding, "forward"),
+        (LanguageModelEmbedding, "forward"),
+        (LanguageModule, "__call__"),
+        (GPTModel, "forward"),
+        (GPTModel, "_preprocess"),
+        (GPTModel, "_postprocess"),
+        (modules.RMSNorm, "forward"),
+        (modules.ColumnParallelLinear, "_forward_impl"),
+        (modules.TransformerBlock, "forward"),
+        (torch.nn.Module, "_call_impl"),
+        (torch.nn.Module, "__call__"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+@pytest.mark.parametrize(
+    "how",
+    [wrapped, functools.partialmethod, torch.no_grad(), torch.compile],
+    ids=["wraps", "partialmethod", "no_grad", "compile"],
+)
 def test_a_method_of_a_class(owner, name, how, model, monkeypatch):
     monkeypatch.setattr(owner, name, how(getattr(owner, name)))
     try:
@@ -170,14 +183,26 @@ def test_a_compiled_module(model):
 
 # Hooks.
 
-WHERE = ["", "embedding", "embedding.word_embeddings", "decoder", "decoder.layers.1", "decoder.layers.0.self_attention",
-         "decoder.layers.0.mlp.linear_fc1", "decoder.final_layernorm", "output_layer"]
+WHERE = [
+    "",
+    "embedding",
+    "embedding.word_embeddings",
+    "decoder",
+    "decoder.layers.1",
+    "decoder.layers.0.self_attention",
+    "decoder.layers.0.mlp.linear_fc1",
+    "decoder.final_layernorm",
+    "output_layer",
+]
 
 
 def forwards(model):
     """The three ways through a model; output_layer's hooks run in different places of them."""
-    return (lambda: model(TOKENS, None, None), lambda: model(TOKENS, None, None, labels=TOKENS),
-            lambda: logprobs(model, TOKENS, None, None, TOKENS).log_probs)
+    return (
+        lambda: model(TOKENS, None, None),
+        lambda: model(TOKENS, None, None, labels=TOKENS),
+        lambda: logprobs(model, TOKENS, None, None, TOKENS).log_probs,
+    )
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -198,8 +223,11 @@ def test_a_hook_that_returns_something(where, with_kwargs, model):
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("with_kwargs", [False, True])
 def test_a_pre_hook_that_returns_something(where, with_kwargs, model):
-    hook = (lambda module, args, kwargs: (args, kwargs | {"more": 1})) if with_kwargs else (
-        lambda module, args: (*args, None))
+    hook = (
+        (lambda module, args, kwargs: (args, kwargs | {"more": 1}))
+        if with_kwargs
+        else (lambda module, args: (*args, None))
+    )
     handle = model.get_submodule(where).register_forward_pre_hook(hook, with_kwargs=with_kwargs)
     for forward in forwards(model):
         with pytest.raises(UnsupportedError, match=f"{where or 'model'}: the forward pre-hook .* returned another inp"):
@@ -219,7 +247,8 @@ def test_hooks_that_write(model):
         model(TOKENS, None, None)
     handle.remove()
     handle = model.decoder.layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: write(None, None, kwargs["hidden_states"]), with_kwargs=True)
+        lambda module, args, kwargs: write(None, None, kwargs["hidden_states"]), with_kwargs=True
+    )
     with torch.no_grad(), pytest.raises(UnsupportedError, match="layers.0: the forward pre-hook .* wrote to"):
         model(TOKENS, None, None)
     handle.remove()
@@ -228,8 +257,10 @@ def test_hooks_that_write(model):
 
 def test_hooks_of_all_modules(model):
     other = torch.nn.Linear(2, 2)
-    for register, hook in ((torch_module.register_module_forward_hook, lambda module, args, output: (output,)),
-                           (torch_module.register_module_forward_pre_hook, lambda module, args: (*args, *args))):
+    for register, hook in (
+        (torch_module.register_module_forward_hook, lambda module, args, output: (output,)),
+        (torch_module.register_module_forward_pre_hook, lambda module, args: (*args, *args)),
+    ):
         handle = register(hook)
         try:
             with pytest.raises(UnsupportedError, match="torch.nn.Module: the forward .*hook of all modules"):
@@ -252,9 +283,11 @@ def test_hooks_that_record_or_give_back_what_they_got(model):
 
     with torch.no_grad():
         expected = model(TOKENS, None, None)
-        handles = [model.decoder.layers[0].register_forward_hook(Recorder()),
-                   model.output_layer.register_forward_pre_hook(lambda module, args: seen.append(args)),
-                   model.decoder.final_layernorm.register_forward_pre_hook(lambda module, args: args[0])]
+        handles = [
+            model.decoder.layers[0].register_forward_hook(Recorder()),
+            model.output_layer.register_forward_pre_hook(lambda module, args: seen.append(args)),
+            model.decoder.final_layernorm.register_forward_pre_hook(lambda module, args: args[0]),
+        ]
         assert_bitwise_equal(model(TOKENS, None, None), expected)
         assert len(seen) == 2
         handles.pop().remove()

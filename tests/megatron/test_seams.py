@@ -1,4 +1,5 @@
 """The names alignkit relies on, looked up in the sources of every version it claims; nothing is installed."""
+
 import os
 import pathlib
 import zipfile
@@ -26,6 +27,7 @@ def core(tmp_path_factory):
         with zipfile.ZipFile(wheels[0]) as wheel:
             wheel.extractall(target, [n for n in wheel.namelist() if n.endswith(".py")])
         return target / "megatron" / "core"
+
     return find
 
 

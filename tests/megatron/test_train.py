@@ -1,4 +1,5 @@
 """`python -m alignkit.check.train`, in processes of its own."""
+
 import json
 import subprocess
 import sys
@@ -20,16 +21,22 @@ def sampled(rows, tmp_path):
     """A logprob file of `rows`: prompts of one to three tokens, the rest sampled."""
     cut = [min(len(row) - 1, i % 3 + 1) for i, row in enumerate(rows)]
     pairs = [(row[:n], row[n:]) for n, row in zip(cut, rows, strict=True)]
-    given = Logprobs([prompt for prompt, _ in pairs], [drawn for _, drawn in pairs],
-                     [torch.zeros(len(drawn)) for _, drawn in pairs], "none")
+    given = Logprobs(
+        [prompt for prompt, _ in pairs],
+        [drawn for _, drawn in pairs],
+        [torch.zeros(len(drawn)) for _, drawn in pairs],
+        "none",
+    )
     save(tmp_path / "in", given)
     return given
 
 
 def run(tmp_path, **job):
     modes = job.pop("modes")
-    job |= {"model": str(job["model"]),
-            "runs": [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes]}
+    job |= {
+        "model": str(job["model"]),
+        "runs": [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes],
+    }
     (tmp_path / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(tmp_path / "job.json")]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -39,8 +46,15 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3", torch.bfloat16, vocab=2000)
     with patch_megatron(2000), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
-    done = run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=2, sequence_parallel=True,
-               modes=["one", "padded", "packed"])
+    done = run(
+        tmp_path,
+        model=path,
+        dtype="bfloat16",
+        patched=True,
+        tp=2,
+        sequence_parallel=True,
+        modes=["one", "padded", "packed"],
+    )
     assert done.returncode == 0, done.stderr
     for mode in ("one", "padded", "packed"):
         got = load(tmp_path / mode)
@@ -49,8 +63,7 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
         for a, b in zip(got.logprobs, expected, strict=True):
             assert_bitwise_equal(a, b, mode)
 
-    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True,
-               modes=["padded"])
+    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True, modes=["padded"])
     assert done.returncode == 0, done.stderr
     stock = load(tmp_path / "padded")
     assert stock.contract == "stock"
@@ -87,16 +100,19 @@ def test_sequences_without_tokens(mode, checkpoint, rows, world):
             train.recompute(model, given, mode)
 
 
-@pytest.mark.parametrize("change, error, named", [
-    ({"dtype": "float16"}, InputError, "float16"),
-    ({"tp": 3}, UnsupportedError, "num_key_value_heads"),
-    ({"tp": "2"}, InputError, "tp"),
-    ({"extra": 1}, InputError, "extra"),
-    ({"runs": [{"mode": "chunked", "in": "a", "out": "b"}]}, InputError, "chunked"),
-    ({"patched": False, "runs": [{"mode": "packed", "in": "a", "out": "b"}]}, UnsupportedError, "packed"),
-    ({"patched": False, "temperature": 0.7}, UnsupportedError, "temperature"),
-    ({"model": "nowhere"}, InputError, "nowhere"),
-])
+@pytest.mark.parametrize(
+    "change, error, named",
+    [
+        ({"dtype": "float16"}, InputError, "float16"),
+        ({"tp": 3}, UnsupportedError, "num_key_value_heads"),
+        ({"tp": "2"}, InputError, "tp"),
+        ({"extra": 1}, InputError, "extra"),
+        ({"runs": [{"mode": "chunked", "in": "a", "out": "b"}]}, InputError, "chunked"),
+        ({"patched": False, "runs": [{"mode": "packed", "in": "a", "out": "b"}]}, UnsupportedError, "packed"),
+        ({"patched": False, "temperature": 0.7}, UnsupportedError, "temperature"),
+        ({"model": "nowhere"}, InputError, "nowhere"),
+    ],
+)
 def test_a_job_that_cannot_run(change, error, named, checkpoint):
     job = {"model": str(checkpoint()), "dtype": "bfloat16", "patched": True, "tp": 1, "runs": []}
     with pytest.raises(error, match=named):

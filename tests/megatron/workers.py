@@ -1,4 +1,5 @@
 """What the tests run on each tensor-parallel rank; all with real Megatron-core."""
+
 import contextlib
 import copy
 import itertools
@@ -40,8 +41,9 @@ def copied(model):
 
 def as_logprobs(rows):
     """Token lists as a set of sequences whose prompt is the first token."""
-    return Logprobs([row[:1] for row in rows], [row[1:] for row in rows],
-                    [torch.zeros(len(row) - 1) for row in rows], "none")
+    return Logprobs(
+        [row[:1] for row in rows], [row[1:] for row in rows], [torch.zeros(len(row) - 1) for row in rows], "none"
+    )
 
 
 def batch(rows, multiple=1):
@@ -51,7 +53,7 @@ def batch(rows, multiple=1):
     tokens = torch.zeros(len(rows), s, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
     for i, row in enumerate(rows):
-        tokens[i, :len(row) - 1], labels[i, :len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
+        tokens[i, : len(row) - 1], labels[i, : len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
     return (t.to(DEVICE) for t in (tokens, torch.arange(s).expand_as(tokens), labels, labels != IGNORE))
 
 
@@ -70,8 +72,7 @@ def every_way(tp, model_dir, dtype, sequence_parallel, rows):
         assert logits.dtype == torch.float32
         result["logits"] = -vocab_parallel_cross_entropy(logits, labels)[counted]
         for temperature in (1.0, 0.7):
-            asked = logprobs(model, tokens, positions, None, labels, temperature=temperature,
-                             return_entropy=True)
+            asked = logprobs(model, tokens, positions, None, labels, temperature=temperature, return_entropy=True)
             result[f"logprobs at {temperature}"] = asked.log_probs[counted]
             result[f"entropy at {temperature}"] = asked.entropy[counted]
         cooled = logits / torch.full((1,), 0.7, device=logits.device)  # by a number, CUDA multiplies by its reciprocal
@@ -92,9 +93,10 @@ def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overla
     with megatron(tp), patch_megatron(arch.vocab):
         model = build(model_dir, dtype, sequence_parallel, **config)
         ddp = distributed.DistributedDataParallel(
-            model.config, distributed.DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, overlap_grad_reduce=overlap),
-            Float16Module(model.config, model) if wrapped else model)
+            model.config,
+            distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap),
+            Float16Module(model.config, model) if wrapped else model,
+        )
         ddp.train()
         ddp.zero_grad_buffer()
         total = 0.0
@@ -136,8 +138,11 @@ def gathered(tp, arch, grads):
 
 def built_before(tp, model_dir, rows):
     """Logprobs of sequence-parallel models built before the patch, by what was asked of their configuration."""
-    asked = {"nothing": {}, "fusions": {"bias_dropout_fusion": True, "bias_activation_fusion": True},
-             "determinism": {"deterministic_mode": True}}
+    asked = {
+        "nothing": {},
+        "fusions": {"bias_dropout_fusion": True, "bias_activation_fusion": True},
+        "determinism": {"deterministic_mode": True},
+    }
     with megatron(tp), torch.no_grad():
         models = {name: build(model_dir, torch.bfloat16, True, **fields) for name, fields in asked.items()}
         tokens, positions, labels, counted = batch(rows, tp.size)
@@ -184,8 +189,9 @@ def entropy_step(tp, model_dir, dtype, rows, temperature):
     with megatron(tp), patch_megatron(arch.vocab):
         model = build(model_dir, dtype)
         tokens, positions, labels, _ = batch(rows)
-        logprobs(model, tokens, positions, None, labels, temperature=temperature,
-                 return_entropy=True).entropy.sum().backward()
+        logprobs(
+            model, tokens, positions, None, labels, temperature=temperature, return_entropy=True
+        ).entropy.sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         return dict(to_hf(arch, grads, lambda name: [grads[name]]))
 
@@ -258,11 +264,13 @@ WRONG = {
     "rotary_pos_emb": lambda model, call: _attribute(model, "rotary_base", 5000.0),
     "recompute_granularity": lambda model, call: _attribute(model.config, "recompute_granularity", "selective"),
     "_forward_mlp of a layer": lambda model, call: _attribute(
-        model.decoder.layers[0], "_forward_mlp", model.decoder.layers[0]._forward_mlp),
+        model.decoder.layers[0], "_forward_mlp", model.decoder.layers[0]._forward_mlp
+    ),
     "GPTModel._preprocess": lambda model, call: _attribute(type(model), "_preprocess", lambda *args, **kwargs: None),
     "GPTModel._postprocess": lambda model, call: _attribute(type(model), "_postprocess", lambda *args, **kwargs: None),
     "SelfAttention.forward": lambda model, call: _attribute(
-        type(model.decoder.layers[0].self_attention), "forward", lambda *args, **kwargs: None),
+        type(model.decoder.layers[0].self_attention), "forward", lambda *args, **kwargs: None
+    ),
     "decoder.layers.0: the forward hook": lambda model, call: _hook(model.decoder.layers[0]),
     "decoder.final_layernorm: the forward hook": lambda model, call: _hook(model.decoder.final_layernorm),
 }
@@ -300,13 +308,30 @@ def optimizer_steps(tp, model_dir, dtype, rows, distributed, overlap, steps=3):
 
     with megatron(tp), patch_megatron(read_architecture(model_dir).vocab):
         model = build(model_dir, dtype)
-        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=distributed,
-            overlap_param_gather=overlap), model)
+        ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=overlap,
+                use_distributed_optimizer=distributed,
+                overlap_param_gather=overlap,
+            ),
+            model,
+        )
         ddp.train()
-        optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=0.0, bf16=True, params_dtype=dtype,
-            use_distributed_optimizer=distributed, overlap_param_gather=overlap), [ddp])
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                weight_decay=0.0,
+                clip_grad=0.0,
+                bf16=True,
+                params_dtype=dtype,
+                use_distributed_optimizer=distributed,
+                overlap_param_gather=overlap,
+            ),
+            [ddp],
+        )
         losses = []
         for _ in range(steps):
             ddp.zero_grad_buffer()
@@ -331,8 +356,9 @@ def packed(rows, multiple=1, longest=None):
         starts.append(len(tokens))
     longest = longest or max(b - a for a, b in itertools.pairwise(starts))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-                             max_seqlen_q=longest, max_seqlen_kv=longest)
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
     return torch.tensor([tokens], device=DEVICE), torch.tensor([labels], device=DEVICE), params
 
 
@@ -354,8 +380,16 @@ def without_waiting(tp, model_dir, dtype, sequence_parallel, rows):
             try:
                 for given in (None, mask):
                     model(tokens, positions, given, labels=labels).sum().backward()
-                logprobs(model, together, None, None, its_labels, temperature=0.7, return_entropy=True,
-                         packed_seq_params=params).log_probs.sum().backward()
+                logprobs(
+                    model,
+                    together,
+                    None,
+                    None,
+                    its_labels,
+                    temperature=0.7,
+                    return_entropy=True,
+                    packed_seq_params=params,
+                ).log_probs.sum().backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

@@ -1,4 +1,5 @@
 """Calls of two ranks that do not fit together, for ranks on CPUs and on GPUs."""
+
 import os
 import time
 from unittest import mock
@@ -26,6 +27,7 @@ def fails_alone(tp, odd, device):
         if tp.rank == odd:
             raise KeyError("a mistake of the caller")
         return {"rows": 4}
+
     tp.check_same("an op", checks)
 
 
@@ -44,8 +46,13 @@ def head(tp, device="cpu", **change):
     hidden, weight = torch.randn(6, 64, generator=generator), torch.randn(256, 64, generator=generator)
     arguments = {"target": torch.arange(6) * 40, "temperature": torch.full((6,), 0.7)} | change
     arguments = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
-    return ops.linear_logp(hidden.to(device), weight.chunk(tp.size)[tp.rank].to(device), **arguments,
-                           vocab_start=len(weight) // tp.size * tp.rank, tp=tp)
+    return ops.linear_logp(
+        hidden.to(device),
+        weight.chunk(tp.size)[tp.rank].to(device),
+        **arguments,
+        vocab_start=len(weight) // tp.size * tp.rank,
+        tp=tp,
+    )
 
 
 OTHER_TARGET = torch.tensor([0, 40, 80, 121, 160, 200], device="cpu")

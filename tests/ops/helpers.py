@@ -1,4 +1,5 @@
 """Inputs and error bounds for the op tests."""
+
 import os
 
 import hypothesis.strategies as st
@@ -35,5 +36,7 @@ def assert_within(actual, expected, bound, what="result"):
     excess = (actual.double() - expected.double()).abs() - bound
     worst = excess.argmax()
     assert not excess.isnan().any(), f"{what}: NaN"
-    assert (excess <= 0).all(), (f"{what}: element {worst.item()}: {actual.flatten()[worst].item()!r} is further than the "
-                                 f"bound from {expected.flatten()[worst].item()!r} (by {excess.max().item():.3g})")
+    assert (excess <= 0).all(), (
+        f"{what}: element {worst.item()}: {actual.flatten()[worst].item()!r} is further than the "
+        f"bound from {expected.flatten()[worst].item()!r} (by {excess.max().item():.3g})"
+    )

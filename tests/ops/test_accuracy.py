@@ -3,6 +3,7 @@
 A chain of k fp32 operations is off by at most gamma(k) times the sum of absolute terms; a rounding to the model type
 adds its unit roundoff. exp is good to `EXP`; a tile's fixed point adds 128 * 2^-24 relative to its maximum.
 """
+
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
@@ -50,6 +51,7 @@ def test_rms_norm(m, h, dtype, zero_centered, seed):
 
     def formula(x, w):
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (w + 1 if zero_centered else w)
+
     want, (ex, ew) = doubles(formula, g, x, w)
     u, xd, gw = UNIT[dtype], x.double(), g.double() * (w.double() + zero_centered)
     rstd = (xd.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -81,11 +83,13 @@ def test_rope(t, half, dtype, seed):
         angle = positions[:, None, None] * 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
         a, b = x.chunk(2, -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
     want, (ex,) = doubles(formula, g, x)
 
     def bound(x, y):
         a, b = x.double().abs().chunk(2, -1)
         return (a + b).repeat(1, 1, 2) * 3 * U32 + y.abs() * UNIT[dtype] * 1.001
+
     assert_within(out, want, bound(x, want))
     assert_within(dx, ex, bound(g, ex), "dx")
 
@@ -103,7 +107,9 @@ def _softmax(q, k, v, lens, scale):
     return torch.cat(outs)
 
 
-@given(lens=st.lists(st.integers(1, 80), min_size=1, max_size=3), dim=st.sampled_from([16, 64]), dtype=dtypes, seed=seeds)
+@given(
+    lens=st.lists(st.integers(1, 80), min_size=1, max_size=3), dim=st.sampled_from([16, 64]), dtype=dtypes, seed=seeds
+)
 def test_attention(lens, dim, dtype, seed):
     cu, total = torch.tensor([0, *lens]).cumsum(0), sum(lens)
     q, k, v = (randn(total, h, dim, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
@@ -127,26 +133,38 @@ def test_attention(lens, dim, dtype, seed):
     for name, a, e, other in (("dq", got[0], expected[0], k), ("dk", got[1], expected[1], q)):
         limit = (d_score + scale * 2 * dp * gamma(longest)) * other.double().abs().max()
         assert_within(a, e, limit * (1 if name == "dq" else longest) + u * e.abs(), name)
-    assert_within(got[2], expected[2], (p_error + gamma(longest)) * longest * g.double().abs().max() + u * expected[2].abs(),
-                  "dv")
+    assert_within(
+        got[2], expected[2], (p_error + gamma(longest)) * longest * g.double().abs().max() + u * expected[2].abs(), "dv"
+    )
 
 
-@given(n=st.integers(1, 140), d=st.integers(1, 64), v=st.integers(1, 500), dtype=dtypes,
-       temperature=st.sampled_from([1.0, 0.7]), cap=st.sampled_from([None, 5.0]), scale=st.sampled_from([1.0, 0.25]),
-       seed=seeds)
+@given(
+    n=st.integers(1, 140),
+    d=st.integers(1, 64),
+    v=st.integers(1, 500),
+    dtype=dtypes,
+    temperature=st.sampled_from([1.0, 0.7]),
+    cap=st.sampled_from([None, 5.0]),
+    scale=st.sampled_from([1.0, 0.25]),
+    seed=seeds,
+)
 def test_linear_logp(n, d, v, dtype, temperature, cap, scale, seed):
     h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype, scale=0.3), randn(v, dtype=dtype)
     target = torch.randint(0, v, (n,))
 
     def run(h, w, b):
-        return torch.stack(ops.linear_logp(h, w, target, bias=b, temperature=temperature, soft_cap=cap, logit_scale=scale,
-                                           return_entropy=True))
+        return torch.stack(
+            ops.linear_logp(
+                h, w, target, bias=b, temperature=temperature, soft_cap=cap, logit_scale=scale, return_entropy=True
+            )
+        )
 
     def formula(h, w, b):
         z = h @ w.t() + b
         z = cap * torch.tanh(z / cap) if cap else z
         lp = (z * scale / temperature).log_softmax(-1)
         return torch.stack([lp.gather(1, target[:, None])[:, 0], -(lp.exp() * lp).sum(-1)])
+
     out, g, got = grads(run, h, w, b)
     want, expected = doubles(formula, g, h, w, b)
     ha, wa, ba = (t.double().abs() for t in (h, w, b))
@@ -159,15 +177,18 @@ def test_linear_logp(n, d, v, dtype, temperature, cap, scale, seed):
     assert_within(out[1], want[1], error * (2 + 2 * top) + U32 * want[1].abs(), "entropy")
     # A probability is off by a factor 1 + error, so dlogits by error (|g_logp| p + |g_entropy| p (|log p| + H)).
     p = lp.exp()
-    spread = (g[0].double().abs()[:, None] * (p + torch.nn.functional.one_hot(target, v))
-              + g[1].double().abs()[:, None] * p * (2 * lp.abs() + 2 * want[1][:, None] + 2))
+    spread = g[0].double().abs()[:, None] * (p + torch.nn.functional.one_hot(target, v)) + g[1].double().abs()[
+        :, None
+    ] * p * (2 * lp.abs() + 2 * want[1][:, None] + 2)
     rounding = 0.0 if CPU else UNIT[dtype]  # of dlogits to the model type, for the tensor core
     per_row = (2 * error + EXP + gamma(12) + rounding)[:, None] * spread * scale / temperature
     whole = spread * scale / temperature
     u = UNIT[dtype] * 1.001
-    for name, a, e, size, length in (("dhidden", got[0], expected[0], (per_row @ wa, whole @ wa), v),
-                                     ("dweight", got[1], expected[1], (per_row.t() @ ha, whole.t() @ ha), n),
-                                     ("dbias", got[2], expected[2], (per_row.sum(0), whole.sum(0)), n)):
+    for name, a, e, size, length in (
+        ("dhidden", got[0], expected[0], (per_row @ wa, whole @ wa), v),
+        ("dweight", got[1], expected[1], (per_row.t() @ ha, whole.t() @ ha), n),
+        ("dbias", got[2], expected[2], (per_row.sum(0), whole.sum(0)), n),
+    ):
         slope = 4 * error.max() if cap else 0.0  # of the soft cap, which is at most 1
         assert_within(a, e, size[0] + (gamma(length) + slope) * size[1] + u * e.abs(), name)
 

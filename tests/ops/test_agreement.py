@@ -1,4 +1,5 @@
 """Ranks whose calls do not fit together are told so, all of them and at once, whatever they have met before."""
+
 import time
 import tracemalloc
 from unittest import mock
@@ -68,8 +69,10 @@ def test_long_verdicts(ranks):
 
 def through_a_channel(tp):
     """A group whose tensors live on GPUs has none for the hosts: its ranks make one, once."""
-    with (mock.patch.object(agreement, "_own", return_value=None),
-          mock.patch.object(agreement, "_channels", WeakKeyDictionary())):
+    with (
+        mock.patch.object(agreement, "_own", return_value=None),
+        mock.patch.object(agreement, "_channels", WeakKeyDictionary()),
+    ):
         calls.linear(tp, 4)
         made = agreement.channel(tp.group)
         calls.linear(tp, 8)

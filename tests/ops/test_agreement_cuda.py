@@ -1,4 +1,5 @@
 """`test_agreement.py` over NCCL: what one rank has of its own is refused on both, before a collective could wait or mix it."""
+
 import functools
 
 import pytest
@@ -73,7 +74,8 @@ def test_values_of_one_rank(message):
     """Nobody waits for the devices: each stops, and its process learns it at the next wait."""
     with GPUs(2) as ranks:
         ranks.run(2, functools.partial(_call, calls.head, device="cuda"))
-        for outcome in ranks.outcomes(2, functools.partial(_call, calls.head_alone, 1, calls.HEADS[message], "cuda"),
-                                      timeout=SECONDS):
+        for outcome in ranks.outcomes(
+            2, functools.partial(_call, calls.head_alone, 1, calls.HEADS[message], "cuda"), timeout=SECONDS
+        ):
             assert isinstance(outcome, Failed), outcome
             assert "device-side assert" in outcome.message, outcome.traceback

@@ -1,5 +1,6 @@
 """What is no argument of an op is one clear error, which begins with the name that the caller used; whatever torch's
 defaults and modes are."""
+
 import fractions
 import subprocess
 import sys
@@ -18,7 +19,13 @@ from alignkit.testing import assert_bitwise_equal
 from .helpers import CPU
 
 X, W, B, T = torch.randn(6, 16), torch.randn(8, 16), torch.randn(8), torch.tensor([0, 1, 2, 3, -100, 5])
-N, Q, KV, CU, POS = torch.randn(16), torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.tensor([0, 2, 6]), torch.arange(6)
+N, Q, KV, CU, POS = (
+    torch.randn(16),
+    torch.randn(6, 4, 8),
+    torch.randn(6, 2, 8),
+    torch.tensor([0, 2, 6]),
+    torch.arange(6),
+)
 CACHE, PAGES = torch.randn(3, 4, 2, 8), torch.tensor([[0, 1], [2, 0]])
 TABLE = ops.rope_table(8, 16, 1e4, X.device)
 RULE, PACKED = torch.randn(1, 70, 1, 64), torch.tensor([0, 70])
@@ -31,34 +38,68 @@ BASE = {
     "rope": (ops.rope, {"x": Q, "positions": POS, "table": TABLE}),
     "rope_table": (ops.rope_table, {"head_dim": 8, "max_position": 16, "base": 1e4, "device": X.device}),
     "attention": (ops.attention, {"q": Q, "k": KV, "v": KV, "cu_seqlens": CU}),
-    "paged_attention": (ops.paged_attention, {
-        "q": Q, "k_cache": CACHE, "v_cache": CACHE, "block_table": PAGES, "query_start_loc": CU,
-        "seq_lens": torch.tensor([2, 4])}),
+    "paged_attention": (
+        ops.paged_attention,
+        {
+            "q": Q,
+            "k_cache": CACHE,
+            "v_cache": CACHE,
+            "block_table": PAGES,
+            "query_start_loc": CU,
+            "seq_lens": torch.tensor([2, 4]),
+        },
+    ),
     "linear_logp": (ops.linear_logp, {"hidden": X, "weight": W, "target": T, "bias": B}),
     "logp_from_logits": (ops.logp_from_logits, {"logits": X, "target": T}),
     "head_logits": (ops.head_logits, {"hidden": X, "weight": W, "bias": B}),
     "log_softmax": (ops.log_softmax, {"logits": X}),
     "token_logp": (ops.token_logp, {"logits": X, "token_ids": T[:, None].clamp(min=0)}),
-    "chunk_gated_delta_rule_bwd_dhu": (chunk_gated_delta_rule_bwd_dhu, {
-        "q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED}),
-    "fla": (fla.chunk_gated_delta_rule_bwd_dhu, {
-        "q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED}),
+    "chunk_gated_delta_rule_bwd_dhu": (
+        chunk_gated_delta_rule_bwd_dhu,
+        {"q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED},
+    ),
+    "fla": (
+        fla.chunk_gated_delta_rule_bwd_dhu,
+        {"q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED},
+    ),
 }
-NUMBERS = {"rms_norm": ["eps"], "rope_table": ["base"], "attention": ["scale"], "paged_attention": ["scale"],
-           "linear_logp": ["temperature", "soft_cap", "logit_scale"], "logp_from_logits": ["temperature"],
-           "head_logits": ["soft_cap", "logit_scale"], "log_softmax": ["temperature"], "token_logp": ["temperature"],
-           "chunk_gated_delta_rule_bwd_dhu": ["scale"], "fla": ["scale"]}
-INTEGERS = {"rope_table": ["head_dim", "max_position"], "log_softmax": ["vocab_size"],
-            "linear_logp": ["ignore_index", "vocab_size", "vocab_start", "workspace"],
-            "logp_from_logits": ["ignore_index", "vocab_size", "vocab_start"],
-            "chunk_gated_delta_rule_bwd_dhu": ["num_chunks"], "fla": ["chunk_size"]}
-FLAGS = {"linear": ["sequence_parallel"], "row_parallel_linear": ["sequence_parallel"], "rms_norm": ["zero_centered"],
-         "linear_logp": ["return_entropy", "keep_logits"], "logp_from_logits": ["return_entropy"],
-         "chunk_gated_delta_rule_bwd_dhu": ["state_v_first", "base2", "need_dh0"],
-         "fla": ["state_v_first", "use_exp2", "transpose_state_layout"]}
+NUMBERS = {
+    "rms_norm": ["eps"],
+    "rope_table": ["base"],
+    "attention": ["scale"],
+    "paged_attention": ["scale"],
+    "linear_logp": ["temperature", "soft_cap", "logit_scale"],
+    "logp_from_logits": ["temperature"],
+    "head_logits": ["soft_cap", "logit_scale"],
+    "log_softmax": ["temperature"],
+    "token_logp": ["temperature"],
+    "chunk_gated_delta_rule_bwd_dhu": ["scale"],
+    "fla": ["scale"],
+}
+INTEGERS = {
+    "rope_table": ["head_dim", "max_position"],
+    "log_softmax": ["vocab_size"],
+    "linear_logp": ["ignore_index", "vocab_size", "vocab_start", "workspace"],
+    "logp_from_logits": ["ignore_index", "vocab_size", "vocab_start"],
+    "chunk_gated_delta_rule_bwd_dhu": ["num_chunks"],
+    "fla": ["chunk_size"],
+}
+FLAGS = {
+    "linear": ["sequence_parallel"],
+    "row_parallel_linear": ["sequence_parallel"],
+    "rms_norm": ["zero_centered"],
+    "linear_logp": ["return_entropy", "keep_logits"],
+    "logp_from_logits": ["return_entropy"],
+    "chunk_gated_delta_rule_bwd_dhu": ["state_v_first", "base2", "need_dh0"],
+    "fla": ["state_v_first", "use_exp2", "transpose_state_layout"],
+}
 OPTIONAL = {"scale", "soft_cap", "vocab_size", "workspace", "num_chunks"}
-NAMED = {"tp": ["linear", "row_parallel_linear", "linear_logp", "logp_from_logits"],
-         "out_dtype": ["linear", "row_parallel_linear"], "out": ["paged_attention"], "main_grad": ["linear_logp"]}
+NAMED = {
+    "tp": ["linear", "row_parallel_linear", "linear_logp", "logp_from_logits"],
+    "out_dtype": ["linear", "row_parallel_linear"],
+    "out": ["paged_attention"],
+    "main_grad": ["linear_logp"],
+}
 
 
 def call(name, **change):
@@ -83,8 +124,20 @@ def test_the_base_is_fine(name):
 
 @pytest.mark.parametrize("name,argument", pairs(NUMBERS))
 def test_numbers(name, argument):
-    wrong = ["x", [1.0], True, 1j, float("nan"), float("inf"), -float("inf"), 10**400, 1e39, np.float32("nan"), np.ones(2),
-             torch.float32]
+    wrong = [
+        "x",
+        [1.0],
+        True,
+        1j,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        10**400,
+        1e39,
+        np.float32("nan"),
+        np.ones(2),
+        torch.float32,
+    ]
     if argument != "temperature":
         wrong.append(torch.tensor(1.0))
     if argument not in OPTIONAL:
@@ -160,14 +213,21 @@ def test_tensors(name):
                 said = str(e.value)
                 # Of a device or type that differs, the other tensor may be the one that is named.
                 assert said.startswith(f"{argument}: ") or (what in ("meta", "float64") and f"{argument}'s" in said), (
-                    argument, what, said)
+                    argument,
+                    what,
+                    said,
+                )
 
 
 def test_the_callers_names():
-    for change, message in (({"k_cache": CACHE.bfloat16()}, "k_cache: dtype"), ({"v_cache": CACHE.bfloat16()}, "v_cache: dtype"),
-                            ({"k_cache": CACHE[..., :4], "v_cache": CACHE[..., :4]}, "k_cache: head_dim 4"),
-                            ({"q": Q[:, :3]}, "k_cache: 2 heads do not divide q's 3"), ({"q": Q[:, :0]}, "q: no heads"),
-                            ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, "k_cache: strides")):
+    for change, message in (
+        ({"k_cache": CACHE.bfloat16()}, "k_cache: dtype"),
+        ({"v_cache": CACHE.bfloat16()}, "v_cache: dtype"),
+        ({"k_cache": CACHE[..., :4], "v_cache": CACHE[..., :4]}, "k_cache: head_dim 4"),
+        ({"q": Q[:, :3]}, "k_cache: 2 heads do not divide q's 3"),
+        ({"q": Q[:, :0]}, "q: no heads"),
+        ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, "k_cache: strides"),
+    ):
         with pytest.raises(InputError, match="^" + message):
             call("paged_attention", **change)
     positions = torch.arange(6)
@@ -188,9 +248,11 @@ def test_the_callers_names():
 def test_memory_that_overlaps():
     both = torch.zeros(3, 8, 16)
     weight, main_grad, hidden = both[0].requires_grad_(), both[0].detach(), both[1, :6].detach()
-    for change, other in (({"weight": weight, "main_grad": main_grad}, "weight"),
-                          ({"hidden": hidden, "main_grad": both[1].detach()}, "hidden"),
-                          ({"bias": both[2, 3, :8].detach(), "main_grad": both[2].detach()}, "bias")):
+    for change, other in (
+        ({"weight": weight, "main_grad": main_grad}, "weight"),
+        ({"hidden": hidden, "main_grad": both[1].detach()}, "hidden"),
+        ({"bias": both[2, 3, :8].detach(), "main_grad": both[2].detach()}, "bias"),
+    ):
         with pytest.raises(InputError, match=f"^main_grad: shares memory with {other}$"):
             call("linear_logp", **change)
     weight = W.clone().requires_grad_()
@@ -221,8 +283,12 @@ def test_empty_batches_of_the_other_ops():
     x, up = (X[:, :0].clone().requires_grad_() for _ in range(2))
     ops.silu_mul(x, up).sum().backward()
     with pytest.raises(InputError, match="^cu_seqlens: all sequences are empty|^q: empty"):
-        call("chunk_gated_delta_rule_bwd_dhu", cu_seqlens=torch.tensor([0, 0]), g=RULE[:, :0, :, 0],
-             **dict.fromkeys(("q", "k", "w", "do", "dv"), RULE[:, :0]))
+        call(
+            "chunk_gated_delta_rule_bwd_dhu",
+            cu_seqlens=torch.tensor([0, 0]),
+            g=RULE[:, :0, :, 0],
+            **dict.fromkeys(("q", "k", "w", "do", "dv"), RULE[:, :0]),
+        )
 
 
 def test_a_table_is_the_callers_own():
@@ -265,7 +331,9 @@ def test_a_default_device_without_memory(backend, how):
     if backend == "reference" and X.is_cuda:
         pytest.skip("the reference is of the CPU")
     if how == "FakeTensorMode()":
-        code = EVERYTHING + f"""
+        code = (
+            EVERYTHING
+            + f"""
 from torch._subclasses.fake_tensor import FakeTensorMode
 from alignkit.errors import UnsupportedError
 with backends.use({backend!r}):
@@ -278,11 +346,15 @@ with backends.use({backend!r}):
         else:
             raise AssertionError(name)
 """
+        )
     else:
-        code = EVERYTHING + f"""
+        code = (
+            EVERYTHING
+            + f"""
 with backends.use({backend!r}), {how}:
     everything()
 """
+        )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
 

@@ -1,4 +1,5 @@
 """Attention on a GPU: a query's bits are its sequence's own, whatever tile, page, chunk, batch or graph it runs in."""
+
 from functools import partial
 
 import pytest
@@ -34,10 +35,10 @@ def caches(k, v, lens, page, spare=3):
     need = [-(-n // page) for n in lens]
     blocks, width = sum(need) + spare, max(need) + 1
     cache = torch.full((blocks, page, k.shape[1], 2 * k.shape[2]), float("nan"), dtype=k.dtype)
-    order = torch.randperm(blocks)[:sum(need)].split(need)
+    order = torch.randperm(blocks)[: sum(need)].split(need)
     table = torch.full((len(lens), width), -1, dtype=torch.int32)
     for row, blocks_of, ks, vs in zip(table, order, k.split(lens), v.split(lens), strict=True):
-        row[:len(blocks_of)] = blocks_of.int()
+        row[: len(blocks_of)] = blocks_of.int()
         at = torch.arange(len(ks))
         cache[blocks_of[at // page], at % page] = torch.cat([ks, vs], -1)
     return *cache.chunk(2, dim=-1), table
@@ -66,6 +67,7 @@ def capture(run):
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
 def test_tiles(dim, heads, kv):
     from alignkit.ops.attention import triton as backend
+
     q, k, v, g, cu = packed(LENS, heads, kv, dim)
     scale = dim**-0.5
     want = backend.forward(q, k, v, cu, scale)
@@ -87,6 +89,7 @@ def test_tiles(dim, heads, kv):
 def test_rollout_is_training(dim, heads, kv, page):
     """Prefill, chunks and decode, in any tile; sequences without a query; padding, which is zero."""
     from alignkit.ops.attention import triton as backend
+
     q, k, v, _, cu = packed(LENS, heads, kv, dim)
     want = ops.attention(q, k, v, cu)
     k_cache, v_cache, table = caches(k, v, LENS, page)
@@ -98,15 +101,26 @@ def test_rollout_is_training(dim, heads, kv, page):
             out = torch.full_like(queries, float("nan"))
             got = ops.paged_attention(queries, k_cache, v_cache, table, starts, lens, out=out)
             assert got is out
-            assert_bitwise_equal(got[:len(rows)], want[rows], f"queries {take}")
-            assert not got[len(rows):].any()
+            assert_bitwise_equal(got[: len(rows)], want[rows], f"queries {take}")
+            assert not got[len(rows) :].any()
         if len(rows):
             flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
             assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
             for m, warps, stages in SHORT:
                 out = torch.full_like(q[rows], float("nan"))
-                backend.paged(q[rows], *flat, table, starts, lens, page, dim**-0.5, out,
-                              short={"BLOCK_M": m, "num_warps": warps, "num_stages": stages}, BLOCK_M=64, num_warps=4)
+                backend.paged(
+                    q[rows],
+                    *flat,
+                    table,
+                    starts,
+                    lens,
+                    page,
+                    dim**-0.5,
+                    out,
+                    short={"BLOCK_M": m, "num_warps": warps, "num_stages": stages},
+                    BLOCK_M=64,
+                    num_warps=4,
+                )
                 assert_bitwise_equal(out, want[rows], f"queries {take}, short tile {m, warps, stages}")
 
 
@@ -119,6 +133,7 @@ def test_a_sequence_alone(dtype):
         leaves = [t.detach().requires_grad_() for t in tensors]
         out = ops.attention(*leaves, starts)
         return out.detach(), *torch.autograd.grad(out, leaves, g)
+
     whole = run((q, k, v), cu, g)
     wide = [torch.cat([t, t], -1)[..., :64] for t in (q, k, v)]
     for name, a, b in zip(("out", "dq", "dk", "dv"), run(wide, cu, g), whole, strict=True):
@@ -128,16 +143,17 @@ def test_a_sequence_alone(dtype):
     moved = run(shuffled[:3], torch.tensor([0] + [LENS[i] for i in order]).cumsum(0), shuffled[3])
     width = max(LENS) + 7
     full = [torch.full((len(LENS), width, *t.shape[1:]), 2.0, dtype=dtype) for t in (q, k, v)] + [
-        torch.zeros(len(LENS), width, *g.shape[1:], dtype=dtype)]
+        torch.zeros(len(LENS), width, *g.shape[1:], dtype=dtype)
+    ]
     for box, t in zip(full, (q, k, v, g), strict=True):
         for i, part in enumerate(t.split(LENS)):
-            box[i, :len(part)] = part
+            box[i, : len(part)] = part
     padded = run([t.flatten(0, 1) for t in full[:3]], torch.arange(len(LENS) + 1) * width, full[3].flatten(0, 1))
     for name, all_, a, b in zip(("out", "dq", "dk", "dv"), whole, moved, padded, strict=True):
         elsewhere = dict(zip(order, a.split([LENS[i] for i in order]), strict=True))
         for i, part in enumerate(all_.split(LENS)):
             assert_bitwise_equal(elsewhere[i], part, f"{name} of sequence {i} in another order")
-            assert_bitwise_equal(b.unflatten(0, (-1, width))[i, :LENS[i]], part, f"{name} of sequence {i} padded")
+            assert_bitwise_equal(b.unflatten(0, (-1, width))[i, : LENS[i]], part, f"{name} of sequence {i} padded")
     start = sum(LENS[:5])
     s = slice(start, start + LENS[5])
     alone = run((q[s], k[s], v[s]), torch.tensor([0, LENS[5]]), g[s])
@@ -145,8 +161,16 @@ def test_a_sequence_alone(dtype):
         assert_bitwise_equal(a, b[s], f"{name} of a sequence alone")
 
 
-@pytest.mark.parametrize("n,dim,heads,kv,dtype", [(1, 64, 2, 1, BF16), (700, 128, 4, 2, BF16), (300, 80, 3, 1, BF16),
-                                                  (150, 256, 2, 1, BF16), (200, 128, 2, 1, FP32)])
+@pytest.mark.parametrize(
+    "n,dim,heads,kv,dtype",
+    [
+        (1, 64, 2, 1, BF16),
+        (700, 128, 4, 2, BF16),
+        (300, 80, 3, 1, BF16),
+        (150, 256, 2, 1, BF16),
+        (200, 128, 2, 1, FP32),
+    ],
+)
 def test_accuracy(n, dim, heads, kv, dtype):
     """Against float64; each bound is the first-order error of the roundings that the contract names."""
     q, k, v, g, cu = packed([n], heads, kv, dim, dtype)
@@ -176,6 +200,7 @@ def test_accuracy(n, dim, heads, kv, dtype):
 
     def group(t):
         return t.unflatten(1, (kv, -1)).sum(2)
+
     chain = gamma(2 * n * (heads // kv) + 8)
     expected, bound = [], []
     for a, b, equation in ((ds * scale, kd, "hij,jhd->ihd"), (ds * scale, qd, "hij,ihd->jhd"), (p, gd, "hij,ihd->jhd")):
@@ -199,12 +224,16 @@ def test_graph_replays_with_other_lengths():
         starts, length = torch.zeros(batch + 1).int(), torch.zeros(batch).int()
         blocks = torch.zeros(batch, table.shape[1]).int()
         graph, _ = capture(partial(ops.paged_attention, queries, k_cache, v_cache, blocks, starts, length, out=out))
-        for take, there in (([1, 1, 1, 1], lens), ([5, 0, 1, 0], lens), ([0, 0, 0, 1], [7, 0, 0, 1]),
-                            ([1, 1, 1, 0], [255, 3, 64, 0])):
+        for take, there in (
+            ([1, 1, 1, 1], lens),
+            ([5, 0, 1, 0], lens),
+            ([0, 0, 0, 1], [7, 0, 0, 1]),
+            ([1, 1, 1, 0], [255, 3, 64, 0]),
+        ):
             ends = [int(cu[i]) + n for i, n in enumerate(there)]
             index = torch.cat([torch.arange(e - t, e) for e, t in zip(ends, take, strict=True)])
             queries.fill_(float("nan"))
-            queries[:len(index)] = q[index]
+            queries[: len(index)] = q[index]
             starts.fill_(len(index))
             starts[:5] = torch.tensor([0, *take]).cumsum(0).int()
             length.zero_()
@@ -212,8 +241,8 @@ def test_graph_replays_with_other_lengths():
             blocks[:4] = table
             out.fill_(float("nan"))
             graph.replay()
-            assert_bitwise_equal(out[:len(index)], want[index], f"{take} queries of {there}")
-            assert not out[len(index):].any()
+            assert_bitwise_equal(out[: len(index)], want[index], f"{take} queries of {there}")
+            assert not out[len(index) :].any()
 
 
 def test_gradients_in_a_graph():
@@ -223,6 +252,7 @@ def test_gradients_in_a_graph():
     def run():
         out = ops.attention(*leaves, cu)
         return out, *torch.autograd.grad(out, leaves, g)
+
     graph, got = capture(run)
     for middle in (100, 0, 64, 255):
         cu[1] = middle
@@ -259,31 +289,36 @@ def test_wrong_values():
         want = ops.attention(q, k, v, cu)[rows]
         for lens in ([take[0] - 1, 30], [table.shape[1] * 16 + 1, 30]):
             got = ops.paged_attention(q[rows], k_cache, v_cache, table, starts, torch.tensor(lens).int())
-            assert got[:take[0]].isnan().all()
-            assert_bitwise_equal(got[take[0]:], want[take[0]:], "the other sequence")
+            assert got[: take[0]].isnan().all()
+            assert_bitwise_equal(got[take[0] :], want[take[0] :], "the other sequence")
         for wrong in (starts + 1, starts * 2):
             assert ops.paged_attention(q[rows], k_cache, v_cache, table, wrong, torch.tensor([20, 30])).isnan().all()
         outside = table.clone()
         outside[0, 0] = 2**31 - 1
         got = ops.paged_attention(q[rows], k_cache, v_cache, outside, starts, torch.tensor([20, 30]))
-        assert_bitwise_equal(got[take[0]:], want[take[0]:], "the other sequence")
+        assert_bitwise_equal(got[take[0] :], want[take[0] :], "the other sequence")
 
 
 def test_strict_looks_first(monkeypatch):
     monkeypatch.setenv("ALIGNKIT_STRICT", "1")
     q, k, v, _, _ = packed([20, 30], 4, 2, 64)
     k_cache, v_cache, table = caches(k, v, [20, 30], 16)
-    for message, wrong in (("must begin with 0", [1, 20, 50]), ("must not decrease", [0, 51, 50]),
-                           ("ends at 49", [0, 20, 49])):
+    for message, wrong in (
+        ("must begin with 0", [1, 20, 50]),
+        ("must not decrease", [0, 51, 50]),
+        ("ends at 49", [0, 20, 49]),
+    ):
         with pytest.raises(InputError, match=f"cu_seqlens: {message}"):
             ops.attention(q, k, v, torch.tensor(wrong))
     starts, lens = torch.tensor([0, 20, 50]), torch.tensor([20, 30])
     outside = table.clone()
     outside[1, 0] = k_cache.shape[0]
-    for message, args in (("query_start_loc: ends at 51", (table, starts + torch.tensor([0, 0, 1]), lens)),
-                          ("seq_lens: shorter", (table, starts, lens - 1)),
-                          ("seq_lens: 1000 positions exceed", (table, starts, lens + 970)),
-                          ("block_table: a block is not in", (outside, starts, lens))):
+    for message, args in (
+        ("query_start_loc: ends at 51", (table, starts + torch.tensor([0, 0, 1]), lens)),
+        ("seq_lens: shorter", (table, starts, lens - 1)),
+        ("seq_lens: 1000 positions exceed", (table, starts, lens + 970)),
+        ("block_table: a block is not in", (outside, starts, lens)),
+    ):
         with pytest.raises(InputError, match=message):
             ops.paged_attention(q, k_cache, v_cache, *args)
     assert ops.paged_attention(q, k_cache, v_cache, table, starts, lens).isfinite().all()

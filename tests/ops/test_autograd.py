@@ -1,4 +1,5 @@
 """What autograd may ask of the ops: first gradients. Anything else is one clear error."""
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -27,14 +28,20 @@ OTHERS = {
     "head_logits": (ops.head_logits, (X, W, B)),
     "log_softmax": (ops.log_softmax, (X,)),
     "token_logp": (lambda z: ops.token_logp(z, T.clamp(min=0)[:, None]), (X,)),
-    "paged_attention": (lambda q, k: ops.paged_attention(q, k[None], k[None], torch.zeros(1, 1, dtype=torch.int32),
-                                                         torch.tensor([0, 6]), torch.tensor([6])), (Q, Q)),
+    "paged_attention": (
+        lambda q, k: ops.paged_attention(
+            q, k[None], k[None], torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 6]), torch.tensor([6])
+        ),
+        (Q, Q),
+    ),
     "chunk_gated_delta_rule_bwd_dhu": (lambda *t: chunk_gated_delta_rule_bwd_dhu(*t)[::2], (RULE,) * 5),
 }
 
 
 def loss(out):
-    return sum((o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum() for o in (out if isinstance(out, tuple) else (out,)))
+    return sum(
+        (o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum() for o in (out if isinstance(out, tuple) else (out,))
+    )
 
 
 def leaves_of(tensors):
@@ -51,15 +58,15 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(name):
     for leaf in leaves if name != "rope" else ():  # each alone, and where what comes in has no graph of its own
         outs = function(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
-        grad, = torch.autograd.grad(outs, leaf, [torch.ones_like(o) for o in outs], create_graph=True)
+        (grad,) = torch.autograd.grad(outs, leaf, [torch.ones_like(o) for o in outs], create_graph=True)
         with pytest.raises(UnsupportedError, match=f"^{name}: "):
             torch.autograd.grad(grad.sum(), leaves, allow_unused=True)
 
 
 def test_what_depends_on_nothing_has_no_graph():
     """Rotation is linear: for a given gradient that comes in, the gradient is a constant."""
-    q, = leaves_of((Q,))
-    grad, = torch.autograd.grad(ops.rope(q, POS, TABLE).sum(), q, create_graph=True)
+    (q,) = leaves_of((Q,))
+    (grad,) = torch.autograd.grad(ops.rope(q, POS, TABLE).sum(), q, create_graph=True)
     assert not grad.requires_grad
 
 
@@ -79,15 +86,17 @@ def test_a_graph_that_nobody_differentiates(name):
 def test_the_penalty_of_an_mlp_is_not_silently_wrong():
     """No gradient that comes in depends on the second weight here."""
     x, w1, w2 = leaves_of((X, W, W))
-    grad, = torch.autograd.grad(ops.linear(torch.tanh(ops.linear(x, w1)), w2).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(ops.linear(torch.tanh(ops.linear(x, w1)), w2).sum(), x, create_graph=True)
     with pytest.raises(UnsupportedError, match="^linear: the gradient of a gradient"):
-        (grad ** 2).sum().backward()
+        (grad**2).sum().backward()
 
 
 def test_gradcheck():
     """torch's own, in fp32."""
+
     def function(x, w):
         return ops.linear(x, w)
+
     x, w = leaves_of((X[:2, :3].contiguous(), W[:2, :3].contiguous()))
     with pytest.warns(UserWarning, match="double precision"):  # noqa: PT031 - each of the two warns
         assert torch.autograd.gradcheck(function, (x, w), eps=1e-2, atol=1e-2, rtol=1e-2)
@@ -149,9 +158,12 @@ def test_gradients_that_come_in_as_views(name):
         out = out if isinstance(out, tuple) else (out,)
         torch.autograd.backward(out, [how(o.detach()) for o in out])
         return [t.grad for t in leaves]
-    for how, want in ((lambda o: torch.ones_like(o)._neg_view(), lambda o: -torch.ones_like(o)),
-                      (lambda o: torch._efficientzerotensor(o.shape, dtype=o.dtype, device=o.device), torch.zeros_like),
-                      (lambda o: torch.ones((), dtype=o.dtype).expand(o.shape), torch.ones_like)):
+
+    for how, want in (
+        (lambda o: torch.ones_like(o)._neg_view(), lambda o: -torch.ones_like(o)),
+        (lambda o: torch._efficientzerotensor(o.shape, dtype=o.dtype, device=o.device), torch.zeros_like),
+        (lambda o: torch.ones((), dtype=o.dtype).expand(o.shape), torch.ones_like),
+    ):
         for a, b in zip(grads(how), grads(want), strict=True):
             assert torch.equal(a, b)
 
@@ -174,6 +186,7 @@ def test_saved_tensors_that_hooks_lay_out_anew(name):
         leaves = leaves_of(tensors)
         loss(function(*leaves)).backward()
         return [t.grad for t in leaves]
+
     want = grads()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous().mT if t.ndim > 1 else t, lambda t: t):
         for a, b in zip(grads(), want, strict=True):

@@ -1,4 +1,5 @@
 """Bad input gives one clear error that begins with the argument's name, before anything is computed."""
+
 import subprocess
 import sys
 
@@ -130,8 +131,13 @@ def test_empty_batches_are_fine(dtype):
     none = torch.empty(0, dtype=torch.int64)
     assert token_logp(x, torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
     assert ops.logp_from_logits(x, none).shape == (0,)
-    for y, width in ((ops.linear(x, w), 8), (ops.rms_norm(x, w[0], 1e-6), 16), (ops.silu_mul(x, x), 16),
-                     (ops.head_logits(x, w), 8), (ops.log_softmax(x), 16)):
+    for y, width in (
+        (ops.linear(x, w), 8),
+        (ops.rms_norm(x, w[0], 1e-6), 16),
+        (ops.silu_mul(x, x), 16),
+        (ops.head_logits(x, w), 8),
+        (ops.log_softmax(x), 16),
+    ):
         assert y.shape == (0, width)
     wg = w.clone().requires_grad_()
     logp, entropy = ops.linear_logp(x, wg, none, return_entropy=True)
@@ -178,14 +184,19 @@ torch.cuda.synchronize()
 
 
 @gpu
-@pytest.mark.parametrize("target,temperature,message", [
-    (7, 1.0, None), (8, 1.0, "target: an id is neither in [0, vocab_size) nor ignore_index"),
-    (-1, 1.0, "target: an id is neither"), (7, 0.0, "temperature: a value is not positive and finite"),
-    (7, float("inf"), "temperature: a value")])
+@pytest.mark.parametrize(
+    "target,temperature,message",
+    [
+        (7, 1.0, None),
+        (8, 1.0, "target: an id is neither in [0, vocab_size) nor ignore_index"),
+        (-1, 1.0, "target: an id is neither"),
+        (7, 0.0, "temperature: a value is not positive and finite"),
+        (7, float("inf"), "temperature: a value"),
+    ],
+)
 def test_the_device_stops_at_wrong_values(target, temperature, message):
     code = STOPPED.format(target=target, temperature=f'float("{temperature}")')
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-                          check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode == 0) == (message is None), done.stderr
     assert message is None or message in done.stderr, done.stderr
 

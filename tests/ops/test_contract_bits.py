@@ -1,4 +1,5 @@
 """The C++ kernels give the bytes of the references, on every instruction set of this machine."""
+
 import contextlib
 import math
 
@@ -53,8 +54,10 @@ def test_fma_is_exact():
     b = torch.tensor([1 + 2.0**-12, 1 - 2.0**-23, 1 / 3, 2.0**-80])
     c = torch.tensor([2.0**-24, -1.0, -1.0, 2.0**-149])
     from fractions import Fraction
-    exact = [Fraction(x) * Fraction(y) + Fraction(z)
-             for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+
+    exact = [
+        Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
     for got, want in zip(_common.fma(a, b, c).tolist(), exact, strict=True):
         below, above = (torch.nextafter(torch.tensor(got), torch.tensor(s * float("inf"))).item() for s in (-1, 1))
         assert abs(Fraction(got) - want) <= min(abs(Fraction(below) - want), abs(Fraction(above) - want))
@@ -75,6 +78,7 @@ def test_the_default_dtype_does_not_matter():
         out = ops.linear_logp(ops.linear(x, w[:32]), leaves[1], target, return_entropy=True)
         torch.stack(out).sum().backward()
         return *out, ops.log_softmax(w), *(t.grad for t in leaves)
+
     for backend in ("cpu", "reference"):
         with backends.use(backend):
             want = everything()
@@ -88,15 +92,23 @@ def test_the_default_dtype_does_not_matter():
 
 
 def test_exp():
-    x = torch.cat([randn(20000, scale=30.0), torch.tensor([0.0, -0.0, 88.0, 88.1, -87.0, -87.1, float("inf"),
-                                                            float("-inf")])])
+    x = torch.cat(
+        [randn(20000, scale=30.0), torch.tensor([0.0, -0.0, 88.0, 88.1, -87.0, -87.1, float("inf"), float("-inf")])]
+    )
     assert_bitwise_equal(native.exp(x), _common.exp(x))
     assert native.exp(torch.tensor([0.0])).item() == 1.0
     assert native.exp(torch.tensor([float("nan")])).isnan().all()
 
 
-@given(m=st.integers(1, 19), n=st.integers(1, 70), leaf=st.integers(1, 20), leaves=st.sampled_from([1, 2, 4, 8]),
-       dtype=linear_dtypes, transposed=st.booleans(), seed=seeds)
+@given(
+    m=st.integers(1, 19),
+    n=st.integers(1, 70),
+    leaf=st.integers(1, 20),
+    leaves=st.sampled_from([1, 2, 4, 8]),
+    dtype=linear_dtypes,
+    transposed=st.booleans(),
+    seed=seeds,
+)
 def test_matmul(m, n, leaf, leaves, dtype, transposed, seed):
     k = leaf * leaves
     a, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype)
@@ -140,16 +152,28 @@ def test_silu_mul(rows, f, dtype, seed):
     assert_same(lambda a: ops.silu_mul(a[:, :f], a[:, f:]), joint)
 
 
-@given(lens=st.lists(st.integers(0, 45), min_size=1, max_size=3), group=st.integers(1, 3), kv=st.integers(1, 2),
-       dim=st.sampled_from([8, 16, 40]), dtype=dtypes, seed=seeds)
+@given(
+    lens=st.lists(st.integers(0, 45), min_size=1, max_size=3),
+    group=st.integers(1, 3),
+    kv=st.integers(1, 2),
+    dim=st.sampled_from([8, 16, 40]),
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_attention(lens, group, kv, dim, dtype, seed):
     cu = torch.tensor([0, *lens]).cumsum(0)
     q, k, v = (randn(sum(lens), h, dim, dtype=dtype, seed=seed + h) for h in (group * kv, kv, kv))
     assert_same(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
 
 
-@given(n=st.integers(1, 80), heads=st.sampled_from([1, 3]), bad=st.lists(st.integers(0, 79), min_size=1, max_size=3),
-       value=st.sampled_from([float("inf"), -float("inf"), float("nan")]), dtype=dtypes, seed=seeds)
+@given(
+    n=st.integers(1, 80),
+    heads=st.sampled_from([1, 3]),
+    bad=st.lists(st.integers(0, 79), min_size=1, max_size=3),
+    value=st.sampled_from([float("inf"), -float("inf"), float("nan")]),
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_attention_sees_nothing_of_later_positions(n, heads, bad, value, dtype, seed):
     """Values that are infinite or NaN, each in one head: a query before them does not know, and one after them does."""
     cu = torch.tensor([0, n])
@@ -166,20 +190,36 @@ def test_attention_sees_nothing_of_later_positions(n, heads, bad, value, dtype, 
     assert_bitwise_equal(got[..., clean], want[..., clean], "channels without such values")
 
 
-@given(n=st.integers(1, 6), d=st.integers(1, 20), v=st.integers(2, 400), dtype=dtypes, entropy=st.booleans(),
-       cap=st.sampled_from([None, 3.0]), scale=st.sampled_from([1.0, 0.5]), seed=seeds)
+@given(
+    n=st.integers(1, 6),
+    d=st.integers(1, 20),
+    v=st.integers(2, 400),
+    dtype=dtypes,
+    entropy=st.booleans(),
+    cap=st.sampled_from([None, 3.0]),
+    scale=st.sampled_from([1.0, 0.5]),
+    seed=seeds,
+)
 def test_linear_logp(n, d, v, dtype, entropy, cap, scale, seed):
     h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype), randn(v, dtype=dtype)
     target = torch.randint(0, v, (n,))
-    assert_same(lambda h, w, b: ops.linear_logp(h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale,
-                                                return_entropy=entropy), h, w, b)
+    assert_same(
+        lambda h, w, b: ops.linear_logp(
+            h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale, return_entropy=entropy
+        ),
+        h,
+        w,
+        b,
+    )
     assert_same(lambda: ops.log_softmax(ops.head_logits(h, w, b, soft_cap=cap, logit_scale=scale)))
 
 
 def written_out(h, w, b, target, temperature, cap, scale):
     """docs/contract.md, "Log-softmax over the vocabulary", a number at a time: logprobs and entropies."""
+
     def fp32(v):
         return torch.tensor(v, dtype=torch.float64).float().item()
+
     z = torch.zeros(len(h), len(w))
     for k in range(h.shape[1]):
         z = _common.fma(h[:, k, None].float().expand_as(z), w[None, :, k].float().expand_as(z), z)
@@ -205,8 +245,15 @@ def written_out(h, w, b, target, temperature, cap, scale):
     return torch.tensor(found).unbind(1)
 
 
-@given(n=st.integers(1, 4), d=st.integers(1, 9), v=st.integers(2, 400), dtype=dtypes, cap=st.sampled_from([None, 3.0]),
-       scale=st.sampled_from([1.0, 0.5]), seed=seeds)
+@given(
+    n=st.integers(1, 4),
+    d=st.integers(1, 9),
+    v=st.integers(2, 400),
+    dtype=dtypes,
+    cap=st.sampled_from([None, 3.0]),
+    scale=st.sampled_from([1.0, 0.5]),
+    seed=seeds,
+)
 def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed):
     """Shares no code with the ops but fma and exp, which have tests of their own."""
     h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype), randn(v, dtype=dtype)
@@ -215,6 +262,8 @@ def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed)
     want = written_out(h, w, b, target, temperature, cap, scale)
     for backend in ("cpu", "reference"):
         with backends.use(backend):
-            got = ops.linear_logp(h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale, return_entropy=True)
+            got = ops.linear_logp(
+                h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale, return_entropy=True
+            )
         for name, a, expected in zip(("logp", "entropy"), got, want, strict=True):
             assert_bitwise_equal(a, expected, f"{name}, {backend}")

@@ -1,4 +1,5 @@
 """The contract's id comes from the device that computed; nothing is assumed."""
+
 import pytest
 import torch
 

@@ -1,5 +1,6 @@
 """Tensors on a GPU that is not the current one: every op, forward and backward, has the bytes that it has on the
 current one, runs on the stream of the tensors' GPU, and leaves the current one as it was."""
+
 import pytest
 import torch
 
@@ -15,8 +16,14 @@ pytestmark = pytest.mark.skipif(CPU or torch.cuda.device_count() < 2, reason="ne
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BACKENDS = ["triton", *(["cuda"] if cuda.available() else [])]
-PRODUCTS = ((8, 17000, 512, 1), (8, 1024, 4096, 1), (40, 512, 4096, 8), (16, 64, 1024, 8), (300, 512, 1024, 8),
-            (300, 1024, 1024, 1))
+PRODUCTS = (
+    (8, 17000, 512, 1),
+    (8, 1024, 4096, 1),
+    (40, 512, 4096, 8),
+    (16, 64, 1024, 8),
+    (300, 512, 1024, 8),
+    (300, 1024, 1024, 1),
+)
 """m, n, k and leaves, for each provider of products one."""
 
 
@@ -38,8 +45,9 @@ def products(on):
 
 def delta_rule(on):
     rows, rest = test_gated_delta_rule.problem(k_dim=128, v_dim=128, dtype=BF16, starts=[0, 30, 130])
-    rows, rest = ({name: t.to(on) if isinstance(t, torch.Tensor) else t for name, t in of.items()}
-                  for of in (rows, rest))
+    rows, rest = (
+        {name: t.to(on) if isinstance(t, torch.Tensor) else t for name, t in of.items()} for of in (rows, rest)
+    )
     return list(test_gated_delta_rule.run(rows, rest))
 
 
@@ -57,8 +65,10 @@ def picked(on):
 
 
 CASES = {f.__name__: f for f in (products, delta_rule, both_rotated, picked)}
-CASES |= {name: lambda on, function=function, dtype=dtype: function(golden.Inputs(on, dtype))
-          for name, (function, dtype) in golden.CASES.items()}
+CASES |= {
+    name: lambda on, function=function, dtype=dtype: function(golden.Inputs(on, dtype))
+    for name, (function, dtype) in golden.CASES.items()
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,8 +85,13 @@ def test_bytes(case, backend):
         assert_bitwise_equal(there.cpu(), here.cpu(), f"{case}, result {i}")
 
 
-WEIGHTS = {"linear": (1024, 1024), "row_parallel_linear": (1024, 1024), "rms_norm": (1024,), "silu_mul": (300, 1024),
-           "linear_logp": (3000, 1024)}
+WEIGHTS = {
+    "linear": (1024, 1024),
+    "row_parallel_linear": (1024, 1024),
+    "rms_norm": (1024,),
+    "silu_mul": (300, 1024),
+    "linear_logp": (3000, 1024),
+}
 
 
 def _op(name, x, weight):

@@ -1,4 +1,5 @@
 """The backward of the gated delta rule's state: bits, bounds, gradients of the whole rule with it in, bad input."""
+
 import inspect
 import itertools
 from itertools import pairwise
@@ -41,8 +42,20 @@ def backend(request):
         yield request.param
 
 
-def problem(t=130, heads=2, key_heads=1, k_dim=64, v_dim=64, batch=1, mode="g gk", dtype=None, starts=None,
-            v_first=False, dht=True, seed=0):
+def problem(
+    t=130,
+    heads=2,
+    key_heads=1,
+    k_dim=64,
+    v_dim=64,
+    batch=1,
+    mode="g gk",
+    dtype=None,
+    starts=None,
+    v_first=False,
+    dht=True,
+    seed=0,
+):
     """Arguments of the op: tensors of the sequences' rows, and the rest."""
     torch.manual_seed(seed)
     dtype = dtype or (FP32 if CPU else BF16)
@@ -84,11 +97,12 @@ def bounds(rows, rest, sequence, begin, end, head, scale, dtype):
     exp = torch.exp2 if rest.get("base2") else torch.exp
 
     def of(name, at, heads_each=1):
-        return rows[name][0, at:min(at + CHUNK, end), head // heads_each].double()
+        return rows[name][0, at : min(at + CHUNK, end), head // heads_each].double()
 
     def off(x, e, rel):
         """|x| off by e, then by a share `rel` of itself."""
         return e + rel * (x.abs() + e)
+
     D = torch.zeros(rows["q"].shape[3], rows["do"].shape[3], dtype=torch.float64)
     if "dht" in rest:
         D += rest["dht"][sequence, head].double().t() if rest["state_v_first"] else rest["dht"][sequence, head].double()
@@ -132,7 +146,7 @@ def check(got, rows, rest):
             for j, (want, bound, want_dv2, bound_dv2) in zip(reversed(chunks), found, strict=True):
                 assert_within(dh[0, j, head], want, bound, f"dh, sequence {i}, chunk {j}")
                 at = begin + (j - chunks.start) * CHUNK
-                new = dv2[0, at:min(at + CHUNK, end), head]
+                new = dv2[0, at : min(at + CHUNK, end), head]
                 assert_within(new, want_dv2, bound_dv2, f"dv2, sequence {i}, chunk {j}")
 
 
@@ -156,8 +170,18 @@ def test_error_is_within_bounds(backend, data, seed):
     starts = drawn_starts(data)
     key_heads = data.draw(st.sampled_from([1, 2]))
     dims, mode, dtype, v_first, dht = data.draw(kinds(backend))
-    rows, rest = problem(starts[-1], data.draw(st.sampled_from([1, 3])) * key_heads, key_heads, *dims, mode=mode,
-                         starts=starts, seed=seed, dtype=dtype, v_first=v_first, dht=dht)
+    rows, rest = problem(
+        starts[-1],
+        data.draw(st.sampled_from([1, 3])) * key_heads,
+        key_heads,
+        *dims,
+        mode=mode,
+        starts=starts,
+        seed=seed,
+        dtype=dtype,
+        v_first=v_first,
+        dht=dht,
+    )
     rest |= {"base2": data.draw(st.booleans())}
     if data.draw(st.booleans()):
         rest["scale"] = 0.3
@@ -173,9 +197,10 @@ def test_packed_is_dense(backend, data, seed):
     chunk = 0
     for i, (begin, end) in enumerate(pairwise(starts)):
         chunks = -(-(end - begin) // CHUNK)
-        alone = run({name: t[:, begin:end] for name, t in rows.items()},
-                    {"dht": rest["dht"][i:i + 1], "need_dh0": True})
-        assert_same((dh[:, chunk:chunk + chunks], dh0[i:i + 1], dv2[:, begin:end]), alone, f"sequence {i}")
+        alone = run(
+            {name: t[:, begin:end] for name, t in rows.items()}, {"dht": rest["dht"][i : i + 1], "need_dh0": True}
+        )
+        assert_same((dh[:, chunk : chunk + chunks], dh0[i : i + 1], dv2[:, begin:end]), alone, f"sequence {i}")
         chunk += chunks
 
 
@@ -185,10 +210,15 @@ def test_batch_and_heads_do_not_matter(backend):
     for b in range(3):
         for pair in range(2):
             heads = slice(2 * pair, 2 * pair + 2)
-            some = {name: t[b:b + 1, :, pair:pair + 1] if name in ("q", "k") else t[b:b + 1, :, heads]
-                    for name, t in rows.items()}
-            assert_same((dh[b:b + 1, :, heads], dh0[b:b + 1, heads], dv2[b:b + 1, :, heads]),
-                        run(some, rest | {"dht": rest["dht"][b:b + 1, heads]}), f"batch {b}, heads {pair}")
+            some = {
+                name: t[b : b + 1, :, pair : pair + 1] if name in ("q", "k") else t[b : b + 1, :, heads]
+                for name, t in rows.items()
+            }
+            assert_same(
+                (dh[b : b + 1, :, heads], dh0[b : b + 1, heads], dv2[b : b + 1, :, heads]),
+                run(some, rest | {"dht": rest["dht"][b : b + 1, heads]}),
+                f"batch {b}, heads {pair}",
+            )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -203,7 +233,7 @@ def test_neighbours_may_be_anything(backend, bad):
         assert_bitwise_equal(dh[:, at], want[0][:, at], "dh")
     for i in (0, 2):
         assert_bitwise_equal(dh0[i], want[1][i], "dh0")
-        assert_bitwise_equal(dv2[:, starts[i]:starts[i + 1]], want[2][:, starts[i]:starts[i + 1]], "dv2")
+        assert_bitwise_equal(dv2[:, starts[i] : starts[i + 1]], want[2][:, starts[i] : starts[i + 1]], "dv2")
 
 
 def test_empty_sequences(backend):
@@ -225,8 +255,10 @@ def test_state_layouts_have_the_same_bits(backend):
 
 def test_strided_inputs_have_the_same_bits(backend):
     rows, rest = problem(130)
-    apart = {name: torch.cat([t, t], 1)[:, :130] if name == "w" else t.transpose(1, 2).contiguous().transpose(1, 2)
-             for name, t in rows.items()}
+    apart = {
+        name: torch.cat([t, t], 1)[:, :130] if name == "w" else t.transpose(1, 2).contiguous().transpose(1, 2)
+        for name, t in rows.items()
+    }
     assert_same(run(apart, rest), run(rows, rest), "strided")
 
 
@@ -249,6 +281,7 @@ def test_every_element_is_written(backend, mode, starts, monkeypatch):
 
 # The whole rule.
 
+
 def recurrence(q, k, v, beta, log_decay, h0, scale):
     """A row at a time; log_decay [T] or [T, K]. Returns outputs and the final state."""
     S, out = h0, []
@@ -264,8 +297,10 @@ def chunk_step(q, k, w, u, gates, S, scale):
     G = gates if gates.ndim == 2 else gates[:, None]
     attention = ((q[:, None] * k[None] * (G[:, None] - G[None]).clamp(max=0.0).exp()).sum(-1)).tril()
     new = u - w @ S
-    return (scale * ((q * G.exp()) @ S + attention @ new),
-            G[-1].exp().reshape(-1, 1) * S + (k * (G[-1] - G).exp()).t() @ new)
+    return (
+        scale * ((q * G.exp()) @ S + attention @ new),
+        G[-1].exp().reshape(-1, 1) * S + (k * (G[-1] - G).exp()).t() @ new,
+    )
 
 
 class States(torch.autograd.Function):
@@ -277,7 +312,7 @@ class States(torch.autograd.Function):
         ctx.scale = scale
         out, S = [], h0
         for at in range(0, len(q), CHUNK):
-            o, S = chunk_step(*(t[at:at + CHUNK] for t in (q, k, w, u, gates)), S, scale)
+            o, S = chunk_step(*(t[at : at + CHUNK] for t in (q, k, w, u, gates)), S, scale)
             out.append(o)
         return torch.cat(out), S
 
@@ -286,25 +321,29 @@ class States(torch.autograd.Function):
         q, k, w, u, gates, h0 = ctx.saved_tensors
         starts, states, local = range(0, len(q), CHUNK), [h0], []
         for at in starts:
-            here = [t[at:at + CHUNK] for t in (q, k, w, u, gates)]
+            here = [t[at : at + CHUNK] for t in (q, k, w, u, gates)]
             states.append(chunk_step(*here, states[-1], ctx.scale)[1])
             with torch.enable_grad():  # of the new values within the chunk
                 new = here[3].clone().requires_grad_()
                 o, _ = chunk_step(here[0], here[1], torch.zeros_like(here[2]), new, here[4], states[-2], ctx.scale)
-            local.append(torch.autograd.grad(o, new, do[at:at + CHUNK])[0])
+            local.append(torch.autograd.grad(o, new, do[at : at + CHUNK])[0])
         q_, k_, gate = q, k, {"g": gates[None, :, None]}
         if gates.ndim == 2:
-            last = torch.cat([gates[at:at + CHUNK][-1:].expand(len(gates[at:at + CHUNK]), -1) for at in starts])
+            last = torch.cat([gates[at : at + CHUNK][-1:].expand(len(gates[at : at + CHUNK]), -1) for at in starts])
             q_, k_, gate = q * gates.exp(), k * (last - gates).exp(), {"gk": gates[None, :, None]}
         dh, dh0, dv2 = chunk_gated_delta_rule_bwd_dhu(
-            *(t[None, :, None] for t in (q_, k_, w, do, torch.cat(local))), **gate, dht=dht[None, None],
-            scale=ctx.scale, need_dh0=True)
+            *(t[None, :, None] for t in (q_, k_, w, do, torch.cat(local))),
+            **gate,
+            dht=dht[None, None],
+            scale=ctx.scale,
+            need_dh0=True,
+        )
         grads = []
         for i, at in enumerate(starts):
             with torch.enable_grad():
-                leaves = [t[at:at + CHUNK].clone().requires_grad_() for t in (q, k, w, gates)]
-                outs = chunk_step(*leaves[:3], u[at:at + CHUNK], leaves[3], states[i], ctx.scale)
-            grads.append(torch.autograd.grad(outs, leaves, (do[at:at + CHUNK], dh[0, i, 0])))
+                leaves = [t[at : at + CHUNK].clone().requires_grad_() for t in (q, k, w, gates)]
+                outs = chunk_step(*leaves[:3], u[at : at + CHUNK], leaves[3], states[i], ctx.scale)
+            grads.append(torch.autograd.grad(outs, leaves, (do[at : at + CHUNK], dh[0, i, 0])))
         dq, dk, dw, dgates = (torch.cat(g) for g in zip(*grads, strict=True))
         return dq, dk, dw, dv2[0, :, 0], dgates, dh0[0, 0], None
 
@@ -313,8 +352,8 @@ def chunked(q, k, v, beta, log_decay, h0, scale):
     """The same as `recurrence`."""
     W, U, gates = [], [], []
     for at in range(0, len(q), CHUNK):
-        k_, v_, b = k[at:at + CHUNK], v[at:at + CHUNK], beta[at:at + CHUNK, None]
-        summed = log_decay[at:at + CHUNK].cumsum(0)
+        k_, v_, b = k[at : at + CHUNK], v[at : at + CHUNK], beta[at : at + CHUNK, None]
+        summed = log_decay[at : at + CHUNK].cumsum(0)
         G = summed if summed.ndim == 2 else summed[:, None]
         A = (b * (k_[:, None] * k_[None] * (G[:, None] - G[None]).clamp(max=0.0).exp()).sum(-1)).tril(-1)
         inverse = torch.linalg.inv(torch.eye(len(A)) + A)
@@ -343,30 +382,34 @@ def test_gradients_of_the_whole_rule(channels, t):
 
 # Bad input.
 
-@pytest.mark.parametrize("change, message", [
-    ({"q": lambda t: t[..., :32]}, "q: head dimension 32"),
-    ({"do": lambda t: t[..., :48]}, "do: head dimension 48"),
-    ({"q": lambda t: t[:, :-1]}, "k: expected shape"),
-    ({"w": lambda t: t[:, :, :1]}, "w: expected shape"),
-    ({"dv": lambda t: t[:, :-1]}, "dv: expected shape"),
-    ({"k": lambda t: t.double()}, "k: dtype"),
-    ({"k": lambda t: t.to("meta")}, "k: device"),
-    ({"q": lambda t: t[0]}, "q: expected 4 dimensions"),
-    ({"q": lambda t: None}, "q: expected a tensor"),
-    ({name: (lambda t: t[:, :0]) for name in ("q", "k", "w", "do", "dv")}, "q: empty"),
-    ({"q": lambda t: t.repeat(1, 1, 3, 1)}, "q: 3 heads do not divide"),
-    ({"g": lambda t: t[:, :-1]}, "g: expected shape"),
-    ({"g": lambda t: t.bfloat16()}, "g: dtype"),
-    ({"gk": lambda t: t[..., 0]}, "gk: expected 4 dimensions"),
-    ({"dht": lambda t: t[:, :, :32]}, "dht: expected shape"),
-    ({"cu_seqlens": lambda t: torch.tensor([0, 90, 80, 130])}, "cu_seqlens: must not decrease"),
-    ({"cu_seqlens": lambda t: torch.tensor([0, 129])}, "cu_seqlens: ends at 129"),
-    ({"cu_seqlens": lambda t: torch.tensor([1, 130])}, "cu_seqlens: must begin with 0"),
-    ({"cu_seqlens": lambda t: torch.tensor([0])}, "cu_seqlens: no sequence"),
-    ({"cu_seqlens": lambda t: torch.tensor([0.0, 130.0])}, "cu_seqlens: dtype"),
-    ({"cu_seqlens": lambda t: torch.tensor([0, 130]), "num_chunks": lambda t: 0}, "num_chunks: 0"),
-    ({"num_chunks": lambda t: 3}, "num_chunks: only packed"),
-])
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": lambda t: t[..., :32]}, "q: head dimension 32"),
+        ({"do": lambda t: t[..., :48]}, "do: head dimension 48"),
+        ({"q": lambda t: t[:, :-1]}, "k: expected shape"),
+        ({"w": lambda t: t[:, :, :1]}, "w: expected shape"),
+        ({"dv": lambda t: t[:, :-1]}, "dv: expected shape"),
+        ({"k": lambda t: t.double()}, "k: dtype"),
+        ({"k": lambda t: t.to("meta")}, "k: device"),
+        ({"q": lambda t: t[0]}, "q: expected 4 dimensions"),
+        ({"q": lambda t: None}, "q: expected a tensor"),
+        ({name: (lambda t: t[:, :0]) for name in ("q", "k", "w", "do", "dv")}, "q: empty"),
+        ({"q": lambda t: t.repeat(1, 1, 3, 1)}, "q: 3 heads do not divide"),
+        ({"g": lambda t: t[:, :-1]}, "g: expected shape"),
+        ({"g": lambda t: t.bfloat16()}, "g: dtype"),
+        ({"gk": lambda t: t[..., 0]}, "gk: expected 4 dimensions"),
+        ({"dht": lambda t: t[:, :, :32]}, "dht: expected shape"),
+        ({"cu_seqlens": lambda t: torch.tensor([0, 90, 80, 130])}, "cu_seqlens: must not decrease"),
+        ({"cu_seqlens": lambda t: torch.tensor([0, 129])}, "cu_seqlens: ends at 129"),
+        ({"cu_seqlens": lambda t: torch.tensor([1, 130])}, "cu_seqlens: must begin with 0"),
+        ({"cu_seqlens": lambda t: torch.tensor([0])}, "cu_seqlens: no sequence"),
+        ({"cu_seqlens": lambda t: torch.tensor([0.0, 130.0])}, "cu_seqlens: dtype"),
+        ({"cu_seqlens": lambda t: torch.tensor([0, 130]), "num_chunks": lambda t: 0}, "num_chunks: 0"),
+        ({"num_chunks": lambda t: 3}, "num_chunks: only packed"),
+    ],
+)
 def test_bad_input(change, message):
     rows, rest = problem(130)
     arguments = rows | rest
@@ -383,6 +426,7 @@ def test_packed_sequences_lie_in_a_batch_of_one():
 
 
 # flash-linear-attention.
+
 
 def test_the_drop_in_takes_old_and_new_arguments():
     starts = [0, 70, 130]
@@ -421,6 +465,7 @@ def test_what_is_left_to_flash_linear_attention():
 
 # On a GPU.
 
+
 @gpu
 @pytest.mark.parametrize("mode, starts", [("", None), ("g gk", [0, 1, 700, 1500])])
 def test_no_further_off_than_flash_linear_attention(mode, starts):
@@ -430,16 +475,30 @@ def test_no_further_off_than_flash_linear_attention(mode, starts):
     packed = {}
     if starts:
         from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
-        packed = {"cu_seqlens": rest["cu_seqlens"], "chunk_indices": prepare_chunk_indices(rest["cu_seqlens"], CHUNK),
-                  "chunk_offsets": prepare_chunk_offsets(rest["cu_seqlens"], CHUNK)}
+
+        packed = {
+            "cu_seqlens": rest["cu_seqlens"],
+            "chunk_indices": prepare_chunk_indices(rest["cu_seqlens"], CHUNK),
+            "chunk_offsets": prepare_chunk_offsets(rest["cu_seqlens"], CHUNK),
+        }
     from fla.ops.common import chunk_delta_h
+
     rest |= {"base2": True, "scale": 0.1}
     function = inspect.unwrap(chunk_delta_h.chunk_gated_delta_rule_bwd_dhu)  # whatever is registered with them
     theirs = function(**rows, h0=rest["dht"], dht=rest["dht"], scale=0.1, **packed)
     ours = run(rows, rest)
     exact = [torch.empty_like(t, dtype=FP32) for t in ours]
-    reference.bwd_dhu(*(rows[name] for name in ("q", "k", "w", "do", "dv")), rows.get("g"), rows.get("gk"), rest["dht"], 0.1,
-                      rest.get("cu_seqlens"), False, True, *exact)
+    reference.bwd_dhu(
+        *(rows[name] for name in ("q", "k", "w", "do", "dv")),
+        rows.get("g"),
+        rows.get("gk"),
+        rest["dht"],
+        0.1,
+        rest.get("cu_seqlens"),
+        False,
+        True,
+        *exact,
+    )
     for name, ours_, theirs_, want in zip(("dh", "dh0", "dv2"), ours, theirs, exact, strict=True):
         off, theirs_off = ((t.float() - want).norm().item() for t in (ours_, theirs_))
         assert off <= 1.05 * theirs_off, f"{name}: off by {off:.3g}, theirs by {theirs_off:.3g}, of {want.norm():.3g}"
@@ -448,17 +507,31 @@ def test_no_further_off_than_flash_linear_attention(mode, starts):
 
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
-@pytest.mark.parametrize("dims, mode, dtype, v_first, dht", [
-    ((64, 64), "", BF16, False, True), ((64, 64), "g gk", FP16, True, False), ((64, 128), "g", BF16, True, True),
-    ((64, 256), "gk", FP16, False, True), ((128, 64), "gk", BF16, True, True), ((128, 128), "", BF16, False, False),
-    ((128, 128), "g", BF16, True, True), ((128, 128), "g gk", FP16, False, True),
-    ((128, 256), "g gk", BF16, True, True), ((128, 256), "g", FP16, False, False),
-    ((256, 128), "gk", BF16, False, True), ((256, 256), "", FP16, True, True), ((256, 64), "g", BF16, False, True)])
+@pytest.mark.parametrize(
+    "dims, mode, dtype, v_first, dht",
+    [
+        ((64, 64), "", BF16, False, True),
+        ((64, 64), "g gk", FP16, True, False),
+        ((64, 128), "g", BF16, True, True),
+        ((64, 256), "gk", FP16, False, True),
+        ((128, 64), "gk", BF16, True, True),
+        ((128, 128), "", BF16, False, False),
+        ((128, 128), "g", BF16, True, True),
+        ((128, 128), "g gk", FP16, False, True),
+        ((128, 256), "g gk", BF16, True, True),
+        ((128, 256), "g", FP16, False, False),
+        ((256, 128), "gk", BF16, False, True),
+        ((256, 256), "", FP16, True, True),
+        ((256, 64), "g", BF16, False, True),
+    ],
+)
 def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, v_first, dht, monkeypatch):
     from alignkit.ops.gated_delta_rule import cuda as kernels
+
     back = kernels.bwd_dhu
-    rows, rest = problem(655, 4, 2, *dims, dtype=dtype, mode=mode, starts=[0, 1, 1, 130, 463, 655], v_first=v_first,
-                         dht=dht)
+    rows, rest = problem(
+        655, 4, 2, *dims, dtype=dtype, mode=mode, starts=[0, 1, 1, 130, 463, 655], v_first=v_first, dht=dht
+    )
     strong = {name: rows[name].cumsum(1) for name in mode.split()}  # until factors underflow
     for gated in (rows, rows | strong):
         with backends.use("triton"):
@@ -484,6 +557,7 @@ def assert_heads_are_their_own(rows, rest, heads):
 def test_schedules_take_states_in_turn(columns, monkeypatch):
     """More of them than fit on the device at once."""
     from alignkit.ops.gated_delta_rule import cuda as kernels
+
     back = kernels.bwd_dhu
     rows, rest = problem(130, 40, 40, 128, 128, batch=4)
     monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=columns))
@@ -493,13 +567,25 @@ def test_schedules_take_states_in_turn(columns, monkeypatch):
 
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
-@pytest.mark.parametrize("dims, heads, starts", [
-    ((128, 128), 24, None), ((128, 128), 32, None), ((64, 128), 33, None), ((128, 128), 34, None),
-    ((128, 256), 12, None), ((64, 256), 15, None), ((128, 256), 16, None), ((128, 256), 17, None),
-    ((128, 128), 8, [0, 130, 130, 131, 200]), ((128, 256), 4, [0, 1, 137, 190, 200])])
+@pytest.mark.parametrize(
+    "dims, heads, starts",
+    [
+        ((128, 128), 24, None),
+        ((128, 128), 32, None),
+        ((64, 128), 33, None),
+        ((128, 128), 34, None),
+        ((128, 256), 12, None),
+        ((64, 256), 15, None),
+        ((128, 256), 16, None),
+        ((128, 256), 17, None),
+        ((128, 128), 8, [0, 130, 130, 131, 200]),
+        ((128, 256), 4, [0, 1, 137, 190, 200]),
+    ],
+)
 def test_clusters_that_share_a_state(dims, heads, starts, monkeypatch):
     """About as many states as 132 multiprocessors hold by slices of 32: by clusters of 8, 4 or 2, or not at once."""
     from alignkit.ops.gated_delta_rule import cuda as kernels
+
     back = kernels.bwd_dhu
     for v_first in (False, True):
         rows, rest = problem(200, heads, heads, *dims, starts=starts, v_first=v_first)
@@ -524,7 +610,7 @@ def many_sequences(sequences, heads, dims):
     rows, rest = problem(starts[-1], heads, heads, *dims, starts=starts)
     parts = []
     for i, (begin, end) in enumerate(pairwise(starts)):
-        dht = rest["dht"][i:i + 1]
+        dht = rest["dht"][i : i + 1]
         if begin == end:
             parts.append((rows["q"].new_empty(1, 0, heads, *dims), dht, rows["dv"][:, :0]))
         else:
@@ -536,12 +622,14 @@ def many_sequences(sequences, heads, dims):
 
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
-@pytest.mark.parametrize("dims, heads", [((64, 64), 16), ((64, 256), 8), ((128, 128), 12), ((128, 256), 8),
-                                         ((256, 64), 8), ((256, 256), 4)])
+@pytest.mark.parametrize(
+    "dims, heads", [((64, 64), 16), ((64, 256), 8), ((128, 128), 12), ((128, 256), 8), ((256, 64), 8), ((256, 256), 4)]
+)
 @pytest.mark.parametrize("sequences", [90, 300])
 def test_many_packed_sequences(sequences, dims, heads, monkeypatch):
     """Several times as many as are worked on at once, so who computes which is a matter of chance."""
     from alignkit.ops.gated_delta_rule import cuda as kernels
+
     back = kernels.bwd_dhu
     with backends.use("cuda"):
         rows, rest, want = many_sequences(sequences, heads, dims)
@@ -608,6 +696,7 @@ def test_states_that_lie_anywhere_in_memory(starts, v_first):
 
     def moved(t):
         return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
     with backends.use("cuda"):
         apart = run(rows | {name: moved(rows[name]) for name in ("g", "gk")}, rest | {"dht": moved(rest["dht"])})
         assert_same(apart, run(rows, rest), "moved")

@@ -1,4 +1,5 @@
 """The bits of the engines' ops, forward and backward, as they were when the contract's id was last changed."""
+
 import functools
 import json
 import os

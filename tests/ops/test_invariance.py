@@ -1,4 +1,5 @@
 """A row's bytes do not depend on what is computed beside it: batch, order, chunks, padding, paging."""
+
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
@@ -18,7 +19,7 @@ def assert_rowwise(function, x):
     cut = int(torch.randint(0, len(x) + 1, ()))
     assert_bitwise_equal(torch.cat([function(x[:cut]), function(x[cut:])]), whole, f"cut at {cut}")
     one = int(torch.randint(0, len(x), ()))
-    assert_bitwise_equal(function(x[one:one + 1]), whole[one:one + 1], f"row {one} alone")
+    assert_bitwise_equal(function(x[one : one + 1]), whole[one : one + 1], f"row {one} alone")
 
 
 @given(m=st.integers(1, 300), n=st.integers(1, 200), k=st.integers(1, 40), dtype=linear_dtypes, seed=seeds)
@@ -50,6 +51,7 @@ def test_linear_logp(n, v, dtype, seed):
 
     def logp(r, **kw):
         return torch.stack(ops.linear_logp(r[:, :-1].to(dtype), w, r[:, -1].long(), return_entropy=True, **kw), 1)
+
     assert_rowwise(logp, rows)
     whole = logp(rows)[:, 0]
     logits = ops.head_logits(h, w)
@@ -76,10 +78,13 @@ def test_main_grad(n, dtype, seed):
         logp.backward(g[rows])
         assert weight.grad is None
         return main_grad
+
     whole, first, second, both = slice(0, n), slice(0, n // 2), slice(n // 2, n), torch.zeros(300, 48)
     for rows in (first, second):
         add(both, rows)
-    expected = add(torch.zeros(300, 48), whole) if CPU else sum(add(torch.zeros(300, 48), rows) for rows in (first, second))
+    expected = (
+        add(torch.zeros(300, 48), whole) if CPU else sum(add(torch.zeros(300, 48), rows) for rows in (first, second))
+    )
     assert_bitwise_equal(both, expected, "two passes")
     weight = w.clone().requires_grad_()
     ops.linear_logp(h, weight, target).backward(g)
@@ -99,13 +104,19 @@ def test_attention_packing(lens, dtype, seed):
         assert_bitwise_equal(ops.attention(q[s], k[s], v[s], torch.tensor([0, n])), packed[s], f"sequence {i} alone")
         for pad, t in zip(pads, (q, k, v), strict=True):
             pad[i, :n] = t[s]
-    padded = ops.attention(*(p.flatten(0, 1) for p in pads), torch.arange(len(lens) + 1) * width).unflatten(0, (-1, width))
+    padded = ops.attention(*(p.flatten(0, 1) for p in pads), torch.arange(len(lens) + 1) * width).unflatten(
+        0, (-1, width)
+    )
     for i, n in enumerate(lens):
-        assert_bitwise_equal(padded[i, :n], packed[int(cu[i]):int(cu[i + 1])], f"sequence {i} padded")
+        assert_bitwise_equal(padded[i, :n], packed[int(cu[i]) : int(cu[i + 1])], f"sequence {i} padded")
 
 
-@given(lens=st.lists(st.integers(1, 150), min_size=1, max_size=4), block=st.sampled_from([1, 16, 32, 48]), dtype=dtypes,
-       seed=seeds)
+@given(
+    lens=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    block=st.sampled_from([1, 16, 32, 48]),
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_paged_attention(lens, block, dtype, seed):
     """Prefill in chunks of any size and decode over a shuffled, partly poisoned cache = training's attention."""
     total, cu = sum(lens), torch.tensor([0, *lens]).cumsum(0)
@@ -119,8 +130,10 @@ def test_paged_attention(lens, block, dtype, seed):
         table[i, :n], blocks = blocks[:n], blocks[n:]
     got, done = torch.zeros_like(want), [0] * len(lens)
     while any(d < n for d, n in zip(done, lens, strict=True)):
-        step = [min(n - d, int(torch.randint(0, 60, ())) if torch.rand(()) < 0.5 else 1)
-                for d, n in zip(done, lens, strict=True)]
+        step = [
+            min(n - d, int(torch.randint(0, 60, ())) if torch.rand(()) < 0.5 else 1)
+            for d, n in zip(done, lens, strict=True)
+        ]
         rows = [torch.arange(int(cu[i]) + done[i], int(cu[i]) + done[i] + s) for i, s in enumerate(step)]
         for i, r in enumerate(rows):
             for row in r.tolist():
@@ -129,8 +142,9 @@ def test_paged_attention(lens, block, dtype, seed):
                     cache[table[i, p // block], p % block] = t[row]
         done = [d + s for d, s in zip(done, step, strict=True)]
         index = torch.cat(rows)
-        got[index] = ops.paged_attention(q[index], *caches, table, torch.tensor([0, *step]).cumsum(0).int(),
-                                         torch.tensor(done).int())
+        got[index] = ops.paged_attention(
+            q[index], *caches, table, torch.tensor([0, *step]).cumsum(0).int(), torch.tensor(done).int()
+        )
     assert_bitwise_equal(got, want)
 
 
@@ -145,6 +159,7 @@ def test_attention_gradients_of_a_sequence(lens, dtype, seed):
         leaves = [t[s].clone().requires_grad_() for t in (q, k, v)]
         ops.attention(*leaves, cu).backward(d_out[s])
         return [t.grad for t in leaves]
+
     whole = grads(slice(None), cu)
     for i, n in enumerate(lens):
         s = slice(int(cu[i]), int(cu[i + 1]))
@@ -162,11 +177,15 @@ def test_gradients_and_padding(n, dtype, seed):
         h, wt = h.clone().requires_grad_(), w.clone().requires_grad_()
         ops.linear_logp(h, wt, target).backward(g)
         return h.grad, wt.grad
+
     dh, dw = grads(h, target, g)
     where = torch.arange(n) + torch.randint(0, 2, (n,)).cumsum(0)
     size = int(where[-1]) + 3
-    padded = grads(torch.ones(size, 32, dtype=dtype).index_copy(0, where, h),
-                   torch.full((size,), -100).index_copy(0, where, target), torch.ones(size).index_copy(0, where, g))
+    padded = grads(
+        torch.ones(size, 32, dtype=dtype).index_copy(0, where, h),
+        torch.full((size,), -100).index_copy(0, where, target),
+        torch.ones(size).index_copy(0, where, g),
+    )
     assert_bitwise_equal(padded[0][where], dh, "dhidden")
     assert_bitwise_equal(padded[1], dw, "dweight")
     order = torch.randperm(n)

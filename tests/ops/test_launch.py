@@ -1,4 +1,5 @@
 """Launches happen on the GPU of the tensors, not on the current one. Without a GPU: of tensors that only name one."""
+
 import contextlib
 from unittest import mock
 
@@ -38,6 +39,7 @@ class Kernel:
             compiled = mock.MagicMock(run=self.run)
             compiled.__getitem__.return_value = self.run
             return compiled
+
         return compile_and_launch
 
     def run(self, *args):
@@ -46,6 +48,7 @@ class Kernel:
 
 class GPUs:
     """Two; 0 is current."""
+
     current = 0
 
     @contextlib.contextmanager
@@ -96,6 +99,7 @@ def test_cublaslt(gpus, monkeypatch):
     def decide(p, chain):
         seen.append((p.device, gpus.current))
         return lambda a, b, bias, out, stream: seen.append((stream, gpus.current))
+
     monkeypatch.setattr(cublaslt, "_decide", decide)
     for number in (1, 0, 1):
         a, b, out = On(number, 40, 64), On(number, 24, 64), On(number, 40, 24)

@@ -1,4 +1,5 @@
 """cuBLASLt may compute a chain only by algorithms that have shown the chain's bits."""
+
 import logging
 
 import hypothesis.strategies as st
@@ -27,13 +28,16 @@ def fresh(monkeypatch):
 
 def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):
     """a [m, k] and b [n, k]; `pad` elements lie between rows (or columns)."""
-    a, b = (randn(rows, k + pad, dtype=dtype)[:, :k] if by_k else randn(k, rows + pad, dtype=dtype)[:, :rows].t()
-            for rows, by_k in ((m, a_by_k), (n, b_by_k)))
+    a, b = (
+        randn(rows, k + pad, dtype=dtype)[:, :k] if by_k else randn(k, rows + pad, dtype=dtype)[:, :rows].t()
+        for rows, by_k in ((m, a_by_k), (n, b_by_k))
+    )
     return a, b
 
 
 def by_triton(a, b, out_dtype=BF16, base=None, bias=None):
     from alignkit.ops.linear.triton import _chain
+
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype) if base is None else base.clone()
     _chain(a, b, bias, out, base is not None)
     return out
@@ -42,6 +46,7 @@ def by_triton(a, b, out_dtype=BF16, base=None, bias=None):
 def by_cublaslt(a, b, out_dtype=BF16, base=None, bias=None):
     """None if cuBLASLt declines."""
     from alignkit.ops.linear.triton import _chain
+
     out = torch.full((a.shape[0], b.shape[0]), float("nan"), dtype=out_dtype) if base is None else base.clone()
     return out if cublaslt.matmul(a, b, bias, out, base is not None, _chain) else None
 
@@ -50,15 +55,38 @@ def by_cublaslt(a, b, out_dtype=BF16, base=None, bias=None):
 def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
     a, b = operands(40, 24, 64, a_by_k, b_by_k, pad=8)
     p = cublaslt.problem(a, b, None, torch.empty(40, 24, dtype=BF16), False)
-    assert p[1:] == (40, 24, 64, a_by_k, 72 if a_by_k else 48, b_by_k, 72 if b_by_k else 32, 24, BF16, BF16, False, False)
+    assert p[1:] == (
+        40,
+        24,
+        64,
+        a_by_k,
+        72 if a_by_k else 48,
+        b_by_k,
+        72 if b_by_k else 32,
+        24,
+        BF16,
+        BF16,
+        False,
+        False,
+    )
     trial = cublaslt._trial_of(p._replace(m=5000, n=151936, k=2**14 + 9))
     assert (trial.m, trial.n, trial.k) == (512, 2048, 2**14 + 9)
     assert trial.lda == (2**14 + 16 if a_by_k else 512) and trial.ldb == (2**14 + 16 if b_by_k else 2048)
     assert cublaslt._trial_of(p)[1:4] == (64, 32, 64)
 
 
-@pytest.mark.parametrize("k,m,n", [(1, 512, 2048), (1088, 512, 2048), (26214, 512, 2048), (26215, 256, 1024),
-                                   (52429, 128, 512), (151936, 128, 512), (2**20, 128, 512)])
+@pytest.mark.parametrize(
+    "k,m,n",
+    [
+        (1, 512, 2048),
+        (1088, 512, 2048),
+        (26214, 512, 2048),
+        (26215, 256, 1024),
+        (52429, 128, 512),
+        (151936, 128, 512),
+        (2**20, 128, 512),
+    ],
+)
 def test_a_trial_has_the_problems_k_and_a_bound(k, m, n):
     """Of memory: a long k has fewer outputs, but never so few that they are one tile."""
     a, b = operands(1, 8, 8)
@@ -75,9 +103,25 @@ def test_a_single_row_may_have_any_stride():
     assert (p.lda, p.ldc) == (64, 24) and p.accumulate
 
 
-@pytest.mark.parametrize("case", ["fp32", "mixed", "no k", "odd rows", "odd out", "address", "expanded", "overlapping",
-                                  "both strided", "out by column", "other out", "bias's type", "bias's stride",
-                                  "bias's address"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fp32",
+        "mixed",
+        "no k",
+        "odd rows",
+        "odd out",
+        "address",
+        "expanded",
+        "overlapping",
+        "both strided",
+        "out by column",
+        "other out",
+        "bias's type",
+        "bias's stride",
+        "bias's address",
+    ],
+)
 def test_problems_that_are_left_to_triton(case):
     a, b = operands(40, 24, 64)
     out, bias = torch.zeros(40, 24), None
@@ -151,8 +195,12 @@ def test_admission(fresh, monkeypatch, caplog):
     caplog.set_level(logging.INFO, cublaslt.__name__)
     a, b = operands(40, 24, 64)
     p = cublaslt.problem(a, b, None, torch.empty(40, 24), False)
-    says = {b"split": {"split_k": 4, "reduction": 0}, b"reduces": {"split_k": 1, "reduction": 2},
-            b"wrong": {"id": 11, "split_k": 1, "reduction": 0}, b"right": {"id": 12, "split_k": 1, "reduction": 0}}
+    says = {
+        b"split": {"split_k": 4, "reduction": 0},
+        b"reduces": {"split_k": 1, "reduction": 2},
+        b"wrong": {"id": 11, "split_k": 1, "reduction": 0},
+        b"right": {"id": 12, "split_k": 1, "reduction": 0},
+    }
     tried = []
     monkeypatch.setattr(cublaslt, "configuration", says.__getitem__)
     monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, *_: tried.append(algorithm) or algorithm == b"right")
@@ -205,6 +253,7 @@ def test_an_algorithm_is_asked_for_once_and_checked_for_each_number_of_rows(fres
 
         def launcher(self, algorithm):
             return self.problem.m, algorithm
+
     monkeypatch.setattr(cublaslt, "_Product", Product)
     monkeypatch.setattr(cublaslt, "_admitted", lambda p, suggestions, chain: iter(suggestions))
     a, b = operands(8, 24, 64, a_by_k)
@@ -213,6 +262,7 @@ def test_an_algorithm_is_asked_for_once_and_checked_for_each_number_of_rows(fres
 
     def decide(m):
         return cublaslt._decide(p._replace(m=m, lda=ld), None)
+
     assert [decide(m) for m in (4997, 4998, 5120)] == [(m, 5120) for m in (4997, 4998, 5120)]
     assert asked == [(5120, 64 if a_by_k else 5120)]
     assert decide(4999) == (4999, 4999)
@@ -220,9 +270,18 @@ def test_an_algorithm_is_asked_for_once_and_checked_for_each_number_of_rows(fres
 
 @gpu
 @settings(max_examples=10)  # of which each may compile several kernels
-@given(m=st.integers(1, 700), n=st.sampled_from([8, 37, 208]), k=st.sampled_from([1, 72, 77, 264]),
-       a_by_k=st.booleans(), b_by_k=st.booleans(), pad=st.integers(0, 3), dtype=st.sampled_from([BF16, FP16]),
-       fp32_out=st.booleans(), with_bias=st.booleans(), seed=seeds)
+@given(
+    m=st.integers(1, 700),
+    n=st.sampled_from([8, 37, 208]),
+    k=st.sampled_from([1, 72, 77, 264]),
+    a_by_k=st.booleans(),
+    b_by_k=st.booleans(),
+    pad=st.integers(0, 3),
+    dtype=st.sampled_from([BF16, FP16]),
+    fp32_out=st.booleans(),
+    with_bias=st.booleans(),
+    seed=seeds,
+)
 def test_providers_agree(m, n, k, a_by_k, b_by_k, pad, dtype, fp32_out, with_bias, seed):
     torch.manual_seed(seed)
     if not a_by_k and pad % 2 == 0:  # such as cuBLASLt takes
@@ -250,6 +309,7 @@ def test_sums_are_not_folded_into_the_product(k):
     """`x + (0 + p)` is not `x + p` for a product p that takes several roundings. A chain of a single step invites a
     compiler to it."""
     from alignkit.ops.linear.triton import tiles
+
     a, b = operands(48, 40, k)
     chain, base, bias = by_triton(a, b, FP32), randn(48, 40), randn(40, dtype=BF16)
     assert_bitwise_equal(by_triton(a, b, base=base), base + chain, "out")
@@ -267,9 +327,19 @@ def test_sums_are_not_folded_into_the_product(k):
 
 
 @gpu
-@pytest.mark.parametrize("m,n,k,a_by_k,b_by_k", [
-    (1, 4096, 1024, True, True), (16, 4096, 1024, True, True), (256, 4096, 1024, True, True), (4096, 6144, 1024, True, True), (4096, 1024, 6144, True, False),
-    (6144, 1024, 4096, False, False), (1024, 3072, 8192, False, False), (512, 151936, 1024, True, True)])
+@pytest.mark.parametrize(
+    "m,n,k,a_by_k,b_by_k",
+    [
+        (1, 4096, 1024, True, True),
+        (16, 4096, 1024, True, True),
+        (256, 4096, 1024, True, True),
+        (4096, 6144, 1024, True, True),
+        (4096, 1024, 6144, True, False),
+        (6144, 1024, 4096, False, False),
+        (1024, 3072, 8192, False, False),
+        (512, 151936, 1024, True, True),
+    ],
+)
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
 def test_cublaslt_takes_the_usual_products(m, n, k, a_by_k, b_by_k, out_dtype):
     a, b = operands(m, n, k, a_by_k, b_by_k)
@@ -294,6 +364,7 @@ def test_cublaslt_adds_the_bias(m, dtype):
 @pytest.mark.parametrize("by_k", [True, False])
 def test_an_algorithm_is_tried_at_the_k_it_is_used_for(fresh, k, by_k):
     from alignkit.ops.linear.triton import _chain
+
     a, b = operands(600, 2056, k, by_k, by_k)
     torch.cuda.synchronize()
     held, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
@@ -309,8 +380,11 @@ def test_an_algorithm_that_goes_wrong_at_a_long_k_is_refused_there(fresh, monkey
     """As one would that splits k only where it is long."""
     launcher = cublaslt._Product.launcher
     split = split_in_two(launcher)
-    monkeypatch.setattr(cublaslt._Product, "launcher",
-                        lambda self, algorithm: (split if self.problem.k > 2000 else launcher)(self, algorithm))
+    monkeypatch.setattr(
+        cublaslt._Product,
+        "launcher",
+        lambda self, algorithm: (split if self.problem.k > 2000 else launcher)(self, algorithm),
+    )
     for k in (1024, 4096):
         a, b = operands(300, 1024, k)
         got = by_cublaslt(a, b)
@@ -320,13 +394,20 @@ def test_an_algorithm_that_goes_wrong_at_a_long_k_is_refused_there(fresh, monkey
 
 def split_in_two(launcher):
     """The product by two chains over half of k each, as an algorithm that splits k has it."""
+
     def planted(self, algorithm):
         half = self.problem.k // 2
-        first, second = (launcher(q, q.suggestions()[0]) for q in (
-            cublaslt._Product(self.problem._replace(k=half)),
-            cublaslt._Product(self.problem._replace(k=self.problem.k - half, accumulate=True))))
-        return lambda a, b, bias, out, stream: (first(a, b, bias, out, stream)
-                                                or second(a + 2 * half, b + 2 * half, bias, out, stream))
+        first, second = (
+            launcher(q, q.suggestions()[0])
+            for q in (
+                cublaslt._Product(self.problem._replace(k=half)),
+                cublaslt._Product(self.problem._replace(k=self.problem.k - half, accumulate=True)),
+            )
+        )
+        return lambda a, b, bias, out, stream: (
+            first(a, b, bias, out, stream) or second(a + 2 * half, b + 2 * half, bias, out, stream)
+        )
+
     return planted
 
 
@@ -351,6 +432,7 @@ def test_an_algorithm_with_other_bits_is_refused_and_named(fresh, monkeypatch, c
 def test_capture(fresh, m, known):
     """Graphs replay the same bits, whether the problem was decided before the capture or not."""
     from alignkit.ops.linear.triton import tiles
+
     a, b = operands(m, 1024, 1024)
     want, out = by_triton(a, b), torch.zeros(m, 1024, dtype=BF16)
     if known:
@@ -371,29 +453,44 @@ def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
     """66 clusters; 4096 outputs are 16, 32 or 64 tiles, 5120 are 20 or 40."""
     pytest.importorskip("triton")
     from alignkit.ops.linear.cuda import deal
+
     assert [deal(m, 4096, 8, 66) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
     assert deal(64, 4288, 8, 66) == 2  # more tiles than clusters
     assert deal(64, 4096, 2, 66) is None
     assert deal(128, 5120, 8, 66) == 8 and deal(128, 4096, 4, 66) == 4 and deal(128, 4096, 2, 66) == 2
-    assert all(parts <= leaves <= 4 * parts for leaves in (2, 4, 8) for n in range(1, 20000, 777)
-               for m in (65, 129) for parts in [deal(m, n, leaves, 66)])
+    assert all(
+        parts <= leaves <= 4 * parts
+        for leaves in (2, 4, 8)
+        for n in range(1, 20000, 777)
+        for m in (65, 129)
+        for parts in [deal(m, n, leaves, 66)]
+    )
 
 
 def cuda_kernels():
     if backends.name("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")
     from alignkit.ops.linear import cuda
+
     return cuda
 
 
 @gpu
-@given(m=st.integers(1, 256), n=st.integers(1, 700), leaf=st.integers(1, 6).map(lambda i: 64 * i),
-       leaves=st.sampled_from([2, 4, 8]), pad=st.sampled_from([0, 8]), has_bias=st.booleans(),
-       out_dtype=st.sampled_from([FP32, BF16]), seed=seeds)
+@given(
+    m=st.integers(1, 256),
+    n=st.integers(1, 700),
+    leaf=st.integers(1, 6).map(lambda i: 64 * i),
+    leaves=st.sampled_from([2, 4, 8]),
+    pad=st.sampled_from([0, 8]),
+    has_bias=st.booleans(),
+    out_dtype=st.sampled_from([FP32, BF16]),
+    seed=seeds,
+)
 def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     """However the leaves are dealt out."""
     kernels = cuda_kernels()
     from alignkit.ops.linear.triton import tiles
+
     torch.manual_seed(seed)
     (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
     want = torch.empty(m, n, dtype=out_dtype)
@@ -407,8 +504,14 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
 
 
 @gpu
-@given(m=st.integers(1, 32), n=st.integers(1, 2112), k=st.integers(256, 600).map(lambda n: 8 * n), pad=st.sampled_from([0, 8]),
-       out_dtype=st.sampled_from([FP32, BF16]), seed=seeds)
+@given(
+    m=st.integers(1, 32),
+    n=st.integers(1, 2112),
+    k=st.integers(256, 600).map(lambda n: 8 * n),
+    pad=st.sampled_from([0, 8]),
+    out_dtype=st.sampled_from([FP32, BF16]),
+    seed=seeds,
+)
 def test_narrow_chains(m, n, k, pad, out_dtype, seed):
     kernels = cuda_kernels()
     torch.manual_seed(seed)
@@ -448,6 +551,7 @@ def test_many_rows(leaves, has_bias):
     """By roles of warps, and by tiles."""
     from alignkit.ops.linear import hopper
     from alignkit.ops.linear.triton import tiles
+
     (a, b), bias = operands(300, 200, 512), randn(200, dtype=BF16) if has_bias else None
     got, want = (torch.empty(300, 200, dtype=BF16) for _ in range(2))
     assert hopper.matmul(a, b, leaves, bias, got)
@@ -461,6 +565,7 @@ def test_many_rows(leaves, has_bias):
 def test_capture_of_the_other_products(m, leaves, has_bias):
     """Those that cuBLASLt has no part in; what the graph reads is changed before it is replayed."""
     from alignkit.ops.linear.triton import tiles
+
     (a, b), bias = operands(m, 1024, 1024), randn(1024, dtype=BF16) if has_bias else None
     matmul(a, b, leaves=leaves, bias=bias, out_dtype=BF16)
     out = torch.zeros(m, 1024, dtype=BF16)
@@ -478,6 +583,7 @@ def test_capture_of_the_other_products(m, leaves, has_bias):
 def products_in_a_row(m, n, leaves):
     """What runs twelve products, each of what the one before wrote, into what that read; where it ends; what must be there."""
     from alignkit.ops.linear.triton import tiles
+
     x, weights = randn(m, n, dtype=BF16), [(randn(n, n) * n**-0.5).to(BF16) for _ in range(3)] * 4
     want = x
     for weight in weights:
@@ -489,11 +595,14 @@ def products_in_a_row(m, n, leaves):
         two[0].copy_(x)
         for i, weight in enumerate(weights):
             matmul(two[i % 2], weight, leaves=leaves, to=two[1 - i % 2])
+
     return run, two[0], want
 
 
-in_a_row = pytest.mark.parametrize("m,n,leaves", [(8, 2048, 1), (32, 2048, 1), (40, 4096, 8), (128, 4096, 8), (256, 4096, 8),
-                                                  (256, 4096, 2), (100, 5120, 8)])
+in_a_row = pytest.mark.parametrize(
+    "m,n,leaves",
+    [(8, 2048, 1), (32, 2048, 1), (40, 4096, 8), (128, 4096, 8), (256, 4096, 8), (256, 4096, 2), (100, 5120, 8)],
+)
 
 
 @gpu
@@ -523,6 +632,7 @@ def test_products_in_a_graph_wait_for_those_before(m, n, leaves):
 @pytest.mark.parametrize("leaves", [1, 8])
 def test_the_current_stream_is_used(leaves):
     from alignkit.ops.linear.triton import tiles
+
     (a, b), want = operands(4096, 4096, 1024), torch.empty(4096, 4096, dtype=BF16)
     tiles(a, b, leaves, None, want, False)
     matmul(a, b, leaves=leaves, out_dtype=BF16)

@@ -1,5 +1,6 @@
 """The blocks of rows and slabs of ids that GPUs take, on the CPU: there an accumulated product continues its chain, so
 that cuts change no bit."""
+
 import sys
 
 import pytest
@@ -35,9 +36,17 @@ def run_in_blocks(tp, sizes, dtype, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", HEADS)
 def test_cuts_change_no_bit(ranks, size, dtype, rows):
-    for rank, (want, got) in enumerate(zip(
+    for rank, (want, got) in enumerate(
+        zip(
             ranks.run(size, run_head, HEADS[size], dtype, {"temperature": 0.7, "soft_cap": 8.0}),
-            ranks.run(size, run_in_blocks, HEADS[size], dtype, rows), strict=True)):
-        for name, a, b in zip(("logp", "entropy", "given", "dhidden", "dweight", "dbias"),
-                              (*got[0], got[1], *got[2]), (*want[0], want[1], *want[2]), strict=True):
+            ranks.run(size, run_in_blocks, HEADS[size], dtype, rows),
+            strict=True,
+        )
+    ):
+        for name, a, b in zip(
+            ("logp", "entropy", "given", "dhidden", "dweight", "dbias"),
+            (*got[0], got[1], *got[2]),
+            (*want[0], want[1], *want[2]),
+            strict=True,
+        ):
             assert_bitwise_equal(a, b, f"{name} on rank {rank}")

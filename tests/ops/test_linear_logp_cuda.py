@@ -1,4 +1,5 @@
 """On a GPU: nothing waits for the device, schedules change no bit, and sizes beyond 2^31 elements."""
+
 import sys
 import threading
 
@@ -48,9 +49,15 @@ def test_nothing_waits_for_the_device():
             x = ops.silu_mul(ops.attention(q, q, q, cu).reshape(300, 256), r)
             logp, entropy = ops.linear_logp(x, w, target, temperature=0.7, return_entropy=True)
             return logp, entropy, ops.linear_logp(x, w, target, temperature=torch.full((300,), 1.3))
+
         logits = ops.head_logits(h, w)
-        return [*grads(forward, h, w, norm), *grads(lambda z: ops.logp_from_logits(z, target), logits),
-                ops.log_softmax(logits), ops.token_logp(logits, ids, temperature=2.0)]
+        return [
+            *grads(forward, h, w, norm),
+            *grads(lambda z: ops.logp_from_logits(z, target), logits),
+            ops.log_softmax(logits),
+            ops.token_logp(logits, ids, temperature=2.0),
+        ]
+
     want = step()  # kernels are compiled, and products look for their algorithm, once
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -68,8 +75,12 @@ def test_graph_capture():
 
     def step():
         logits = ops.head_logits(h, w, soft_cap=30.0)
-        return [ops.linear_logp(h, w, target, soft_cap=30.0, temperature=0.7), ops.log_softmax(logits, temperature=0.7),
-                ops.token_logp(logits, ids)]
+        return [
+            ops.linear_logp(h, w, target, soft_cap=30.0, temperature=0.7),
+            ops.log_softmax(logits, temperature=0.7),
+            ops.token_logp(logits, ids),
+        ]
+
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -91,8 +102,9 @@ def test_rollout_and_training_agree(kwargs):
     whole = ops.log_softmax(logits, temperature=temperature)
     assert_bitwise_equal(whole.gather(1, ids), ops.token_logp(logits, ids, temperature=temperature), "token_logp")
     assert_bitwise_equal(whole.gather(1, ids)[:, 0], want, "linear_logp")
-    assert_bitwise_equal(ops.token_logp(logits / torch.full((300, 1), temperature), ids)[:, 0], want,
-                         "temperature taken before")
+    assert_bitwise_equal(
+        ops.token_logp(logits / torch.full((300, 1), temperature), ids)[:, 0], want, "temperature taken before"
+    )
     for n in (1, 7, 16, 17):
         assert_bitwise_equal(ops.token_logp(logits[:n], ids[:n], temperature=temperature)[:, 0], want[:n], f"{n} rows")
 
@@ -111,8 +123,9 @@ def test_strides():
     want = grads(lambda h, w: ops.linear_logp(h, w, target), h, w, g=g)
     wide = torch.stack([h, h], 2)
     for name, hh, ww, t in (
-            ("columns", wide[..., 1], w, target),
-            ("transposed", h.t().contiguous().t(), w.t().contiguous().t(), target.repeat(2, 1).t()[:, 1])):
+        ("columns", wide[..., 1], w, target),
+        ("transposed", h.t().contiguous().t(), w.t().contiguous().t(), target.repeat(2, 1).t()[:, 1]),
+    ):
         leaves = [x.detach().requires_grad_() for x in (hh, ww)]
         logp = ops.linear_logp(*leaves, t)
         logp.backward(g)
@@ -129,6 +142,7 @@ def test_schedules_change_no_bit(monkeypatch, dtype):
 
     def run(h, w):
         return ops.linear_logp(h, w, target, bias=w[:, 0].detach(), soft_cap=9.0, return_entropy=True)
+
     want, module = grads(run, h, w), sys.modules[ops.linear_logp.__module__]  # the function has the module's name
     monkeypatch.setitem(module.WORKSPACE, "sm90", 1 << 16)
     for rows in (64, 96):
@@ -156,8 +170,12 @@ def test_ignored_rows_may_hold_anything():
     ignored = torch.rand(300) < 0.4
     g = randn(300)
     want = grads(lambda h, w: ops.linear_logp(h, w, target[~ignored]), h[~ignored], w, g=g[~ignored])
-    logp, dh, dw = grads(lambda h, w: ops.linear_logp(h, w, target.masked_fill(ignored, -100)),
-                         h.masked_fill(ignored[:, None], float("nan")), w, g=g.masked_fill(ignored, float("inf")))
+    logp, dh, dw = grads(
+        lambda h, w: ops.linear_logp(h, w, target.masked_fill(ignored, -100)),
+        h.masked_fill(ignored[:, None], float("nan")),
+        w,
+        g=g.masked_fill(ignored, float("inf")),
+    )
     assert_all_equal([logp[~ignored], dh[~ignored], dw], want, "the rest")
     assert (logp[ignored] == 0).all() and (dh[ignored] == 0).all()
 
@@ -212,10 +230,12 @@ def test_shards_of_the_vocabulary(sizes):
     slots, barrier, out = [None] * len(sizes), threading.Barrier(len(sizes)), [None] * len(sizes)
 
     def rank(r):
-        s = slice(sum(sizes[:r]), sum(sizes[:r + 1]))
+        s = slice(sum(sizes[:r]), sum(sizes[: r + 1]))
         with torch.device("cuda"), torch.no_grad():
-            out[r] = ops.linear_logp(h, w[s], target, bias=bias[s], vocab_start=s.start,
-                                     tp=_Threads(r, slots, barrier), **kwargs)
+            out[r] = ops.linear_logp(
+                h, w[s], target, bias=bias[s], vocab_start=s.start, tp=_Threads(r, slots, barrier), **kwargs
+            )
+
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(len(sizes))]
     for t in threads:
         t.start()

@@ -1,4 +1,5 @@
 """The CUDA kernels of the head have the bits of Triton's."""
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -30,8 +31,15 @@ def transform(v, bias, cap, scale):
     return _Transform(randn(v) if bias else None, cap, scale)
 
 
-options = {"bias": st.booleans(), "cap": st.sampled_from([None, 5.0]), "scale": st.sampled_from([None, 0.5]),
-           "temperature": st.booleans(), "entropy": st.booleans(), "first": st.sampled_from([0, 128, 151936]), "seed": seeds}
+options = {
+    "bias": st.booleans(),
+    "cap": st.sampled_from([None, 5.0]),
+    "scale": st.sampled_from([None, 0.5]),
+    "temperature": st.booleans(),
+    "entropy": st.booleans(),
+    "first": st.sampled_from([0, 128, 151936]),
+    "seed": seeds,
+}
 
 
 @given(n=rows, d=depths, v=ids, **options)
@@ -39,17 +47,24 @@ options = {"bias": st.booleans(), "cap": st.sampled_from([None, 5.0]), "scale": 
 def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed):
     from alignkit.ops.linear_logp import cuda as kernels
     from alignkit.ops.linear_logp import triton
+
     hidden, weight = operands(n, d, v, seed)
     how, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
     target = torch.randint(0, 2 * v, (n,)) + first  # half of them elsewhere
     tiles = -(-v // 128)
 
     def outputs():
-        return (torch.full((n, tiles), float("nan")), *(torch.full((n, tiles), -1, dtype=torch.int32) for _ in range(2)),
-                torch.zeros(n))
+        return (
+            torch.full((n, tiles), float("nan")),
+            *(torch.full((n, tiles), -1, dtype=torch.int32) for _ in range(2)),
+            torch.zeros(n),
+        )
+
     got, want, products = outputs(), outputs(), torch.full((n, v + -v % 4), float("nan"))[:, :v]
     (m, q, u, z), (m0, q0, u0, z0) = got, want
-    assert kernels.head_statistics(hidden, weight, how, t, target, first, m, q, u if entropy else None, z, None, 0, products)
+    assert kernels.head_statistics(
+        hidden, weight, how, t, target, first, m, q, u if entropy else None, z, None, 0, products
+    )
     logits = matmul(hidden, weight)
     triton.statistics(logits, how, t, target, first, m0, q0, u0 if entropy else None, z0)
     assert_bitwise_equal(products, logits, "products")
@@ -61,6 +76,7 @@ def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed
 def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, first, seed):
     from alignkit.ops.linear_logp import cuda as kernels
     from alignkit.ops.linear_logp import triton
+
     hidden, weight = operands(n, d, v, seed)
     how, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
     target, count = torch.randint(0, 2 * v, (n,)) + first, int(counted * n)
@@ -76,14 +92,23 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
         assert_bitwise_equal(got, want, f"dz, {before}")
 
 
-@given(n=st.integers(1, 1000), d=st.integers(1, 80).map(lambda n: 8 * n), c=st.integers(1, 1000), resume=st.booleans(),
-       add=st.booleans(), counted=st.sampled_from([None, 0.0, 0.3, 1.0]), which=st.sampled_from(["both", "dh", "dw"]), seed=seeds)
+@given(
+    n=st.integers(1, 1000),
+    d=st.integers(1, 80).map(lambda n: 8 * n),
+    c=st.integers(1, 1000),
+    resume=st.booleans(),
+    add=st.booleans(),
+    counted=st.sampled_from([None, 0.0, 0.3, 1.0]),
+    which=st.sampled_from(["both", "dh", "dw"]),
+    seed=seeds,
+)
 @example(n=700, d=4096, c=4096 + 8, resume=True, add=False, counted=1.0, which="both", seed=0)
 def test_products(n, d, c, resume, add, counted, which, seed):
     """Over the rows of a batch that count."""
     from alignkit.ops.linear.triton import _chain
     from alignkit.ops.linear.triton import resume as go_on
     from alignkit.ops.linear_logp import cuda as kernels
+
     torch.manual_seed(seed)
     of = None if counted is None else int(counted * n)
     dz = pads(n, c).copy_(randn(n, c, dtype=BF16))
@@ -99,8 +124,17 @@ def test_products(n, d, c, resume, add, counted, which, seed):
             _chain(dz, weight.t(), None, dh0, False)
         _chain(dz.t(), hidden.t(), None, dw0, add)
         count = None if of is None else torch.tensor(of + 7).int()
-        assert kernels.head_products(dz, hidden, weight, dh if which != "dw" else None, dw if which != "dh" else None, resume,
-                                     add, count, 7 if of is not None else 0)
+        assert kernels.head_products(
+            dz,
+            hidden,
+            weight,
+            dh if which != "dw" else None,
+            dw if which != "dh" else None,
+            resume,
+            add,
+            count,
+            7 if of is not None else 0,
+        )
         if which != "dw":
             assert_bitwise_equal(dh, dh0, "dhidden")
         if which != "dh":
@@ -111,6 +145,7 @@ def test_products(n, d, c, resume, add, counted, which, seed):
 def test_few_rows(m, k, more, seed):
     from alignkit.ops.linear import cuda as kernels
     from alignkit.ops.linear.triton import _chain
+
     n = kernels.WIDE + more
     a, b = operands(m, k, n, seed)
     got, want = torch.full((m, n + 3), float("nan"))[:, :n], torch.empty(m, n)
@@ -119,8 +154,16 @@ def test_few_rows(m, k, more, seed):
     assert_bitwise_equal(got, want)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"workspace": 1}, {"temperature": 0.7, "return_entropy": True}, {"soft_cap": 8.0},
-                                    {"vocab_size": 4990, "keep_logits": True}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"workspace": 1},
+        {"temperature": 0.7, "return_entropy": True},
+        {"soft_cap": 8.0},
+        {"vocab_size": 4990, "keep_logits": True},
+    ],
+)
 def test_the_op(kwargs):
     """Over several blocks of rows, some of them ignored."""
     hidden, weight, bias = *operands(9000, 256, 5000, 0), randn(5000, dtype=BF16)
@@ -132,6 +175,7 @@ def test_the_op(kwargs):
         out = ops.linear_logp(*leaves[:2], target, bias=leaves[2], **kwargs)
         out = out if isinstance(out, tuple) else (out,)
         return *out, *torch.autograd.grad(out, leaves, [torch.linspace(-1, 1, 9000) for _ in out])
+
     with backends.use("triton"):
         want = run()
     got = run()
@@ -149,8 +193,10 @@ def test_gradients_in_the_memory_of_the_weights(keep):
 
     def run(**options):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-        return torch.autograd.grad(ops.linear_logp(*leaves, target, keep_logits=keep, **options), leaves, g,
-                                   allow_unused=True)
+        return torch.autograd.grad(
+            ops.linear_logp(*leaves, target, keep_logits=keep, **options), leaves, g, allow_unused=True
+        )
+
     dh, dw = run()
     assert_bitwise_equal(run(main_grad=main, workspace=1)[0], dh, "dhidden")
     assert_bitwise_equal(main.to(BF16), dw, "dweight")
@@ -162,9 +208,13 @@ def test_what_the_kernels_do_not_take():
     target = torch.randint(0, 300, (600,))
     with backends.use("triton"):
         want = ops.linear_logp(hidden, weight, target)
-    for h, w in ((hidden[:100], weight), (randn(600, 73, dtype=BF16)[:, 1:].copy_(hidden), weight),
-                 (hidden, randn(300, 73, dtype=BF16)[:, :72].copy_(weight)), (hidden.t().contiguous().t(), weight)):
-        assert_bitwise_equal(ops.linear_logp(h, w, target[:len(h)]), want[:len(h)])
+    for h, w in (
+        (hidden[:100], weight),
+        (randn(600, 73, dtype=BF16)[:, 1:].copy_(hidden), weight),
+        (hidden, randn(300, 73, dtype=BF16)[:, :72].copy_(weight)),
+        (hidden.t().contiguous().t(), weight),
+    ):
+        assert_bitwise_equal(ops.linear_logp(h, w, target[: len(h)]), want[: len(h)])
 
 
 def test_graph_capture():
@@ -175,6 +225,7 @@ def test_graph_capture():
     def step():
         logp = ops.linear_logp(*leaves, target)
         return logp, *torch.autograd.grad(logp, leaves, torch.ones_like(logp))
+
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -199,10 +250,15 @@ def test_a_row_is_its_own():
         t[list(ignored)] = -100
         out = ops.linear_logp(h, weight, t, return_entropy=True)
         return *(o.detach() for o in out), *torch.autograd.grad(out, h, [g[rows]] * 2)
+
     every, order = torch.arange(n), torch.randperm(n)
     want = run(every)
-    for name, rows, ignored in (("another order", order, ()), ("twice", torch.cat([every, order]), ()),
-                                ("fewer", order[:300], ()), ("some ignored", order, range(0, n, 3))):
+    for name, rows, ignored in (
+        ("another order", order, ()),
+        ("twice", torch.cat([every, order]), ()),
+        ("fewer", order[:300], ()),
+        ("some ignored", order, range(0, n, 3)),
+    ):
         counts = torch.ones(len(rows), dtype=torch.bool)
         counts[list(ignored)] = False
         for i, (a, b) in enumerate(zip(run(rows, ignored), want, strict=True)):
@@ -226,6 +282,7 @@ def test_error():
 
     def error(logp):
         return (logp.double() - exact).abs().max().item()
+
     logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     theirs = torch.log_softmax(logits, 1).gather(1, target[:, None])[:, 0]
     # Logprobs from -16 to -32 are multiples of 2^-19: one such step of theirs may be luck.

@@ -1,4 +1,5 @@
 """The floating-point mode of the caller, or of torch's threads, changes no bit."""
+
 import contextlib
 import ctypes
 import subprocess
@@ -40,18 +41,31 @@ def inputs(rows, dtype):
         t[..., ::3] *= 2.0**-70
         t[::5] *= 2.0**-60
         return t.to(dtype)
-    return {"x": randn(rows, 96), "r": randn(rows, 96), "w": randn(96, 96), "b": randn(96), "n": randn(96),
-            "q": randn(rows, 2, 24), "k": randn(rows, 1, 24), "head": randn(300, 96), "hb": randn(300),
-            "target": torch.randint(0, 300, (rows,)), "positions": torch.randint(0, 60, (rows,)),
-            "grad": randn(rows, 96, dtype=torch.float32), "state": randn(1, 1, 64, 64, dtype=torch.float32),
-            "rule": randn(1, 96, 1, 64), "gate": -torch.rand(1, 96, 1)}
+
+    return {
+        "x": randn(rows, 96),
+        "r": randn(rows, 96),
+        "w": randn(96, 96),
+        "b": randn(96),
+        "n": randn(96),
+        "q": randn(rows, 2, 24),
+        "k": randn(rows, 1, 24),
+        "head": randn(300, 96),
+        "hb": randn(300),
+        "target": torch.randint(0, 300, (rows,)),
+        "positions": torch.randint(0, 60, (rows,)),
+        "grad": randn(rows, 96, dtype=torch.float32),
+        "state": randn(1, 1, 64, 64, dtype=torch.float32),
+        "rule": randn(1, 96, 1, 64),
+        "gate": -torch.rand(1, 96, 1),
+    }
 
 
 def run(function, grad, *leaves):
     leaves = [t.clone().requires_grad_() for t in leaves]
     out = function(*leaves)
     out = out if isinstance(out, tuple) else (out,)
-    torch.autograd.backward(out, [grad.flatten()[:o.numel()].reshape(o.shape).to(o.dtype) for o in out])
+    torch.autograd.backward(out, [grad.flatten()[: o.numel()].reshape(o.shape).to(o.dtype) for o in out])
     return [*(o.detach() for o in out), *(t.grad for t in leaves)]
 
 
@@ -73,16 +87,25 @@ def everything(given):
         "rope": [table, *run(lambda q: ops.rope(q, positions, table), grad, q)],
         "attention": run(lambda q, k, v: ops.attention(q, k, v, cu), grad, q, k, k),
         "attention, scaled": run(lambda q, k, v: ops.attention(q, k, v, cu, 0.3), grad, q, k, k),
-        "linear_logp": run(lambda h, w, b: ops.linear_logp(h, w, target, bias=b, soft_cap=3.3, logit_scale=0.37, **kwargs),
-                           grad, x, head, hb),
+        "linear_logp": run(
+            lambda h, w, b: ops.linear_logp(h, w, target, bias=b, soft_cap=3.3, logit_scale=0.37, **kwargs),
+            grad,
+            x,
+            head,
+            hb,
+        ),
         "linear_logp, small blocks": run(lambda h, w: ops.linear_logp(h, w, target, workspace=40000), grad, x, head),
-        "main_grad": [*run(lambda h: ops.linear_logp(h, head.clone().requires_grad_(), target, main_grad=main_grad), grad, x),
-                      main_grad],
+        "main_grad": [
+            *run(lambda h: ops.linear_logp(h, head.clone().requires_grad_(), target, main_grad=main_grad), grad, x),
+            main_grad,
+        ],
         "logp_from_logits": run(lambda z: ops.logp_from_logits(z, target, **kwargs), grad, logits.to(x.dtype)),
         "head_logits": [logits],
         "log_softmax": [ops.log_softmax(logits, temperature=0.7)],
         "token_logp": [ops.token_logp(logits, target[:, None], temperature=0.7)],
-        "gated_delta_rule": list(chunk_gated_delta_rule_bwd_dhu(*[rule] * 5, gate, dht=state, scale=0.3, need_dh0=True)),
+        "gated_delta_rule": list(
+            chunk_gated_delta_rule_bwd_dhu(*[rule] * 5, gate, dht=state, scale=0.3, need_dh0=True)
+        ),
     }
     return found
 

@@ -1,4 +1,5 @@
 """RMSNorm by CUDA has the bytes of Triton's, whatever the shape, the strides and the schedule."""
+
 import random
 
 import hypothesis.strategies as st
@@ -11,11 +12,38 @@ from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, seeds
 
-pytestmark = [pytest.mark.skipif(CPU, reason="needs a GPU"),
-              pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")]
+pytestmark = [
+    pytest.mark.skipif(CPU, reason="needs a GPU"),
+    pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built"),
+]
 BF16, FP32 = torch.bfloat16, torch.float32
-SIZES = (40, 64, 72, 128, 136, 256, 264, 512, 520, 768, 1024, 1032, 2560, 3072, 3080, 4096, 4104, 5120, 5128, 6144, 6152, 8192,
-         8200, 9216, 16384)
+SIZES = (
+    40,
+    64,
+    72,
+    128,
+    136,
+    256,
+    264,
+    512,
+    520,
+    768,
+    1024,
+    1032,
+    2560,
+    3072,
+    3080,
+    4096,
+    4104,
+    5120,
+    5128,
+    6144,
+    6152,
+    8192,
+    8200,
+    9216,
+    16384,
+)
 """The ends of what each kernel takes, and between. With d_total one takes all from 4104 to 8192."""
 KINDS = ("usual", "any magnitude", "zeros of both signs", "products that underflow", "NaN and inf")
 
@@ -37,16 +65,21 @@ def draw(shape, kind):
 def strided(rows, heads, h, kind):
     """[rows, h], or [rows, heads, h] within a joint tensor."""
     if heads == 1:
-        return random.choice([lambda: draw((rows, h), kind), lambda: draw((rows, h + 16), kind)[:, 8:8 + h]])()
-    return random.choice([lambda: draw((rows, heads + 2, h), kind)[:, 1:1 + heads],
-                          lambda: draw((rows, heads, h + 8), kind)[..., :h],
-                          lambda: draw((heads, rows, h), kind).transpose(0, 1)])()
+        return random.choice([lambda: draw((rows, h), kind), lambda: draw((rows, h + 16), kind)[:, 8 : 8 + h]])()
+    return random.choice(
+        [
+            lambda: draw((rows, heads + 2, h), kind)[:, 1 : 1 + heads],
+            lambda: draw((rows, heads, h + 8), kind)[..., :h],
+            lambda: draw((heads, rows, h), kind).transpose(0, 1),
+        ]
+    )()
 
 
 def assert_same(x, residual, weight, zero_centered, kind, what):
     """Both passes of both backends; of the CUDA kernels' backward pass all schedules, and dweight before it is rounded."""
     from alignkit.ops.rms_norm import cuda as kernels
     from alignkit.ops.rms_norm import triton
+
     got = kernels.forward(x, weight, 1e-6, residual, zero_centered)
     want = triton.forward(x, weight, 1e-6, residual, zero_centered)
     for name, a, b in zip(("total", "y", "rstd"), got, want, strict=True):
@@ -68,26 +101,49 @@ def test_bits_are_those_of_triton(h, data, seed):
     torch.manual_seed(seed)
     random.seed(seed)
     kind = data.draw(st.sampled_from(KINDS))
-    rows, heads = data.draw(st.sampled_from([(65, 3), (64, 3), (17, 3), (16, 3), (15, 1), (3, 1), (2, 1), (1, 1), (1100, 1)]))
+    rows, heads = data.draw(
+        st.sampled_from([(65, 3), (64, 3), (17, 3), (16, 3), (15, 1), (3, 1), (2, 1), (1, 1), (1100, 1)])
+    )
     x = strided(rows, heads, h, kind)
     weight = draw((h,), kind if kind == "zeros of both signs" else "usual")
     for residual in (None, strided(rows, heads, h, kind)):
         assert_same(x, residual, weight, h % 3 == 0, kind, f"{h}, {rows} rows, {heads} heads, {kind}")
 
 
-@pytest.mark.parametrize("rows, heads, h", [(70001, 8, 128), (300007, 1, 64), (64 * 16, 1, 256), (64 * 64 * 16, 1, 64),
-                                            (20011, 1, 2048), (20011, 1, 4096), (9001, 1, 5120), (4097, 1, 16384)])
+@pytest.mark.parametrize(
+    "rows, heads, h",
+    [
+        (70001, 8, 128),
+        (300007, 1, 64),
+        (64 * 16, 1, 256),
+        (64 * 64 * 16, 1, 64),
+        (20011, 1, 2048),
+        (20011, 1, 4096),
+        (9001, 1, 5120),
+        (4097, 1, 16384),
+    ],
+)
 def test_far_more_rows_than_the_device_holds(rows, heads, h):
     """So runs of several lengths, as is best. Also: whole trees of chains, which have no absent ones."""
     torch.manual_seed(rows)
     for kind in ("usual", "products that underflow"):
-        assert_same(strided(rows, heads, h, kind), None, draw((h,), "usual"), False, kind, f"{rows} rows of {heads} x {h}")
+        assert_same(
+            strided(rows, heads, h, kind), None, draw((h,), "usual"), False, kind, f"{rows} rows of {heads} x {h}"
+        )
 
 
-@pytest.mark.parametrize("x", [
-    lambda: draw((50, 4096), "usual").float(), lambda: draw((50, 100), "usual"), lambda: draw((50, 32), "usual"),
-    lambda: draw((5, 16392), "usual"), lambda: draw((50, 65), "usual")[:, 1:], lambda: draw((50, 68), "usual")[:, :64],
-    lambda: draw((0, 64), "usual")])
+@pytest.mark.parametrize(
+    "x",
+    [
+        lambda: draw((50, 4096), "usual").float(),
+        lambda: draw((50, 100), "usual"),
+        lambda: draw((50, 32), "usual"),
+        lambda: draw((5, 16392), "usual"),
+        lambda: draw((50, 65), "usual")[:, 1:],
+        lambda: draw((50, 68), "usual")[:, :64],
+        lambda: draw((0, 64), "usual"),
+    ],
+)
 def test_what_the_kernels_do_not_take(x):
     x = x()
     weight = draw(x.shape[-1:], "usual").to(x.dtype)
@@ -108,6 +164,7 @@ def test_captured_in_a_graph_and_nothing_waits():
         leaves = [t.detach().requires_grad_() for t in (x, weight)]
         y = ops.rms_norm(*leaves, 1e-6)
         return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
     want = run()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

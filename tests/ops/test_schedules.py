@@ -1,4 +1,5 @@
 """On CUDA a schedule is free and a bit is not: every tile gives the same bytes."""
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -12,9 +13,19 @@ from .helpers import CPU, randn, seeds
 pytestmark = pytest.mark.skipif(CPU, reason="the schedules of the Triton backend need a GPU")
 
 # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages, parts
-TILES = {torch.bfloat16: [(16, 32, 128, 4, 3, 1), (16, 128, 32, 4, 2, 8), (64, 32, 128, 4, 3, 4), (64, 64, 64, 4, 3, 2),
-                          (64, 128, 64, 8, 3, 1), (128, 128, 64, 8, 3, 8), (128, 64, 16, 4, 3, 1), (32, 64, 64, 4, 3, 4)],
-         torch.float32: [(16, 32, 32, 4, 2, 1), (32, 64, 16, 4, 2, 4)]}
+TILES = {
+    torch.bfloat16: [
+        (16, 32, 128, 4, 3, 1),
+        (16, 128, 32, 4, 2, 8),
+        (64, 32, 128, 4, 3, 4),
+        (64, 64, 64, 4, 3, 2),
+        (64, 128, 64, 8, 3, 1),
+        (128, 128, 64, 8, 3, 8),
+        (128, 64, 16, 4, 3, 1),
+        (32, 64, 64, 4, 3, 4),
+    ],
+    torch.float32: [(16, 32, 32, 4, 2, 1), (32, 64, 16, 4, 2, 4)],
+}
 
 
 @pytest.mark.parametrize("m,n,k", [(1, 512, 4096), (129, 1000, 1536), (300, 257, 384), (2134, 640, 1024)])
@@ -22,13 +33,26 @@ TILES = {torch.bfloat16: [(16, 32, 128, 4, 3, 1), (16, 128, 32, 4, 2, 8), (64, 3
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_matmul(m, n, k, leaves, dtype):
     from alignkit.ops.linear.triton import tiles
+
     a, b, bias = randn(m, k, dtype=dtype, seed=m), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
     want = torch.empty(m, n)
     tiles(a, b, leaves, bias, want, False)
     for bm, bn, bk, warps, stages, parts in TILES[dtype]:
         got = torch.full((m, n), float("nan"))
-        tiles(a, b, leaves, bias, got, False, BLOCK_M=bm, BLOCK_N=bn, BLOCK_K=bk, num_warps=warps, num_stages=stages,
-              parts=parts)
+        tiles(
+            a,
+            b,
+            leaves,
+            bias,
+            got,
+            False,
+            BLOCK_M=bm,
+            BLOCK_N=bn,
+            BLOCK_K=bk,
+            num_warps=warps,
+            num_stages=stages,
+            parts=parts,
+        )
         assert_bitwise_equal(got, want, f"tile {bm}x{bn}x{bk}, {parts} parts")
     if leaves == 1:
         tiles(a, b, 1, None, want, False)
@@ -41,6 +65,7 @@ def assert_hopper(a, b, leaves, bias, dtype):
     """hopper.py takes the product, and gives the bytes of tiles."""
     from alignkit.ops.linear import hopper
     from alignkit.ops.linear.triton import tiles
+
     want = torch.empty(a.shape[0], b.shape[0], dtype=dtype)
     tiles(a, b, leaves, bias, want, False)
     for _ in range(3):  # a missing barrier would not show each time
@@ -51,8 +76,16 @@ def assert_hopper(a, b, leaves, bias, dtype):
 
 
 @settings(max_examples=30)
-@given(m=st.integers(1, 3000), n=st.integers(1, 300), steps=st.integers(1, 7), leaves=st.sampled_from([1, 2, 4, 8]),
-       bias=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), pad=st.sampled_from([0, 8]), seed=seeds)
+@given(
+    m=st.integers(1, 3000),
+    n=st.integers(1, 300),
+    steps=st.integers(1, 7),
+    leaves=st.sampled_from([1, 2, 4, 8]),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    pad=st.sampled_from([0, 8]),
+    seed=seeds,
+)
 def test_hopper(m, n, steps, leaves, bias, dtype, pad, seed):
     n, k = 8 * n, 64 * steps * leaves
     torch.manual_seed(seed)
@@ -83,10 +116,12 @@ def test_more_than_2_31_elements():
         assert_bitwise_equal(got[rows], matmul(a[rows], b, leaves=8, out_dtype=torch.bfloat16), f"rows {rows}")
 
 
-@pytest.mark.parametrize("case", ["fp32", "mixed", "leaf", "odd rows", "odd out", "address", "expanded",
-                                  "by column", "no k"])
+@pytest.mark.parametrize(
+    "case", ["fp32", "mixed", "leaf", "odd rows", "odd out", "address", "expanded", "by column", "no k"]
+)
 def test_operands_that_are_left_to_tiles(case):
     from alignkit.ops.linear import hopper
+
     m, n, k = 300, 100 if case == "odd out" else 264, 8 * (32 if case == "leaf" else 64)
     a, b = randn(m, k, dtype=torch.bfloat16), randn(n, k, dtype=torch.bfloat16)
     if case == "fp32":
@@ -117,11 +152,16 @@ def test_a_launch_is_repeated_only_for_what_it_was_prepared_for(m):
     n, k = 264, 512
     pool, b, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((m * 1040,), (n, k), (2 * n,)))
     for _ in range(2):
-        for at, stride, dtype, c in ((0, (k, 1), torch.float32, None), (8, (k, 1), torch.float32, None),
-                                     (1, (k, 1), torch.float32, None), (0, (2 * k, 2), torch.float32, None),
-                                     (0, (1, m), torch.float32, None), (0, (k + 8, 1), torch.bfloat16, bias[:n]),
-                                     (0, (k + 8, 1), torch.bfloat16, bias[1:n + 1]),
-                                     (0, (k + 8, 1), torch.bfloat16, bias[::2])):
+        for at, stride, dtype, c in (
+            (0, (k, 1), torch.float32, None),
+            (8, (k, 1), torch.float32, None),
+            (1, (k, 1), torch.float32, None),
+            (0, (2 * k, 2), torch.float32, None),
+            (0, (1, m), torch.float32, None),
+            (0, (k + 8, 1), torch.bfloat16, bias[:n]),
+            (0, (k + 8, 1), torch.bfloat16, bias[1 : n + 1]),
+            (0, (k + 8, 1), torch.bfloat16, bias[::2]),
+        ):
             a = pool.as_strided((m, k), stride, at)
             for leaves in (1, 8):
                 got = matmul(a, b, leaves=leaves, bias=c, out_dtype=dtype)

@@ -1,4 +1,5 @@
 """Versions of torch and Triton that the bits were not shown with: tested once, refused if a golden bit differs."""
+
 import json
 import os
 import subprocess
@@ -133,6 +134,7 @@ def test_the_callers_modes_do_not_matter(other):
 
 def test_first_called_in_a_backward(other):
     """There, on a GPU, on a thread of autograd's."""
+
     class Late(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -193,8 +195,10 @@ def test_an_assembler_of_the_users_is_another_version(monkeypatch):
 
 
 def test_nothing_is_tested_or_read_at_import():
-    code = ("import sys, alignkit.ops\n"
-            "from alignkit import native, shown\n"
-            "assert not shown._verdicts and not native.library.cache_info().currsize\n"
-            "assert 'alignkit.golden' not in sys.modules")
+    code = (
+        "import sys, alignkit.ops\n"
+        "from alignkit import native, shown\n"
+        "assert not shown._verdicts and not native.library.cache_info().currsize\n"
+        "assert 'alignkit.golden' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,5 @@
 """What is set about sums in symmetric memory; without a GPU. tests/ops/test_tp_cuda.py has the sums."""
+
 import datetime
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
 """The same bytes at every TP size, and verdicts that all ranks reach together. Real processes, gloo."""
+
 import warnings
 from unittest import mock
 
@@ -14,7 +15,10 @@ from .helpers import CPU, UNIT, assert_within, gamma, randn
 pytestmark = pytest.mark.skipif(not CPU, reason="these ranks are processes on the CPU, joined by gloo")
 
 HEADS = {  # shards of a vocabulary of 1000 rows, 970 of them real; tile borders are at multiples of 128
-    1: [1000], 2: [512, 488], 3: [300, 43, 657], 4: [10, 20, 940, 30],
+    1: [1000],
+    2: [512, 488],
+    3: [300, 43, 657],
+    4: [10, 20, 940, 30],
 }
 
 
@@ -27,15 +31,25 @@ def head_inputs(dtype):
 
 def run_head(tp, sizes, dtype, kwargs):
     h, w, b, target, g1, g2 = head_inputs(dtype)
-    start = sum(sizes[:tp.rank])
+    start = sum(sizes[: tp.rank])
     s = slice(start, start + sizes[tp.rank])
     leaves = [t.clone().requires_grad_() for t in (h, w[s], b[s])]
-    out = ops.linear_logp(leaves[0], leaves[1], target, bias=leaves[2], vocab_size=970, vocab_start=start, tp=tp,
-                          return_entropy=True, **kwargs)
+    out = ops.linear_logp(
+        leaves[0],
+        leaves[1],
+        target,
+        bias=leaves[2],
+        vocab_size=970,
+        vocab_start=start,
+        tp=tp,
+        return_entropy=True,
+        **kwargs,
+    )
     torch.autograd.backward(out, (g1, g2))
     logits = ops.head_logits(h, w[s], b[s], soft_cap=kwargs.get("soft_cap"))
-    given = ops.logp_from_logits(logits, target, vocab_size=970, vocab_start=start, tp=tp,
-                                 temperature=kwargs.get("temperature", 1.0))
+    given = ops.logp_from_logits(
+        logits, target, vocab_size=970, vocab_start=start, tp=tp, temperature=kwargs.get("temperature", 1.0)
+    )
     return [o.detach() for o in out], given, [t.grad for t in leaves]
 
 
@@ -53,10 +67,15 @@ def head_terms(dtype, temperature, soft_cap):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_that_are_kept(ranks, size, dtype):
     kwargs = {"temperature": 0.7, "soft_cap": 8.0}
-    for rank, (want, got) in enumerate(zip(*(ranks.run(size, run_head, HEADS[size], dtype, kwargs | keep)
-                                             for keep in ({}, {"keep_logits": True})), strict=True)):
-        for name, a, b in zip(("logp", "entropy", "dhidden", "dweight", "dbias"), (*got[0], *got[2]), (*want[0], *want[2]),
-                              strict=True):
+    for rank, (want, got) in enumerate(
+        zip(
+            *(ranks.run(size, run_head, HEADS[size], dtype, kwargs | keep) for keep in ({}, {"keep_logits": True})),
+            strict=True,
+        )
+    ):
+        for name, a, b in zip(
+            ("logp", "entropy", "dhidden", "dweight", "dbias"), (*got[0], *got[2]), (*want[0], *want[2]), strict=True
+        ):
             assert_bitwise_equal(a, b, f"{name} on rank {rank}")
 
 
@@ -76,8 +95,12 @@ def test_linear_logp(ranks, size, dtype):
     for name, i in (("dweight", 1), ("dbias", 2)):
         assert_bitwise_equal(torch.cat([r[2][i] for r in results]), grads[i], name)
     # The same terms of dhidden in another order: two sums of 970 terms, each rounded to the type once.
-    assert_within(results[0][2][0], grads[0], 2 * gamma(970) * head_terms(dtype, **kwargs) + 2 * UNIT[dtype] * grads[0].abs(),
-                  "dhidden")
+    assert_within(
+        results[0][2][0],
+        grads[0],
+        2 * gamma(970) * head_terms(dtype, **kwargs) + 2 * UNIT[dtype] * grads[0].abs(),
+        "dhidden",
+    )
 
 
 def run_linears(tp, dtype, sequence_parallel):
@@ -104,7 +127,9 @@ def test_linears(ranks, dtype, sequence_parallel):
         whole = torch.cat([r[0] for r in results]) if sequence_parallel else results[0][0]
         assert_bitwise_equal(whole, want, f"output at TP {size}")
         for name, i, dim in (("first weight", 1, 0), ("second weight", 2, 1)):
-            assert_bitwise_equal(torch.cat([r[1][i] for r in results], dim), grads[i], f"gradient of {name} at TP {size}")
+            assert_bitwise_equal(
+                torch.cat([r[1][i] for r in results], dim), grads[i], f"gradient of {name} at TP {size}"
+            )
         assert_bitwise_equal(results[0][1][3], grads[3], f"gradient of the bias at TP {size}")
         dx = torch.cat([r[1][0] for r in results]) if sequence_parallel else results[0][1][0]
         # Only the order of the sum over the 512 features differs, before one rounding.
@@ -114,8 +139,10 @@ def test_linears(ranks, dtype, sequence_parallel):
 def sums_of_denormals(tp):
     """As they are, and where the calling thread sets denormals to zero."""
     x, bias = torch.full((3, 8), 1e-41), torch.full((8,), 1e-41)
+
     def product(rows, to):
         to.copy_(x[rows])
+
     found = []
     for flush in (False, True):
         torch.set_flush_denormal(flush)
@@ -135,8 +162,15 @@ def run_pieces(tp, rows, columns, scatter):
     """A workspace of 512 sums on the CPU; for its kernel, gloo carries them."""
     x, bias = randn(rows, columns, seed=tp.rank), randn(columns, seed=9)
     workspace = object.__new__(symmetric.Workspace)
-    vars(workspace).update(rank=tp.rank, size=tp.size, _sums=torch.empty(512), _addresses=None, _follow=lambda: None,
-                           _order=None, _patience=None)
+    vars(workspace).update(
+        rank=tp.rank,
+        size=tp.size,
+        _sums=torch.empty(512),
+        _addresses=None,
+        _follow=lambda: None,
+        _order=None,
+        _patience=None,
+    )
     counts = []
 
     def kernel(name, device, addresses, size, rank, form, count, capacity, bias, bias_bf16, columns, y, y_bf16, *_):
@@ -155,9 +189,16 @@ def run_pieces(tp, rows, columns, scatter):
 
 def run_first_use(tp, made):
     """Whether there is a workspace, how many were made, what was said."""
-    with (warnings.catch_warnings(record=True) as said,
-          mock.patch.multiple(symmetric, _wanted=lambda _: True, allocate=lambda *_: "memory", _made_here=made[tp.rank],
-                              Workspace=lambda group, memory: (group, memory))):
+    with (
+        warnings.catch_warnings(record=True) as said,
+        mock.patch.multiple(
+            symmetric,
+            _wanted=lambda _: True,
+            allocate=lambda *_: "memory",
+            _made_here=made[tp.rank],
+            Workspace=lambda group, memory: (group, memory),
+        ),
+    ):
         warnings.simplefilter("always")
         found = symmetric._make(tp.group, torch.device("cpu"))
         return found == (tp.group, "memory"), symmetric._made_here, [str(w.message) for w in said]
@@ -171,9 +212,19 @@ def test_ranks_that_were_in_other_groups_before(ranks):
         assert len(said) == 1 and "different groups before" in said[0] and "same bits" in said[0]
 
 
-@pytest.mark.parametrize("rows, columns, scatter, counts", [
-    (40, 7, False, [280]), (100, 7, False, [504, 196]), (104, 7, True, [448, 280]), (64, 8, True, [512]),
-    (80, 9, True, [288, 288, 144]), (100, 7, True, None), (0, 7, False, None), (8, 65, False, None)])
+@pytest.mark.parametrize(
+    "rows, columns, scatter, counts",
+    [
+        (40, 7, False, [280]),
+        (100, 7, False, [504, 196]),
+        (104, 7, True, [448, 280]),
+        (64, 8, True, [512]),
+        (80, 9, True, [288, 288, 144]),
+        (100, 7, True, None),
+        (0, 7, False, None),
+        (8, 65, False, None),
+    ],
+)
 def test_pieces(ranks, rows, columns, scatter, counts):
     """Sums of more than a workspace holds; slices that do not lie together in it, or not at a multiple of 16 bytes."""
     for got in ranks.run(2 if columns == 7 else 4, run_pieces, rows, columns, scatter):
@@ -183,8 +234,14 @@ def test_pieces(ranks, rows, columns, scatter, counts):
 def call_head(tp, change):
     """linear_logp on two good shards, with `change[rank]` applied to this rank's arguments."""
     h, w, _, target, *_ = head_inputs(torch.float32)
-    args = {"hidden": h, "weight": w[:512] if tp.rank == 0 else w[512:], "target": target,
-            "vocab_start": 512 * tp.rank, "tp": tp, **change.get(tp.rank, {})}
+    args = {
+        "hidden": h,
+        "weight": w[:512] if tp.rank == 0 else w[512:],
+        "target": target,
+        "vocab_start": 512 * tp.rank,
+        "tp": tp,
+        **change.get(tp.rank, {}),
+    }
     ops.linear_logp(args.pop("hidden"), args.pop("weight"), args.pop("target"), **args)
 
 

@@ -1,4 +1,5 @@
 """Sums over GPUs in memory that all of them read: the bytes of the tree, however often, from eager calls and graphs."""
+
 import datetime
 import functools
 import os
@@ -97,12 +98,22 @@ class Drawn:
 
     def sum(self, workspace):
         assert workspace.takes(self.rows, self.columns, self.scatter)
-        return workspace.sum(lambda rows, out: out.copy_(self.x[rows]), self.rows, self.columns, self.bias, self.dtype,
-                             self.scatter, self.shared)
+        return workspace.sum(
+            lambda rows, out: out.copy_(self.x[rows]),
+            self.rows,
+            self.columns,
+            self.bias,
+            self.dtype,
+            self.scatter,
+            self.shared,
+        )
 
     def check(self, tp, got, what):
-        assert_bitwise_equal(got, expected(tp, self.x, self.bias, self.dtype, self.scatter),
-                             f"{what}: {self.rows} x {self.columns}, {self.dtype}, {self.scatter}, {self.shared}")
+        assert_bitwise_equal(
+            got,
+            expected(tp, self.x, self.bias, self.dtype, self.scatter),
+            f"{what}: {self.rows} x {self.columns}, {self.dtype}, {self.scatter}, {self.shared}",
+        )
 
 
 def many_sums(tp, seed):
@@ -192,7 +203,9 @@ def layers(tp, dtype, sequence_parallel, rows):
 
     def step(tp):
         cut = tp.shard if sequence_parallel and tp.size > 1 else lambda t: t
-        ours = [t.clone().requires_grad_() for t in (cut(x), w1.chunk(tp.size)[tp.rank], w2.chunk(tp.size, 1)[tp.rank], b)]
+        ours = [
+            t.clone().requires_grad_() for t in (cut(x), w1.chunk(tp.size)[tp.rank], w2.chunk(tp.size, 1)[tp.rank], b)
+        ]
         y = ops.linear(ours[0], ours[1], tp=tp, sequence_parallel=sequence_parallel)
         z = ops.row_parallel_linear(y, *ours[2:], tp=tp, sequence_parallel=sequence_parallel)
         z.backward(cut(g))
@@ -257,7 +270,8 @@ def in_a_new_group(function):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("function", [first_in_a_capture, turned_off_on_one_rank, failed_on_one_rank,
-                                      patience_of_the_group])
+@pytest.mark.parametrize(
+    "function", [first_in_a_capture, turned_off_on_one_rank, failed_on_one_rank, patience_of_the_group]
+)
 def test_the_first_use(gpus, function):
     gpus.run(WORLD, functools.partial(in_a_new_group, function))

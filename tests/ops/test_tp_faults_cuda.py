@@ -1,5 +1,6 @@
 """Sums over GPUs that cannot be right end the process with a message, within a bound of time: a rank that has died, ranks
 that add different things, and sums of one rank that overlap. Each rank is a process of its own, and is lost."""
+
 import ctypes
 import os
 import signal
@@ -56,8 +57,14 @@ def died_before_a_replay(workspace):
 
 
 DIFFERENCES = {
-    "rows": {"rows": 72}, "columns": {"rows": 128, "columns": 64}, "fewer_blocks": {"rows": 1, "columns": 8},
-    "dtype": {"dtype": torch.bfloat16}, "slices": {"scatter": True}, "shares": {"shared": True}, "bias": {"bias": True}}
+    "rows": {"rows": 72},
+    "columns": {"rows": 128, "columns": 64},
+    "fewer_blocks": {"rows": 1, "columns": 8},
+    "dtype": {"dtype": torch.bfloat16},
+    "slices": {"scatter": True},
+    "shares": {"shared": True},
+    "bias": {"bias": True},
+}
 
 
 def differs(what, workspace):
@@ -84,10 +91,12 @@ def overlaps(workspace):
 
 def comes_between(workspace):
     """A sum on one stream while a graph of two, on another, is between them: they do not overlap."""
+
     def two():
         add(workspace)
         torch.cuda._sleep(LATE)
         add(workspace)
+
     graph, other = graph_of(two), torch.cuda.Stream()
     dist.barrier()
     torch.cuda.synchronize()
@@ -100,9 +109,11 @@ def comes_between(workspace):
 def waits_for_the_other_stream(workspace):
     """What is allowed: a graph on another stream, before and after which streams wait for each other; sums between
     replays and between graphs."""
+
     def two():
         add(workspace)
         return add(workspace, rows=7)
+
     graphs = [graph_of(two) for _ in range(2)]
     other, here = torch.cuda.Stream(), torch.cuda.current_stream()
     for i in range(6):
@@ -142,11 +153,21 @@ def main(case, rank, port):
 def ranks(case):
     """Runs `case` on two ranks: of each the exit status and what it said. None runs longer than two minutes."""
     port = free_port()
-    environment = os.environ | {"ALIGNKIT_SYMMETRIC_TIMEOUT": str(PATIENCE), "PYTHONPATH": os.pathsep.join(
-        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    running = [subprocess.Popen([sys.executable, "-m", "tests.ops.test_tp_faults_cuda", case, str(rank), str(port)],
-                                cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-               for rank in range(2)]
+    environment = os.environ | {
+        "ALIGNKIT_SYMMETRIC_TIMEOUT": str(PATIENCE),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.ops.test_tp_faults_cuda", case, str(rank), str(port)],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
     end, found = time.monotonic() + 120, []
     try:
         for process in running:

@@ -1,4 +1,5 @@
 """vLLM runs in processes of its own: it changes the one it lives in (torch.distributed, threads, environ)."""
+
 import json
 import multiprocessing
 import os
@@ -15,11 +16,24 @@ from alignkit.drift import load
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-       "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-       "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "ALIGNKIT_VLLM": ""}
-ENGINE = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8,
-          "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "ALIGNKIT_VLLM": "",
+}
+ENGINE = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 
 
 class VllmProcess:
@@ -125,14 +139,27 @@ def rollout(tmp_path_factory, checkpoint, prompts):
         if key in done:
             return done[key]
         folder = tmp_path_factory.mktemp("rollout")
-        job = {"model": checkpoint(dtype=dtype), "dtype": str(dtype).removeprefix("torch."),
-               "patched": patched, "tp": 1, "max_num_batched_tokens": chunk, "prompts": prompts,
-               "max_tokens": 16, "temperature": temperature, "seed": 0, "tokens_from": str(folder / "batch"),
-               "runs": [{"mode": m, "out": str(folder / m)} for m in modes]}
+        job = {
+            "model": checkpoint(dtype=dtype),
+            "dtype": str(dtype).removeprefix("torch."),
+            "patched": patched,
+            "tp": 1,
+            "max_num_batched_tokens": chunk,
+            "prompts": prompts,
+            "max_tokens": 16,
+            "temperature": temperature,
+            "seed": 0,
+            "tokens_from": str(folder / "batch"),
+            "runs": [{"mode": m, "out": str(folder / m)} for m in modes],
+        }
         (folder / "job.json").write_text(json.dumps(job))
-        result = subprocess.run([sys.executable, "-m", "alignkit.check.rollout", folder / "job.json"],
-                                capture_output=True, text=True, timeout=240,
-                                env=os.environ | {"ALIGNKIT_VLLM": ""})
+        result = subprocess.run(
+            [sys.executable, "-m", "alignkit.check.rollout", folder / "job.json"],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=os.environ | {"ALIGNKIT_VLLM": ""},
+        )
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         done[key] = {m: load(folder / m) for m in modes}
         return done[key]

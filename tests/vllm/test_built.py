@@ -1,4 +1,5 @@
 """What vLLM builds is what alignkit reads from config.json, or it is refused."""
+
 import json
 import shutil
 
@@ -61,10 +62,14 @@ def test_a_scale_of_the_logits(process, changed):
         process(build, changed("llama", logit_scale=0.5))
 
 
-@pytest.mark.parametrize("overrides, name", [
-    ({"rms_norm_eps": 1e-3}, "rms_norm_eps"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta")],
-    ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "overrides, name",
+    [
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_a_configuration_that_is_not_that_of_config_json(process, checkpoint, overrides, name):
     with pytest.raises(UnsupportedError, match=name):
         process(overridden, checkpoint(**SMALL), overrides)

@@ -2,6 +2,7 @@
 
 The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_cuda.py``.
 """
+
 import shutil
 import timeit
 from concurrent.futures import ThreadPoolExecutor
@@ -49,8 +50,13 @@ def prompts():
 @pytest.fixture(scope="module")
 def engines(vllm_process, model, tmp_path_factory):
     """By name, a process with a patched engine, started as `ENGINES` says."""
-    common = {"TORCHDYNAMO_DISABLE": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-              "VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache")), "HF_HUB_OFFLINE": "1"}
+    common = {
+        "TORCHDYNAMO_DISABLE": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache")),
+        "HF_HUB_OFFLINE": "1",
+    }
     started = {name: vllm_process(**common | env) for name, (env, _) in ENGINES.items()}
     with ThreadPoolExecutor() as pool:
         waits = [pool.submit(started[name], start, model, options) for name, (_, options) in ENGINES.items()]
@@ -67,14 +73,24 @@ def expected(engines, prompts):
 
 # What runs in an engine's process.
 
+
 def start(state, model, options):
     from vllm import LLM
 
     from alignkit.vllm import patch_vllm
 
     patch_vllm()
-    options = ENGINE | {"enforce_eager": False, "max_num_seqs": 16, "max_num_batched_tokens": 2048, "block_size": 16,
-                        "gpu_memory_utilization": 0.1} | options
+    options = (
+        ENGINE
+        | {
+            "enforce_eager": False,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 2048,
+            "block_size": 16,
+            "gpu_memory_utilization": 0.1,
+        }
+        | options
+    )
     state.llm = LLM(model, dtype="bfloat16", **options)
     state.late = watch()
 
@@ -94,6 +110,7 @@ def watch():
     def asked(product):
         late.append(product.problem)
         return suggestions(product)
+
     triton.knobs.compilation.listener = compiled
     cublaslt._Product.suggestions = asked
     return late
@@ -136,11 +153,16 @@ def hidden_of_steps(state, prompt, temperature):
 
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     with hidden_states() as seen:
-        (tokens, steps), = generate(state, [prompt], temperature=temperature)
+        ((tokens, steps),) = generate(state, [prompt], temperature=temperature)
     hidden = torch.cat(seen)[: len(tokens)]  # an asynchronous scheduler runs a step ahead
     with torch.no_grad():
-        expected = ops.linear_logp(hidden, model.lm_head.weight, torch.tensor(tokens, device=hidden.device),
-                                   temperature=temperature, vocab_size=VOCAB)
+        expected = ops.linear_logp(
+            hidden,
+            model.lm_head.weight,
+            torch.tensor(tokens, device=hidden.device),
+            temperature=temperature,
+            vocab_size=VOCAB,
+        )
     return [s["sampled"] for s in steps], expected.tolist()
 
 
@@ -169,6 +191,7 @@ def late(state, prompts):
 
 # What is asked of it.
 
+
 @pytest.mark.parametrize("name", MODES)
 def test_first_requests_find_everything_warm(engines, prompts, name):
     found = set(engines[name](late, prompts))
@@ -182,8 +205,9 @@ def test_batch_is_one_at_a_time(engines, expected, prompts, name):
     else:
         assert engines[name](batch, prompts) == expected
         answers = engines[name](prompt_logprobs, prompts, expected)
-        assert [[s["sampled"] for s in steps] for _, steps in answers] == \
-            [[s["sampled"] for s in steps] for _, steps in expected]
+        assert [[s["sampled"] for s in steps] for _, steps in answers] == [
+            [s["sampled"] for s in steps] for _, steps in expected
+        ]
 
 
 @pytest.mark.parametrize("name", ["v2-graphs", "v1-graphs"])
@@ -254,8 +278,13 @@ def logprobs_of_the_sampler(state, model):
 @pytest.mark.parametrize("name", MODES)
 def test_a_part_that_is_replaced_is_told(engines, name):
     seen, patched = engines[name](replaced)
-    parts = ("sampler: sample is replaced", "input_layernorm (RMSNorm)", "forward hook",
-             "Qwen3Attention.forward is replaced", "forward of its attention is replaced")
+    parts = (
+        "sampler: sample is replaced",
+        "input_layernorm (RMSNorm)",
+        "forward hook",
+        "Qwen3Attention.forward is replaced",
+        "forward of its attention is replaced",
+    )
     for text, part in zip(seen, parts, strict=True):
         assert part in text
     assert patched
@@ -286,8 +315,16 @@ def hooked(state, prompts):
 def test_a_served_completion_has_the_same_bits(expected, prompts, model, tmp_path):
     pytest.importorskip("uvicorn", reason="vLLM's HTTP server needs uvicorn, which is not installed")
     env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    options = ["--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "16",
-               "--gpu-memory-utilization", "0.1"]
+    options = [
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "16",
+        "--gpu-memory-utilization",
+        "0.1",
+    ]
     model = with_tokenizer(shutil.copytree(model, tmp_path / "model"), VOCAB)
     with serving(model, options, tmp_path / "log", env) as server:
         for prompt, (tokens, steps) in list(zip(prompts, expected, strict=True))[:4]:
@@ -296,13 +333,22 @@ def test_a_served_completion_has_the_same_bits(expected, prompts, model, tmp_pat
             assert choice["logprobs"]["token_logprobs"] == [s["sampled"] for s in steps]
 
 
-@pytest.mark.parametrize("name, options", [
-    pytest.param("enable_sp", {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {
-        "enable_sp": True, "sp_min_token_num": 1}}}, marks=pytest.mark.skipif(
-            torch.cuda.device_count() < 2, reason="needs 2 GPUs: vLLM looks first")),
-    ("cache_dir", {"compilation_config": {"cache_dir": "mine"}}),
-    ("compilation mode", {"compilation_config": {"mode": 2}}),
-], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        pytest.param(
+            "enable_sp",
+            {
+                "tensor_parallel_size": 2,
+                "compilation_config": {"pass_config": {"enable_sp": True, "sp_min_token_num": 1}},
+            },
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: vLLM looks first"),
+        ),
+        ("cache_dir", {"compilation_config": {"cache_dir": "mine"}}),
+        ("compilation mode", {"compilation_config": {"mode": 2}}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_compilation_that_is_refused(engines, model, name, options):
     with pytest.raises(UnsupportedError, match=name):
         engines["v1-eager"](configure, model, options)

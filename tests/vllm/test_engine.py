@@ -1,4 +1,5 @@
 """Inside one engine, in process: what a request can ask for, and weights that change under it."""
+
 from contextlib import contextmanager
 
 import pytest
@@ -24,8 +25,7 @@ def engine(vllm_process, checkpoint):
 def processed(vllm_process, checkpoint):
     """A patched fp32 engine with logprobs of the distribution that is sampled from."""
     process = vllm_process()
-    process(start, checkpoint(dtype=torch.float32),
-            {"dtype": "float32", "logprobs_mode": "processed_logprobs"})
+    process(start, checkpoint(dtype=torch.float32), {"dtype": "float32", "logprobs_mode": "processed_logprobs"})
     return process
 
 
@@ -36,6 +36,7 @@ def spare(vllm_process):
 
 
 # What runs in the engine's process.
+
 
 def start(state, model, options):
     from vllm import LLM
@@ -65,12 +66,14 @@ def evaluate(state, prompt, tokens, top):
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=top, detokenize=False)
     (output,) = state.llm.generate([{"prompt_token_ids": prompt + tokens}], params, use_tqdm=False)
-    return _table(tokens, output.prompt_logprobs[len(prompt):])
+    return _table(tokens, output.prompt_logprobs[len(prompt) :])
 
 
 def _table(tokens, steps):
-    return [{token: (x.rank, x.logprob) for token, x in step.items()} | {"sampled": step[t].logprob}
-            for t, step in zip(tokens, steps, strict=True)]
+    return [
+        {token: (x.rank, x.logprob) for token, x in step.items()} | {"sampled": step[t].logprob}
+        for t, step in zip(tokens, steps, strict=True)
+    ]
 
 
 def greedy(state):
@@ -121,8 +124,9 @@ def head(state, soft_cap, scale, with_bias):
         with torch.no_grad():
             logits = processor(model.lm_head, hidden, bias)
             logp = sampler.compute_logprobs(logits).gather(1, target[:, None])[:, 0]
-            expected = ops.linear_logp(hidden, weight, target, bias=bias, soft_cap=soft_cap,
-                                       logit_scale=scale, vocab_size=2000)
+            expected = ops.linear_logp(
+                hidden, weight, target, bias=bias, soft_cap=soft_cap, logit_scale=scale, vocab_size=2000
+            )
         processor.soft_cap, processor.scale = before
         return logits.dtype, tuple(logits.shape), logp, expected
 
@@ -154,10 +158,11 @@ def hidden_of_steps(state, temperature):
 
     model = _worker(state).model_runner.get_model()
     with hidden_states() as seen:
-        (tokens, steps), = generate(state, [PROMPT], temperature=temperature)
+        ((tokens, steps),) = generate(state, [PROMPT], temperature=temperature)
     with torch.no_grad():
-        expected = ops.linear_logp(torch.cat(seen), model.lm_head.weight, torch.tensor(tokens),
-                                   temperature=temperature, vocab_size=2000)
+        expected = ops.linear_logp(
+            torch.cat(seen), model.lm_head.weight, torch.tensor(tokens), temperature=temperature, vocab_size=2000
+        )
     return torch.tensor([s["sampled"] for s in steps]), expected
 
 
@@ -169,7 +174,7 @@ def mixed_batch(state):
     params = [SamplingParams(temperature=t, **common) for t in (0.0, 0.7)]
     prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[::-1]}]
     both = state.llm.generate(prompts, params, use_tqdm=False)[0].outputs[0]
-    (tokens, steps), = generate(state, [PROMPT], temperature=0.0)
+    ((tokens, steps),) = generate(state, [PROMPT], temperature=0.0)
     return list(both.token_ids), _table(both.token_ids, both.logprobs), tokens, steps
 
 
@@ -200,9 +205,13 @@ def after_undo(state, model):
     state.patch.undo()
     stock = LLM(model, dtype="bfloat16", **ENGINE)
     layers = {type(m).__module__ for m in stock.apply_model(lambda m: list(m.modules()))[0]}
-    result = {"status": status(), "new": worker_status(stock), "old": worker_status(old),
-              "aligned_modules": sorted(m for m in layers if m.startswith("alignkit")),
-              "kept": greedy(state) == before}
+    result = {
+        "status": status(),
+        "new": worker_status(stock),
+        "old": worker_status(old),
+        "aligned_modules": sorted(m for m in layers if m.startswith("alignkit")),
+        "kept": greedy(state) == before,
+    }
     with patch_vllm():
         result["again"] = status()["patched"]
         try:
@@ -220,6 +229,7 @@ def _worker(state):
 
 # What is asked of it.
 
+
 def test_status(engine):
     process, workers = engine(of_worker)
     assert process["patched"] and process["contract"] == contract_id("cpu")
@@ -228,10 +238,18 @@ def test_status(engine):
     assert worker["patched"] and worker["contract"] == contract_id("cpu") and worker["vllm"].startswith("0.32")
     assert worker["symmetric_memory"] is False
     assert worker["modules"] == {
-        "AlignedQKVParallelLinear": 4, "AlignedRowParallelLinear": 8, "AlignedMergedColumnParallelLinear": 4,
-        "AlignedRMSNorm": 17, "AlignedSiluAndMul": 4, "AlignedRotaryEmbedding": 1, "AlignedAttentionImpl": 4,
-        "AlignedVocabParallelEmbedding": 1, "AlignedParallelLMHead": 1, "AlignedLogitsProcessor": 1,
-        "AlignedSampler": 1}
+        "AlignedQKVParallelLinear": 4,
+        "AlignedRowParallelLinear": 8,
+        "AlignedMergedColumnParallelLinear": 4,
+        "AlignedRMSNorm": 17,
+        "AlignedSiluAndMul": 4,
+        "AlignedRotaryEmbedding": 1,
+        "AlignedAttentionImpl": 4,
+        "AlignedVocabParallelEmbedding": 1,
+        "AlignedParallelLMHead": 1,
+        "AlignedLogitsProcessor": 1,
+        "AlignedSampler": 1,
+    }
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
@@ -243,8 +261,9 @@ def test_top_k_logprobs(engine, temperature, top_p):
     assert engine(evaluate, PROMPT, tokens, 5) == decoded
 
 
-@pytest.mark.parametrize("soft_cap, scale, bias", [(None, 1.0, False), (None, 1.0, True), (5.0, 1.0, False),
-                                                   (5.0, 0.25, True)])
+@pytest.mark.parametrize(
+    "soft_cap, scale, bias", [(None, 1.0, False), (None, 1.0, True), (5.0, 1.0, False), (5.0, 0.25, True)]
+)
 def test_head_with_bias_soft_cap_and_scale(engine, soft_cap, scale, bias):
     dtype, shape, logp, expected = engine(head, soft_cap, scale, bias)
     assert dtype == torch.float32 and shape == (9, 2000)
@@ -268,10 +287,21 @@ def test_processed_logprobs_of_a_greedy_request_in_a_random_batch(processed):
     assert tokens == tokens_alone and steps == steps_alone
 
 
-@pytest.mark.parametrize("params", [
-    {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5},
-    {"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [1, 2]}, {"min_tokens": 2},
-], ids=lambda p: next(iter(p)))
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [1, 2]},
+        {"min_tokens": 2},
+    ],
+    ids=lambda p: next(iter(p)),
+)
 def test_processed_logprobs_refuse_what_cuts_the_distribution(processed, params):
     with pytest.raises(UnsupportedError, match=next(iter(params))):
         processed(with_params, params)
@@ -299,8 +329,7 @@ def test_weights_updated_in_place_reach_the_logprobs(engine, checkpoint, other_w
     assert engine(greedy) == first
 
 
-@pytest.mark.parametrize("arch, dtype, tied", [("llama", torch.bfloat16, True),
-                                               ("qwen2", torch.float32, False)])
+@pytest.mark.parametrize("arch, dtype, tied", [("llama", torch.bfloat16, True), ("qwen2", torch.float32, False)])
 def test_other_architectures(spare, checkpoint, arch, dtype, tied):
     spare(start, checkpoint(arch, dtype, tied=tied), {"dtype": str(dtype).removeprefix("torch.")})
     tokens, decoded = spare(sampled, 5, 1.0, 1.0)

@@ -2,6 +2,7 @@
 
 Greedy, so that every mode takes the same tokens; tests of sampled ones follow.
 """
+
 import pytest
 import torch
 
@@ -45,5 +46,6 @@ def test_stock_engine_drifts(rollout):
     stock = rollout(("batch", "one", "prefix", "prompt_logprobs"), torch.float32, patched=False)
     batch = stock.pop("batch")
     assert batch.contract == "stock"
-    assert not all(bitwise_equal(a, b) for mode in stock.values()
-                   for a, b in zip(mode.logprobs, batch.logprobs, strict=True))
+    assert not all(
+        bitwise_equal(a, b) for mode in stock.values() for a, b in zip(mode.logprobs, batch.logprobs, strict=True)
+    )

@@ -1,4 +1,5 @@
 """The trunk's custom ops: opaque to a compiler, and the same bits as the ops they are made of."""
+
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ def trunk(of, x, residual, positions):
 
     def rotate(q):
         return library.rope_qk(q, q, positions, TABLE)[1] if of is library else ops.rope(q, positions, TABLE)
+
     x, residual = add_norm(x, residual, NORM, 1e-6)
     q, k = of.linear(x, UP, BIAS).split(64, dim=-1)
     q = of.rms_norm(q.view(-1, 4, 16), HEAD_NORM, 1e-6)
@@ -43,15 +45,19 @@ def test_compiled_is_eager_is_ops(backend):
                 assert_bitwise_equal(a, b)
 
 
-@pytest.mark.parametrize("op, arguments", [
-    (library.linear, (drawn(3, 64), drawn(8, 64), drawn(8))),
-    (library.row_parallel_linear, (drawn(3, 64), drawn(8, 64), None, "")),
-    (library.rms_norm, (drawn(3, 4, 16), drawn(16), 1e-6)),
-    (library.rms_norm, (drawn(3, 128).view(3, 8, 16)[:, :4], drawn(16), 1e-6)),
-    (library.add_rms_norm, (drawn(3, 64), drawn(3, 64), drawn(64), 1e-6)),
-    (library.rope_qk, (drawn(3, 4, 16), drawn(3, 2, 16), torch.arange(3), TABLE)),
-    (library.silu_mul, tuple(drawn(3, 128).chunk(2, dim=-1))),
-], ids=lambda v: str(v).split(".")[1] if isinstance(v, torch._ops.OpOverload) else "")
+@pytest.mark.parametrize(
+    "op, arguments",
+    [
+        (library.linear, (drawn(3, 64), drawn(8, 64), drawn(8))),
+        (library.row_parallel_linear, (drawn(3, 64), drawn(8, 64), None, "")),
+        (library.rms_norm, (drawn(3, 4, 16), drawn(16), 1e-6)),
+        (library.rms_norm, (drawn(3, 128).view(3, 8, 16)[:, :4], drawn(16), 1e-6)),
+        (library.add_rms_norm, (drawn(3, 64), drawn(3, 64), drawn(64), 1e-6)),
+        (library.rope_qk, (drawn(3, 4, 16), drawn(3, 2, 16), torch.arange(3), TABLE)),
+        (library.silu_mul, tuple(drawn(3, 128).chunk(2, dim=-1))),
+    ],
+    ids=lambda v: str(v).split(".")[1] if isinstance(v, torch._ops.OpOverload) else "",
+)
 def test_declared_as_they_are(op, arguments):
     """Shapes, strides and types of the fake implementation, no mutation, no shared memory."""
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -68,13 +74,16 @@ def test_rotated_together():
         assert_bitwise_equal(together, ops.rope(alone, torch.arange(3), TABLE))
 
 
-@pytest.mark.parametrize("call", [
-    lambda: library.linear(drawn(3, 32), drawn(8, 64), None),
-    lambda: library.rms_norm(drawn(3, 32), drawn(64), 1e-6),
-    lambda: library.add_rms_norm(drawn(3, 64), drawn(2, 64), drawn(64), 1e-6),
-    lambda: library.rope_qk(drawn(3, 4, 16), drawn(2, 2, 16), torch.arange(3), TABLE),
-    lambda: library.silu_mul(drawn(3, 8), drawn(3, 4)),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: library.linear(drawn(3, 32), drawn(8, 64), None),
+        lambda: library.rms_norm(drawn(3, 32), drawn(64), 1e-6),
+        lambda: library.add_rms_norm(drawn(3, 64), drawn(2, 64), drawn(64), 1e-6),
+        lambda: library.rope_qk(drawn(3, 4, 16), drawn(2, 2, 16), torch.arange(3), TABLE),
+        lambda: library.silu_mul(drawn(3, 8), drawn(3, 4)),
+    ],
+)
 def test_shapes_that_do_not_fit(call):
     with pytest.raises(InputError):
         call()

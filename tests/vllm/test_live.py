@@ -1,4 +1,5 @@
 """Parts of an engine that are replaced, before it is built or while it runs."""
+
 import re
 
 import pytest
@@ -32,6 +33,7 @@ def spare(vllm_process):
 
 
 # What runs in the engine's process.
+
 
 def start(state, model, options):
     from vllm import LLM
@@ -115,9 +117,12 @@ def values(state):
     """Status with each of some values changed, which steps do not look at, and with all as they were."""
     model = worker(state).model_runner.get_model()
     seen = []
-    for owner, name, value in ((model.model.norm, "variance_epsilon", 1e-3), (model.logits_processor, "scale", 0.5),
-                               (model.logits_processor, "soft_cap", 5.0),
-                               (model.model.layers[0].self_attn.attn.impl, "scale", 1.0)):
+    for owner, name, value in (
+        (model.model.norm, "variance_epsilon", 1e-3),
+        (model.logits_processor, "scale", 0.5),
+        (model.logits_processor, "soft_cap", 5.0),
+        (model.model.layers[0].self_attn.attn.impl, "scale", 1.0),
+    ):
         put_back = setting(owner, name, value)
         seen.append(status(state).get("replaced", ""))
         put_back()
@@ -266,10 +271,14 @@ def test_a_part_replaced_in_a_running_engine(engine, replace):
     assert as_before and patched
 
 
-@pytest.mark.parametrize("replace, text", [
-    (last_sampler, "sampler.topk_topp_sampler: logprobs by TopKTopPSampler"),
-    (inner_sampler, "sampler.topk_topp_sampler.sampler: its forward is replaced"),
-], ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    "replace, text",
+    [
+        (last_sampler, "sampler.topk_topp_sampler: logprobs by TopKTopPSampler"),
+        (inner_sampler, "sampler.topk_topp_sampler.sampler: its forward is replaced"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
 def test_a_sampler_of_processed_logprobs(processed, replace, text):
     stopped, steps, seen, _, as_before, patched = processed(exchanged, replace)
     assert text in stopped and text in seen["replaced"] and steps == 0
@@ -278,13 +287,15 @@ def test_a_sampler_of_processed_logprobs(processed, replace, text):
 
 def test_values_that_config_json_does_not_have(engine):
     seen, patched = engine(values)
-    for text, name in zip(seen, ("rms_norm_eps", "logit_scale", "a soft cap of the logits", "the scale of attention"),
-                          strict=True):
+    for text, name in zip(
+        seen, ("rms_norm_eps", "logit_scale", "a soft cap of the logits", "the scale of attention"), strict=True
+    ):
         assert f"{name} (" in text
     assert patched
 
 
 # Before it is built.
+
 
 def built(state, model, replace):
     """The error of an engine made after `replace`."""

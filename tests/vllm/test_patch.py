@@ -1,4 +1,5 @@
 """The patch itself: all of it or nothing, and an undo that takes away what the patch set."""
+
 import os
 
 import pytest
@@ -16,8 +17,12 @@ def places():
     from vllm.v1.engine import async_llm, llm_engine
     from vllm.v1.engine.input_processor import InputProcessor
 
-    return [(EngineArgs, "create_engine_config"), (llm_engine, "InputProcessor"), (async_llm, "InputProcessor"),
-            (InputProcessor, "_validate_params")]
+    return [
+        (EngineArgs, "create_engine_config"),
+        (llm_engine, "InputProcessor"),
+        (async_llm, "InputProcessor"),
+        (InputProcessor, "_validate_params"),
+    ]
 
 
 def values():

@@ -1,4 +1,5 @@
 """Engines whose workers are processes of their own, and the entry point that vLLM loads there."""
+
 import os
 from importlib.metadata import entry_points
 
@@ -35,8 +36,9 @@ def greedy(state, prompts):
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=0)
     outputs = state.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     answers = [o.outputs[0] for o in outputs]
-    return [(list(a.token_ids), [step[t].logprob for t, step in zip(a.token_ids, a.logprobs, strict=True)])
-            for a in answers]
+    return [
+        (list(a.token_ids), [step[t].logprob for t, step in zip(a.token_ids, a.logprobs, strict=True)]) for a in answers
+    ]
 
 
 def statuses(state):
@@ -97,6 +99,7 @@ def test_weights_are_reloaded_in_every_worker(engine, prompts, checkpoint, reloa
 
 
 # The entry point.
+
 
 def registered(state, asked):
     """Status after vLLM's plugin loader has called the entry point, with ALIGNKIT_VLLM set or not."""
@@ -205,10 +208,14 @@ def unknown_version(state, model):
     return twice(state, model, "yes")
 
 
-@pytest.mark.parametrize("fails, named", [
-    (lambda process, model: process(twice, model, "sure"), "'sure' is neither of"),
-    (lambda process, model: process(unknown_version, model), "vLLM 0.99.0"),
-], ids=["word", "version"])
+@pytest.mark.parametrize(
+    "fails, named",
+    [
+        (lambda process, model: process(twice, model, "sure"), "'sure' is neither of"),
+        (lambda process, model: process(unknown_version, model), "vLLM 0.99.0"),
+    ],
+    ids=["word", "version"],
+)
 def test_no_engine_is_made_after_the_plugin_failed(vllm_process, checkpoint, fails, named):
     """vLLM loads plugins once in a process: a second attempt must not find it stock."""
     first, second = fails(vllm_process(), checkpoint())

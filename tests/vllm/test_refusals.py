@@ -1,4 +1,5 @@
 """What is refused, by name, when the engine's configuration is made."""
+
 import json
 import os
 import re
@@ -61,38 +62,46 @@ def build_with_an_extra_layer(state, model):
     LLM(model, **ENGINE)
 
 
-@pytest.mark.parametrize("name, options", [
-    ("LoRA", {"enable_lora": True}),
-    ("speculative decoding", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                                     "prompt_lookup_max": 3}}),
-    ("quantization", {"quantization": "fp8"}),
-    ("pipeline parallelism", {"pipeline_parallel_size": 2}),
-    ("context parallelism", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
-    ("data parallelism", {"data_parallel_size": 2}),
-    ("weight offloading", {"cpu_offload_gb": 1}),
-    ("torch.compile", {"enforce_eager": False}),
-    ("logprobs_mode raw_logits", {"logprobs_mode": "raw_logits"}),
-    ("logprobs_mode processed_logits", {"logprobs_mode": "processed_logits"}),
-    ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
-    ("dtype torch.float16", {"dtype": "float16"}),
-    ("worker_cls", {"worker_cls": "mine.Worker"}),
-    ("model_impl transformers", {"model_impl": "transformers"}),
-    ("prompt embeddings", {"enable_prompt_embeds": True}),
-    ("custom logits processors", {"logprobs_mode": "processed_logprobs",
-                                  "logits_processors": ["mine:Processor"]}),
-    ("KV cache transfer", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
-], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("LoRA", {"enable_lora": True}),
+        (
+            "speculative decoding",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        ),
+        ("quantization", {"quantization": "fp8"}),
+        ("pipeline parallelism", {"pipeline_parallel_size": 2}),
+        ("context parallelism", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
+        ("data parallelism", {"data_parallel_size": 2}),
+        ("weight offloading", {"cpu_offload_gb": 1}),
+        ("torch.compile", {"enforce_eager": False}),
+        ("logprobs_mode raw_logits", {"logprobs_mode": "raw_logits"}),
+        ("logprobs_mode processed_logits", {"logprobs_mode": "processed_logits"}),
+        ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
+        ("dtype torch.float16", {"dtype": "float16"}),
+        ("worker_cls", {"worker_cls": "mine.Worker"}),
+        ("model_impl transformers", {"model_impl": "transformers"}),
+        ("prompt embeddings", {"enable_prompt_embeds": True}),
+        ("custom logits processors", {"logprobs_mode": "processed_logprobs", "logits_processors": ["mine:Processor"]}),
+        ("KV cache transfer", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_engine_options(process, checkpoint, name, options):
     with pytest.raises(UnsupportedError, match=name):
         process(configure, checkpoint(), options)
 
 
-@pytest.mark.parametrize("name, env, device", [
-    ("V2 model runner .set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "cpu"),
-    ("device cuda .no CUDA backend yet", {}, "cuda"),
-    ("VLLM_BATCH_INVARIANT=1", {"VLLM_BATCH_INVARIANT": "1"}, "cpu"),
-    ("VLLM_USE_BREAKABLE_CUDAGRAPH", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "cpu"),
-])
+@pytest.mark.parametrize(
+    "name, env, device",
+    [
+        ("V2 model runner .set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "cpu"),
+        ("device cuda .no CUDA backend yet", {}, "cuda"),
+        ("VLLM_BATCH_INVARIANT=1", {"VLLM_BATCH_INVARIANT": "1"}, "cpu"),
+        ("VLLM_USE_BREAKABLE_CUDAGRAPH", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "cpu"),
+    ],
+)
 def test_runner_device_and_environment(process, checkpoint, name, env, device):
     with pytest.raises(UnsupportedError, match=name):
         process(elsewhere, checkpoint(), env, device)
@@ -103,41 +112,76 @@ def compilation(state, chosen):
 
     from alignkit.vllm.refuse import _compilation_reasons
 
-    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor",
-                               cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    config = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE, backend="inductor", cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+    )
     for name, value in chosen.items():
         owner, _, field = name.rpartition("__")
-        setattr(getattr(config, owner) if owner else config, field, CompilationMode(value) if field == "mode" else value)
+        setattr(
+            getattr(config, owner) if owner else config, field, CompilationMode(value) if field == "mode" else value
+        )
     return _compilation_reasons(config, True)
 
 
-@pytest.mark.parametrize("name, chosen", [
-    ("compilation mode STOCK", {"mode": 1}), ("compilation backend mine", {"backend": "mine"}),
-    ("partitioned by inductor", {"use_inductor_graph_partition": True}),
-    ("compiler passes of your own", {"inductor_passes": {"post": "mine.pass"}}),
-    ("cache_dir of your own", {"cache_dir": "mine"}),
-    ("fusion by the compiler .fuse_allreduce_rms", {"pass_config__fuse_allreduce_rms": True}),
-])
+@pytest.mark.parametrize(
+    "name, chosen",
+    [
+        ("compilation mode STOCK", {"mode": 1}),
+        ("compilation backend mine", {"backend": "mine"}),
+        ("partitioned by inductor", {"use_inductor_graph_partition": True}),
+        ("compiler passes of your own", {"inductor_passes": {"post": "mine.pass"}}),
+        ("cache_dir of your own", {"cache_dir": "mine"}),
+        ("fusion by the compiler .fuse_allreduce_rms", {"pass_config__fuse_allreduce_rms": True}),
+    ],
+)
 def test_compilation_where_it_is_supported(process, name, chosen):
     assert process(compilation, {}) == []
     (reason,) = process(compilation, chosen)
     assert re.search(name, reason)
 
 
-@pytest.mark.parametrize("arch, name, change", [
-    ("llama", "model architecture MistralForCausalLM", {"architectures": ["MistralForCausalLM"],
-                                                        "model_type": "mistral"}),
-    ("qwen3", "mixture of experts", {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-                                     "num_experts": 4, "num_experts_per_tok": 2,
-                                     "moe_intermediate_size": 64}),
-    ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0,
-                                                "original_max_position_embeddings": 2048}}),
-    ("llama", "rope scaling", {"rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 2048}}),
-    ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
-    ("qwen3", "not causal", {"is_causal": False}),
-], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "arch, name, change",
+    [
+        (
+            "llama",
+            "model architecture MistralForCausalLM",
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+        ),
+        (
+            "qwen3",
+            "mixture of experts",
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+            },
+        ),
+        (
+            "qwen3",
+            "rope scaling",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}},
+        ),
+        (
+            "llama",
+            "rope scaling",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 2048,
+                }
+            },
+        ),
+        ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
+        ("qwen3", "not causal", {"is_causal": False}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_models(process, checkpoint, tmp_path, arch, name, change):
     model = shutil.copytree(checkpoint(arch), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -165,15 +209,19 @@ def attention(state, options):
     impl.__init__(8, 64, 0.125, 4, **options)
 
 
-@pytest.mark.parametrize("name, options", [
-    ("ALiBi", {"alibi_slopes": [0.5] * 8}),
-    ("sliding window", {"sliding_window": 32}),
-    ("attention soft cap", {"logits_soft_cap": 30.0}),
-    ("encoder_only attention", {"attn_type": "encoder_only"}),
-    ("KV cache shared", {"kv_sharing_target_layer_name": "model.layers.0"}),
-    ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
-    ("attention with sinks", {"sinks": [0.0]}),
-], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("ALiBi", {"alibi_slopes": [0.5] * 8}),
+        ("sliding window", {"sliding_window": 32}),
+        ("attention soft cap", {"logits_soft_cap": 30.0}),
+        ("encoder_only attention", {"attn_type": "encoder_only"}),
+        ("KV cache shared", {"kv_sharing_target_layer_name": "model.layers.0"}),
+        ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
+        ("attention with sinks", {"sinks": [0.0]}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_attention_variants(process, name, options):
     with pytest.raises(UnsupportedError, match=name):
         process(attention, options)

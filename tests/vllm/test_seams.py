@@ -1,4 +1,5 @@
 """The names that alignkit relies on exist in every vLLM version it knows."""
+
 import ast
 import importlib.util
 import os
@@ -50,8 +51,11 @@ def exports(root, module, name):
     tree = ast.parse(file.read_text())
     if seams._find(tree, name) is not None:
         return True
-    return any(exports(root, f"{module}.{node.module}", name) for node in tree.body
-               if isinstance(node, ast.ImportFrom) and node.level == 1 and node.names[0].name == "*")
+    return any(
+        exports(root, f"{module}.{node.module}", name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.names[0].name == "*"
+    )
 
 
 def test_installed_version_has_every_seam():
@@ -104,14 +108,17 @@ def test_a_lost_seam_is_named(tmp_path):
         seams.require_seams(tmp_path, "0.32.0")
 
 
-@pytest.mark.parametrize("version, reason", [
-    ("0.33.0", "its seams are known"), ("0.31.1", "unknown version"), ("1.0.0rc1", "unknown version")])
+@pytest.mark.parametrize(
+    "version, reason",
+    [("0.33.0", "its seams are known"), ("0.31.1", "unknown version"), ("1.0.0rc1", "unknown version")],
+)
 def test_other_versions_are_refused_by_name(version, reason):
     with pytest.raises(UnsupportedError, match=f"vLLM {version}: {reason}.* 0.26.x on cuda and 0.32.x on cpu"):
         seams.require_version(version)
 
 
-@pytest.mark.parametrize("version, device", [
-    ("0.32.0", "cpu"), ("0.32.1+cpu", "cpu"), ("0.26.0", "cuda"), ("0.26.1+cu129", "cuda")])
+@pytest.mark.parametrize(
+    "version, device", [("0.32.0", "cpu"), ("0.32.1+cpu", "cpu"), ("0.26.0", "cuda"), ("0.26.1+cu129", "cuda")]
+)
 def test_patch_releases_of_a_version_run(version, device):
     assert seams.require_version(version).device == device

@@ -1,4 +1,5 @@
 """`alignkit serve`: vLLM's server, aligned or not at all."""
+
 import json
 import os
 import shutil
@@ -21,8 +22,19 @@ from tests.vllm.conftest import ENGINE, ENV
 from tests.vllm.test_live import SMALL
 
 PROMPT = [5, 100, 33, 511, 0, 41, 7, 7]
-OPTIONS = ["--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4", "--block-size", "32",
-           "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "bfloat16"]
+OPTIONS = [
+    "--enforce-eager",
+    "--max-model-len",
+    "128",
+    "--max-num-seqs",
+    "4",
+    "--block-size",
+    "32",
+    "--kv-cache-memory-bytes",
+    str(16 << 20),
+    "--dtype",
+    "bfloat16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +69,25 @@ def serving(model, options, log, env):
     address = f"http://127.0.0.1:{port}"
     env = os.environ | env | {"VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *options,
-                                    "--host", "127.0.0.1", "--port", str(port)], stdout=out, stderr=out, env=env)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "alignkit.cli",
+                "serve",
+                model,
+                *options,
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ],
+            stdout=out,
+            stderr=out,
+            env=env,
+        )
     try:
         deadline = time.monotonic() + 200
         while not answers(address):
@@ -86,8 +115,18 @@ def post(address, body):
 
 
 def complete(server, model, prompt=PROMPT, **params):
-    return post(f"{server}/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 12, "ignore_eos": True,
-                                             "logprobs": 0, "return_token_ids": True, **params})["choices"][0]
+    return post(
+        f"{server}/v1/completions",
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": 12,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            **params,
+        },
+    )["choices"][0]
 
 
 def in_process(state, model):
@@ -124,6 +163,7 @@ def test_a_refused_request_is_told_why_and_the_server_lives_on(server, model):
 
 # Not at all.
 
+
 def refused(state, arguments):
     from alignkit.vllm.serve import serve
 
@@ -146,8 +186,12 @@ def test_what_a_worker_refuses_is_not_served(vllm_process, checkpoint, tmp_path,
 
 def test_a_refusal_has_an_exit_status_of_its_own(model):
     """Another than that of success and of logprobs that are not equal."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS,
-                           "--api-server-count", "2"], capture_output=True, text=True, timeout=200,
-                          env=os.environ | ENV)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS, "--api-server-count", "2"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | ENV,
+    )
     assert done.returncode not in (0, 1), done.stdout + done.stderr
     assert "--api-server-count 2" in done.stderr

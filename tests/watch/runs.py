@@ -1,4 +1,5 @@
 """Directories as a monitor writes them."""
+
 import json
 
 import torch

@@ -2,6 +2,7 @@
 
 Two ranks of a toy loop that is aligned until, in rank 1, one token's logprob is one ulp off, and then more are.
 """
+
 import sys
 import tempfile
 from pathlib import Path
@@ -20,8 +21,15 @@ STEPS, FAULTY = 40, 27
 def run(directory: Path) -> None:
     for rank in range(2):
         generator = torch.Generator().manual_seed(rank)
-        with Monitor(directory, contract=CONTRACT, names="verl", rank=rank, on_difference=lambda error: None, sinks=[],
-                     keep_worst=3) as monitor:
+        with Monitor(
+            directory,
+            contract=CONTRACT,
+            names="verl",
+            rank=rank,
+            on_difference=lambda error: None,
+            sinks=[],
+            keep_worst=3,
+        ) as monitor:
             for step in range(STEPS):
                 rollout = -4 * torch.rand(16, 128, generator=generator) ** 2
                 training, tokens = rollout.clone(), torch.randint(0, 151936, rollout.shape, generator=generator)
@@ -37,8 +45,9 @@ def main(path: Path) -> None:
         directory = Path("drift")  # as a user names it
         run(scratch / directory)
         with browser.watch(directory, folder=scratch) as (_, url):
-            browser.chromium(f"--screenshot={scratch}/page.png", "--window-size=1040,1240",
-                             "--virtual-time-budget=4000", url=url)
+            browser.chromium(
+                f"--screenshot={scratch}/page.png", "--window-size=1040,1240", "--virtual-time-budget=4000", url=url
+            )
         Image.open(f"{scratch}/page.png").convert("RGB").quantize(256).save(path, optimize=True)
 
 

@@ -1,4 +1,5 @@
 """The page in a real browser."""
+
 import re
 
 import pytest
@@ -32,8 +33,11 @@ def test_it_is_live(tmp_path):
 
 def test_text_of_the_files_runs_no_script(tmp_path):
     runs.write(tmp_path, [0])
-    runs.append(tmp_path, contract="<script>document.title = 'run'</script>",
-                metrics={"<img src=x onerror=\"document.title = 'run'\">": 1.0})
+    runs.append(
+        tmp_path,
+        contract="<script>document.title = 'run'</script>",
+        metrics={"<img src=x onerror=\"document.title = 'run'\">": 1.0},
+    )
     with browser.watch(tmp_path) as (_, url):
         page = browser.chromium("--dump-dom", "--virtual-time-budget=3000", url=url)
     assert "<title>alignkit watch</title>" in page and "&lt;script&gt;" in page and "&lt;img src=x" in page
@@ -46,4 +50,4 @@ def test_the_plot_is_drawn(tmp_path):
     with browser.watch(directory) as (_, url):
         browser.chromium(f"--screenshot={tmp_path}/page.png", "--window-size=1040,900", url=url)
     pixels = Image.open(tmp_path / "page.png").convert("RGB")
-    assert sum(count for count, colour in pixels.getcolors(2**24) if colour == (0x1f, 0x77, 0xb4)) > 200
+    assert sum(count for count, colour in pixels.getcolors(2**24) if colour == (0x1F, 0x77, 0xB4)) > 200

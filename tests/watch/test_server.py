@@ -1,4 +1,5 @@
 """The page's server: what it answers, what it refuses, and where it listens."""
+
 import http.client
 import json
 import re
@@ -7,8 +8,8 @@ import socket
 import subprocess
 import sys
 import xml.etree.ElementTree
-from pathlib import Path
 from html.parser import HTMLParser
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -32,6 +33,7 @@ def client(tmp_path):
 
 def cells(html, table):
     """Rows of cells of the table with that id."""
+
     class Parser(HTMLParser):
         rows, inside, cell = [], False, None
 
@@ -63,10 +65,14 @@ def test_the_page_shows_the_run(tmp_path, client):
     page = client.get("/").text
     assert "1 of 72 logprobs are not bit-equal." in page and runs.CONTRACT in page
     first = " ".join(re.search(r'<p id="first">(.*?)</p>', page, re.DOTALL)[1].split())
-    assert first == ("The first difference: step 4, rank 0, sequence 1, position 2, token 4321: rollout -1.5 "
-                     "(0xbfc00000), training -1 (0xbf800000).")
+    assert first == (
+        "The first difference: step 4, rank 0, sequence 1, position 2, token 4321: rollout -1.5 "
+        "(0xbfc00000), training -1 (0xbf800000)."
+    )
     assert [(row[0], row[1], *row[3:]) for row in cells(page, "ranks")] == [
-        ("0", "5", "6", "48", "1", "0.5"), ("1", "2", "3", "24", "0", "0")]
+        ("0", "5", "6", "48", "1", "0.5"),
+        ("1", "2", "3", "24", "0", "0"),
+    ]
     assert cells(page, "worst") == [["4", "0", "1", "2", "4321", "-1.5", "0xbfc00000", "-1", "0xbf800000", "0.5"]]
     assert "replay-rank00000-step4.safetensors" in page
     assert ["drift/max_abs", "0"] in cells(page, "latest")
@@ -139,10 +145,26 @@ def test_no_other_file_by_any_path(tmp_path):
     (directory / "monitor-rank00007.jsonl").symlink_to(tmp_path / "secret.txt")
     with browser.watch(directory) as (_, url):
         to = urlsplit(url)
-        for path in ("/inside.txt", f"/{records_name(0)}", "/monitor-rank00007.jsonl", "/../secret.txt", "//secret.txt",
-                     "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/watch.js/../../../../etc/passwd",
-                     f"/{tmp_path}/secret.txt", "/live/../inside.txt", "/%00", "/data.json%00.txt", "/static/server.py",
-                     "/watch.js/", "/server.py", "/page.html.j2", "*", "http://127.0.0.1/inside.txt"):
+        for path in (
+            "/inside.txt",
+            f"/{records_name(0)}",
+            "/monitor-rank00007.jsonl",
+            "/../secret.txt",
+            "//secret.txt",
+            "/%2e%2e/secret.txt",
+            "/..%2fsecret.txt",
+            "/watch.js/../../../../etc/passwd",
+            f"/{tmp_path}/secret.txt",
+            "/live/../inside.txt",
+            "/%00",
+            "/data.json%00.txt",
+            "/static/server.py",
+            "/watch.js/",
+            "/server.py",
+            "/page.html.j2",
+            "*",
+            "http://127.0.0.1/inside.txt",
+        ):
             with socket.create_connection((to.hostname, to.port), timeout=30) as raw:  # no client mends the path
                 raw.sendall(f"GET {path} HTTP/1.1\r\nHost: {to.netloc}\r\nConnection: close\r\n\r\n".encode())
                 answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
@@ -160,14 +182,28 @@ def test_it_listens_on_the_loopback_interface_alone(tmp_path):
     """The address that it is bound to, from the kernel."""
     with browser.watch(tmp_path) as (process, url):
         port = urlsplit(url).port
-        tables = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()]
-        bound = [row[1].rpartition(":")[0] for row in tables
-                 if row[1].endswith(f":{port:04X}") and row[3] == "0A"]  # listening
+        tables = [
+            line.split()
+            for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()
+        ]
+        bound = [
+            row[1].rpartition(":")[0] for row in tables if row[1].endswith(f":{port:04X}") and row[3] == "0A"
+        ]  # listening
         assert bound == ["0100007F"] and url == f"http://127.0.0.1:{port}/"
 
 
-@pytest.mark.parametrize("host,addressed", [("127.0.0.1", False), ("::1", False), ("localhost", False),
-                                            ("0.0.0.0", True), ("192.168.0.7", True), ("machine", True)])
+@pytest.mark.parametrize(
+    "host,addressed",
+    [
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("localhost", False),
+        ("0.0.0.0", True),
+        ("192.168.0.7", True),
+        ("machine", True),
+    ],
+)
 def test_by_which_names_it_may_be_addressed(host, addressed):
     assert (server._names(host) == ["*"]) == addressed
 
@@ -202,9 +238,17 @@ def test_refusals_are_alignkits(tmp_path, without_modules):  # noqa: F811
 
 
 def test_importing_it_imports_no_library_of_the_page():
-    done = subprocess.run([sys.executable, "-c", "import sys, alignkit.cli, alignkit.drift, alignkit.watch.server\n"
-                           "print({'starlette', 'uvicorn', 'matplotlib', 'jinja2'} & set(sys.modules))"],
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, alignkit.cli, alignkit.drift, alignkit.watch.server\n"
+            "print({'starlette', 'uvicorn', 'matplotlib', 'jinja2'} & set(sys.modules))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.strip() in ("set()", "{'jinja2'}"), done.stdout + done.stderr  # torch imports jinja2
 
 

@@ -1,4 +1,5 @@
 """What is gathered from a monitor's files: right, bounded, and from nothing else."""
+
 import json
 import os
 import tracemalloc
@@ -19,8 +20,9 @@ def test_two_ranks(tmp_path):
     data = Watched(tmp_path).refresh()
     assert (data["tokens"], data["unequal"], data["max_abs"], data["last_step"]) == (72, 2, 0.5, 4)
     assert data["contracts"] == [runs.CONTRACT] and not data["refused"] and not data["behind"]
-    assert [(r["rank"], r["records"], r["tokens"], r["unequal"], r["max_abs"], r["last_step"]) for r in data["ranks"]
-            ] == [(0, 5, 40, 0, 0.0, 4), (1, 4, 32, 2, 0.5, 3)]
+    assert [
+        (r["rank"], r["records"], r["tokens"], r["unequal"], r["max_abs"], r["last_step"]) for r in data["ranks"]
+    ] == [(0, 5, 40, 0, 0.0, 4), (1, 4, 32, 2, 0.5, 3)]
     first = data["first_difference"]
     assert (first["step"], first["rank"], first["sequence"], first["position"], first["token"]) == (2, 1, 1, 2, 4321)
     assert (first["rollout"], first["training"], first["rollout_bits"]) == (-1.5, -1.0, "0xbfc00000")
@@ -82,8 +84,16 @@ def long_run(path, records, peak=None):
     with open(path / records_name(0), "w") as file:
         for step in range(records):
             off = step == peak
-            file.write(json.dumps({**line, "step": step, "drift": {
-                **line["drift"], "bit_equal": 7 if off else 8, "max_abs": 0.75 if off else 0.0}}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        **line,
+                        "step": step,
+                        "drift": {**line["drift"], "bit_equal": 7 if off else 8, "max_abs": 0.75 if off else 0.0},
+                    }
+                )
+                + "\n"
+            )
 
 
 @pytest.mark.parametrize("peak", [0, 1, 511, 512, 513, 1600, 4999])
@@ -137,7 +147,9 @@ def test_nothing_else_is_read(tmp_path):
     os.mkfifo(directory / records_name(2))
     (directory / records_name(3)).mkdir()
     (directory / "monitor-rank00004.jsonl.bak").write_text((secret / records_name(0)).read_text())
-    (directory / "monitor-rank" + "\N{ARABIC-INDIC DIGIT ZERO}" * 5 + ".jsonl").write_text((secret / records_name(0)).read_text())
+    (directory / "monitor-rank" + "\N{ARABIC-INDIC DIGIT ZERO}" * 5 + ".jsonl").write_text(
+        (secret / records_name(0)).read_text()
+    )
     (directory / replay_name(0, 1)).symlink_to(secret / replay_name(0, 1))
     data = Watched(directory).refresh()
     assert [r["rank"] for r in data["ranks"]] == [5] and data["unequal"] == 0 and data["replays"] == []
@@ -163,5 +175,8 @@ def test_not_finite_is_worst(tmp_path):
     runs.write(tmp_path, range(3), off={0: 0.5, 1: float("nan"), 2: 0.75})
     data = Watched(tmp_path).refresh()
     assert [(w["step"], w["training"], w["distance"]) for w in data["worst"]] == [
-        (1, None, None), (2, -0.75, 0.75), (0, -1.0, 0.5)]
+        (1, None, None),
+        (2, -0.75, 0.75),
+        (0, -1.0, 0.5),
+    ]
     assert data["max_abs"] == 0.75 and data["unequal"] == 3

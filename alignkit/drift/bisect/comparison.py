@@ -1,4 +1,5 @@
 """Two recordings of the same tokens and weights: the first point that differs, and how the difference grows."""
+
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
@@ -69,26 +70,32 @@ class Comparison:
 
     def to_json(self) -> dict:
         suspect = self.suspect
-        return {"compared": self.compared, "points_compared": len(self.points),
-                "points_differing": sum(p.differing > 0 for p in self.points), "missing": self.missing,
-                "first": None if suspect is None else asdict(suspect) | {"tokens": self.tokens},
-                "points": [asdict(p) for p in self.points],
-                "by_position": [{"position": p, "share": share, "max_abs": m} for p, share, m in self.by_position]}
+        return {
+            "compared": self.compared,
+            "points_compared": len(self.points),
+            "points_differing": sum(p.differing > 0 for p in self.points),
+            "missing": self.missing,
+            "first": None if suspect is None else asdict(suspect) | {"tokens": self.tokens},
+            "points": [asdict(p) for p in self.points],
+            "by_position": [{"position": p, "share": share, "max_abs": m} for p, share, m in self.by_position],
+        }
 
 
 def check_comparable(a: Recording, b: Recording) -> None:
     """InputError naming what makes a comparison of the two say nothing."""
     if a.architecture != b.architecture:
-        names = sorted(k for k in a.architecture.keys() | b.architecture.keys()
-                       if a.architecture.get(k) != b.architecture.get(k))
+        names = sorted(
+            k for k in a.architecture.keys() | b.architecture.keys() if a.architecture.get(k) != b.architecture.get(k)
+        )
         raise InputError(f"architecture: the recordings are of different models ({', '.join(names)})")
     if a.weights != b.weights:
         raise InputError(f"weights: the recordings are of different ones, digests {a.weights:.16} and {b.weights:.16}")
     if a.sequences != b.sequences:
         raise InputError("tokens: the recordings are of different sequences")
     if STOCK not in (a.contract, b.contract) and a.contract != b.contract:
-        raise InputError(f"contract: {a.contract!r} and {b.contract!r}; both sides say they are aligned, but not to "
-                         "each other")
+        raise InputError(
+            f"contract: {a.contract!r} and {b.contract!r}; both sides say they are aligned, but not to each other"
+        )
 
 
 def compare(a: Recording, b: Recording) -> Comparison:
@@ -106,9 +113,17 @@ def compare(a: Recording, b: Recording) -> Comparison:
             if point.name in side.ranks_differ:
                 ranks |= side.ranks_differ[point.name].astype(bool) & seen
         differs = pieces.any(1) | ranks
-        found.append(PointDifference(point.name, point.op, int(seen.sum()), int(differs.sum()),
-                                     (a.dtypes[point.name], b.dtypes[point.name]), int(ranks.sum()),
-                                     np.flatnonzero(pieces.any(0)).tolist() if point.pieces > 1 else []))
+        found.append(
+            PointDifference(
+                point.name,
+                point.op,
+                int(seen.sum()),
+                int(differs.sum()),
+                (a.dtypes[point.name], b.dtypes[point.name]),
+                int(ranks.sum()),
+                np.flatnonzero(pieces.any(0)).tolist() if point.pieces > 1 else [],
+            )
+        )
         rows_of.append(np.flatnonzero(differs))
     if not any(p.compared for p in found):
         raise InputError("recordings: no token of any point is in both")
@@ -167,9 +182,15 @@ def add_values(comparison: Comparison, a: Recording, b: Recording) -> None:
         worst = int(d.argmax())
         row, column = divmod(worst, d.shape[1])
         finite = d[d.isfinite()]
-        point.values = Values(len(common), float(d.max()), float(finite.mean()) if len(finite) else 0.0,
-                              int(ulps(x, y).max()), (*a.token(int(common[row])), column),
-                              float(x[row, column]), float(y[row, column]))
+        point.values = Values(
+            len(common),
+            float(d.max()),
+            float(finite.mean()) if len(finite) else 0.0,
+            int(ulps(x, y).max()),
+            (*a.token(int(common[row])), column),
+            float(x[row, column]),
+            float(y[row, column]),
+        )
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -184,6 +205,7 @@ def ulps(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     def place(t: torch.Tensor) -> torch.Tensor:
         bits = t.to(dtype).contiguous().view(signed).long()
         return torch.where(bits < 0, -(bits + sign), bits)  # -0 and 0 fall together
+
     return (place(x) - place(y)).abs()
 
 
@@ -194,5 +216,8 @@ def _by_position(a: Recording, b: Recording) -> list[tuple[int, float, float]]:
     seen = a.seen[name].astype(bool) & b.seen[name].astype(bool)
     d = (a.values[name].double() - b.values[name].double()).abs().reshape(-1).numpy()
     positions = np.concatenate([np.arange(len(s)) for s in a.sequences])
-    return [(int(p), float((here > 0).mean()), float(here.max()))
-            for p in np.unique(positions[seen]) for here in [d[seen & (positions == p)]]]
+    return [
+        (int(p), float((here > 0).mean()), float(here.max()))
+        for p in np.unique(positions[seen])
+        for here in [d[seen & (positions == p)]]
+    ]

@@ -1,4 +1,5 @@
 """Records a Hugging Face model: ``python -m alignkit.drift.bisect.hf_side JOB.json`` (see `job`). One process."""
+
 from __future__ import annotations
 
 import sys
@@ -18,8 +19,13 @@ def main(arguments: list[str]) -> None:
     job = jobs.read(arguments[0])
     arch = read_architecture(job["model"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=getattr(torch, job["dtype"]), local_files_only=True).to(device).eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            job["model"], dtype=getattr(torch, job["dtype"]), local_files_only=True
+        )
+        .to(device)
+        .eval()
+    )
     recorder = jobs.recorder(job)
     if job["swap"]:
         swap(model, job["swap"], arch)
@@ -33,8 +39,13 @@ def main(arguments: list[str]) -> None:
             logp = torch.log_softmax(logits.float(), -1).gather(-1, labels.to(device)[..., None])
             recorder.put("logprob", logp, known.reshape(-1))
     recorder.save(jobs.part(job, 0))
-    jobs.finish(job, f"transformers {transformers.__version__}", "stock", job["sequences"],
-                {"mode": job["mode"], "attention": model.config._attn_implementation})
+    jobs.finish(
+        job,
+        f"transformers {transformers.__version__}",
+        "stock",
+        job["sequences"],
+        {"mode": job["mode"], "attention": model.config._attn_implementation},
+    )
 
 
 def _hook(model, recorder) -> None:
@@ -44,16 +55,27 @@ def _hook(model, recorder) -> None:
     for i, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
         attention.register_forward_pre_hook(lambda *_, i=i: current.__setitem__(0, i))
-        for module, point in ((layer.input_layernorm, "input_norm"), (attention.q_proj, "q"), (attention.k_proj, "k"),
-                              (attention.v_proj, "v"), (attention.o_proj, "attention_proj"),
-                              (layer.post_attention_layernorm, "post_norm"), (mlp.gate_proj, "gate"),
-                              (mlp.up_proj, "up"), (mlp.down_proj, "down"), (layer, "residual")):
+        for module, point in (
+            (layer.input_layernorm, "input_norm"),
+            (attention.q_proj, "q"),
+            (attention.k_proj, "k"),
+            (attention.v_proj, "v"),
+            (attention.o_proj, "attention_proj"),
+            (layer.post_attention_layernorm, "post_norm"),
+            (mlp.gate_proj, "gate"),
+            (mlp.up_proj, "up"),
+            (mlp.down_proj, "down"),
+            (layer, "residual"),
+        ):
             after(module, f"layers.{i}.{point}")
         for x in "qk":
             if hasattr(attention, f"{x}_norm"):
                 after(getattr(attention, f"{x}_norm"), f"layers.{i}.{x}_norm")
-        for module, point in ((attention.o_proj, "attention"), (mlp.down_proj, "activation"),
-                              (layer.post_attention_layernorm, "attention_residual")):
+        for module, point in (
+            (attention.o_proj, "attention"),
+            (mlp.down_proj, "activation"),
+            (layer.post_attention_layernorm, "attention_residual"),
+        ):
             before(module, f"layers.{i}.{point}")
     after(model.model.norm, "final_norm")
     # There is no module that gives the rotated queries and keys, only a function of the model's file.
@@ -65,19 +87,23 @@ def _hook(model, recorder) -> None:
         for x, value in (("q", q), ("k", k)):
             recorder.put(f"layers.{current[0]}.{x}_rope", value.transpose(1, 2))  # [b, heads, s, d]
         return q, k
+
     code.apply_rotary_pos_emb = rotated
 
 
 def _after(recorder):
     def register(module, name: str) -> None:
         module.register_forward_hook(
-            lambda _, inputs, output: recorder.put(name, output[0] if isinstance(output, tuple) else output))
+            lambda _, inputs, output: recorder.put(name, output[0] if isinstance(output, tuple) else output)
+        )
+
     return register
 
 
 def _before(recorder):
     def register(module, name: str) -> None:
         module.register_forward_pre_hook(lambda _, inputs: recorder.put(name, inputs[0]))
+
     return register
 
 
@@ -118,7 +144,9 @@ def _rope(arch, device):
             positions = torch.arange(s, device=x.device).repeat(b)
             rows = x.transpose(1, 2).reshape(b * s, heads, d)
             return ops.rope(rows, positions, table).view(b, s, heads, d).transpose(1, 2)
+
         return one(q), one(k)
+
     return rotate
 
 

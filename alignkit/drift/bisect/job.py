@@ -6,6 +6,7 @@ null), ``decode`` (of vllm: tokens sampled after each sequence, 0 for none), ``s
 or null), ``keep`` (null, or by point the rows whose values are recorded), ``sequences``, and ``runs``: one, ``{"out":
 recording.json}``, with ``"in"``, another recording's, where the sequences are those recorded there.
 """
+
 from __future__ import annotations
 
 import json
@@ -39,16 +40,33 @@ def recorder(job: dict) -> Recorder:
     return Recorder(read_architecture(job["model"]), rows, job["keep"], job["tp"])
 
 
-def finish(job: dict, engine: str, contract: str, sequences: list[list[int]], settings: dict,
-           extra: Path | None = None) -> Recording:
+def finish(
+    job: dict, engine: str, contract: str, sequences: list[list[int]], settings: dict, extra: Path | None = None
+) -> Recording:
     """Merges the ranks' parts, writes the recording and removes the parts. extra: a part beside the ranks', of points
     that none of them has."""
     arch = read_architecture(job["model"])
     parts = [part(job, rank) for rank in range(job["tp"])]
-    settings = {"dtype": job["dtype"], "tp": job["tp"], "swap": job["swap"], **settings,
-                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": versions()}
-    merged = recording.merge(parts, extra, arch, job["keep"], engine=engine, contract=contract,
-                             architecture=asdict(arch), weights=job["weights"], sequences=sequences, settings=settings)
+    settings = {
+        "dtype": job["dtype"],
+        "tp": job["tp"],
+        "swap": job["swap"],
+        **settings,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": versions(),
+    }
+    merged = recording.merge(
+        parts,
+        extra,
+        arch,
+        job["keep"],
+        engine=engine,
+        contract=contract,
+        architecture=asdict(arch),
+        weights=job["weights"],
+        sequences=sequences,
+        settings=settings,
+    )
     merged.save(Path(job["runs"][0]["out"]).parent)
     for path in [*parts, *([extra] if extra else [])]:
         path.unlink()

@@ -1,4 +1,5 @@
 """Records a Megatron-core model: ``python -m alignkit.drift.bisect.megatron_side JOB.json`` (see `job`)."""
+
 from __future__ import annotations
 
 import itertools
@@ -32,15 +33,26 @@ def body(rank: int, job: dict, model, contract: str) -> None:
     record = _Hooks(model, recorder, arch)
     device = next(model.parameters()).device
     packed = job["mode"] == "packed"
-    for tokens, rows in jobs.micro_batches(job["sequences"], "one" if packed else job["mode"]) if not packed else [
-            _packed(job["sequences"])]:
-        _forward(model, tokens.to(device), rows, record, recorder, patched=job["patched"],
-                 starts=np.cumsum([0] + [len(s) for s in job["sequences"]]) if packed else None)
+    for tokens, rows in (
+        jobs.micro_batches(job["sequences"], "one" if packed else job["mode"])
+        if not packed
+        else [_packed(job["sequences"])]
+    ):
+        _forward(
+            model,
+            tokens.to(device),
+            rows,
+            record,
+            recorder,
+            patched=job["patched"],
+            starts=np.cumsum([0] + [len(s) for s in job["sequences"]]) if packed else None,
+        )
     recorder.save(jobs.part(job, rank))
     dist.barrier()
     if rank == 0:
-        jobs.finish(job, f"megatron-core {megatron.core.__version__}", contract, job["sequences"],
-                    {"mode": job["mode"]})
+        jobs.finish(
+            job, f"megatron-core {megatron.core.__version__}", contract, job["sequences"], {"mode": job["mode"]}
+        )
 
 
 def _packed(sequences: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:
@@ -62,8 +74,13 @@ def _forward(model, tokens: torch.Tensor, rows: np.ndarray, record: _Hooks, reco
         labels[0, last], known[0, last] = train.IGNORE, -1
         cu_seqlens = torch.from_numpy(starts).to(device, torch.int32)
         longest = int(np.diff(starts).max())
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-                                 max_seqlen_q=longest, max_seqlen_kv=longest)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
     else:
         mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)  # True hides
     labels = labels.to(device)
@@ -71,8 +88,10 @@ def _forward(model, tokens: torch.Tensor, rows: np.ndarray, record: _Hooks, reco
     record.logits = False
     if patched:
         from alignkit.megatron import logprobs
-        logp = logprobs(model, tokens, positions, mask, labels, ignore_index=train.IGNORE,
-                        packed_seq_params=packed).log_probs
+
+        logp = logprobs(
+            model, tokens, positions, mask, labels, ignore_index=train.IGNORE, packed_seq_params=packed
+        ).log_probs
     else:
         # Where there is no next token the label is only to be one of the vocabulary; its row is not recorded.
         logp = -model(tokens, positions, mask, labels=labels.clamp(min=0)).float()
@@ -94,6 +113,7 @@ class _Hooks:
         self.logits = False
         self._after(model.embedding, "embedding")
         for i, layer in enumerate(model.decoder.layers):
+
             def name(point: str, i: int = i) -> str:
                 return f"layers.{i}.{point}"
 
@@ -122,11 +142,13 @@ class _Hooks:
     def _after(self, module, name: str) -> None:
         def hook(_, inputs, output) -> None:
             self._put(name, output[0] if isinstance(output, tuple) else output)
+
         module.register_forward_hook(hook)
 
     def _before(self, module, name: str) -> None:
         def hook(_, inputs) -> None:
             self._put(name, inputs[0])
+
         module.register_forward_pre_hook(hook)
 
     def _qkv(self, i: int):
@@ -136,6 +158,7 @@ class _Hooks:
             sizes = [arch.heads // arch.kv_heads, 1, 1]  # per KV group: its queries, key and value
             for x, part in zip("qkv", groups.split(sizes, -2), strict=True):
                 self._put(f"layers.{i}.{x}", part)
+
         return hook
 
     def _rotated(self, i: int):
@@ -143,12 +166,14 @@ class _Hooks:
             for j, x in enumerate(("query", "key")):
                 value = keywords[x] if x in keywords else inputs[j]
                 self._put(f"layers.{i}.{x[0]}_rope", value)
+
         return hook
 
     def _gate_up(self, i: int):
         def hook(_, inputs, output) -> None:
             for x, part in zip(("gate", "up"), output[0].chunk(2, -1), strict=True):
                 self._put(f"layers.{i}.{x}", part)
+
         return hook
 
     def _output_layer(self, _, inputs, output) -> None:
@@ -160,7 +185,7 @@ class _Hooks:
             parts = [torch.empty_like(mine) for _ in range(self._tp.size())]
             dist.all_gather(parts, mine, group=self._tp)
         if self._tp.rank() == 0:
-            self._recorder.put(_LOGITS, torch.cat(parts, -1)[..., :self._arch.vocab])
+            self._recorder.put(_LOGITS, torch.cat(parts, -1)[..., : self._arch.vocab])
 
 
 def swap(model, op: str) -> None:
@@ -187,7 +212,8 @@ def swap(model, op: str) -> None:
             exchanged += 1
     if op == "rope" and exchanged:
         modules.rotations[model.rotary_pos_emb] = modules.Rotations(
-            float(model.rotary_base), model.config.kv_channels, next(model.parameters()).device)
+            float(model.rotary_base), model.config.kv_channels, next(model.parameters()).device
+        )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not exchanged:
         raise UnsupportedError(f"swap: this Megatron-core model has no module for {op}")

@@ -1,4 +1,5 @@
 """The named points of a model, in the order of computation; the same names for every engine."""
+
 from __future__ import annotations
 
 import math
@@ -25,6 +26,7 @@ class Point:
 
 def _layer(before: str, arch: Architecture, q: int, kv: int, mlp: int) -> list[Point]:
     """The points of a layer whose names begin with `before`."""
+
     def whole(name: str, op: str) -> Point:
         return Point(before + name, arch.hidden, 1, op)
 
@@ -34,14 +36,27 @@ def _layer(before: str, arch: Architecture, q: int, kv: int, mlp: int) -> list[P
     def columns(name: str, op: str) -> Point:
         return Point(before + name, arch.intermediate, mlp, op, sharded=True)
 
-    found = [whole("input_norm", "rms_norm"), heads("q", q, "linear"), heads("k", kv, "linear"),
-              heads("v", kv, "linear")]
+    found = [
+        whole("input_norm", "rms_norm"),
+        heads("q", q, "linear"),
+        heads("k", kv, "linear"),
+        heads("v", kv, "linear"),
+    ]
     if arch.qk_norm:
         found += [heads("q_norm", q, "rms_norm"), heads("k_norm", kv, "rms_norm")]
-    found += [heads("q_rope", q, "rope"), heads("k_rope", kv, "rope"), heads("attention", q, "attention"),
-              whole("attention_proj", "linear"), whole("attention_residual", ""), whole("post_norm", "rms_norm"),
-              columns("gate", "linear"), columns("up", "linear"), columns("activation", "silu_mul"),
-              whole("down", "linear"), whole("residual", "")]
+    found += [
+        heads("q_rope", q, "rope"),
+        heads("k_rope", kv, "rope"),
+        heads("attention", q, "attention"),
+        whole("attention_proj", "linear"),
+        whole("attention_residual", ""),
+        whole("post_norm", "rms_norm"),
+        columns("gate", "linear"),
+        columns("up", "linear"),
+        columns("activation", "silu_mul"),
+        whole("down", "linear"),
+        whole("residual", ""),
+    ]
     return found
 
 
@@ -52,5 +67,9 @@ def points(arch: Architecture) -> list[Point]:
     found = [Point("embedding", arch.hidden, 1, "")]
     for i in range(arch.layers):
         found += _layer(f"layers.{i}.", arch, q, kv, mlp)
-    return [*found, Point("final_norm", arch.hidden, 1, "rms_norm"), Point("logits", arch.vocab, 1, "head"),
-            Point("logprob", 1, 1, "head")]
+    return [
+        *found,
+        Point("final_norm", arch.hidden, 1, "rms_norm"),
+        Point("logits", arch.vocab, 1, "head"),
+        Point("logprob", 1, 1, "head"),
+    ]

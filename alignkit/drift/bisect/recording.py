@@ -4,6 +4,7 @@ A row is digested as its values in fp32, which holds those of bf16 and fp16 exac
 value. Rows are numbered over all sequences, end to end: a row is a (sequence, position), however the engine had batched
 it. A directory holds ``recording.json`` and ``recording.safetensors``.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -105,8 +106,9 @@ def digests(rows: torch.Tensor, pieces: int) -> np.ndarray:
     values = rows.to(torch.float32).contiguous().numpy().view(np.uint8)
     flat = memoryview(values.reshape(-1))
     size = values.size // (len(rows) * pieces)
-    joined = b"".join(hashlib.blake2b(flat[i * size:(i + 1) * size], digest_size=8).digest()
-                      for i in range(len(rows) * pieces))
+    joined = b"".join(
+        hashlib.blake2b(flat[i * size : (i + 1) * size], digest_size=8).digest() for i in range(len(rows) * pieces)
+    )
     return np.frombuffer(joined, dtype="<i8").reshape(len(rows), pieces)
 
 
@@ -147,22 +149,35 @@ class Recording:
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         tensors = {}
-        for kind, arrays in (("digest", self.digests), ("seen", self.seen), ("ranks_differ", self.ranks_differ),
-                             ("kept", self.kept)):
+        for kind, arrays in (
+            ("digest", self.digests),
+            ("seen", self.seen),
+            ("ranks_differ", self.ranks_differ),
+            ("kept", self.kept),
+        ):
             tensors |= {f"{kind}/{n}": torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}
         tensors |= {f"value/{n}": v.contiguous() for n, v in self.values.items()}
         save_file(tensors, path / TENSORS)
-        about = {"format": FORMAT, "format_version": FORMAT_VERSION, "engine": self.engine, "contract": self.contract,
-                 "architecture": self.architecture, "weights": self.weights, "settings": self.settings,
-                 "dtypes": self.dtypes, "sequences": self.sequences}
+        about = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "engine": self.engine,
+            "contract": self.contract,
+            "architecture": self.architecture,
+            "weights": self.weights,
+            "settings": self.settings,
+            "dtypes": self.dtypes,
+            "sequences": self.sequences,
+        }
         # Last, and whole: a directory with it is a recording.
         temporary = path / f".{JSON}"
         temporary.write_text(json.dumps(about) + "\n")
         os.replace(temporary, path / JSON)
 
 
-def merge(parts: list[Path], extra: Path | None, arch: Architecture, keep: Mapping[str, list[int]] | None,
-          **about) -> Recording:
+def merge(
+    parts: list[Path], extra: Path | None, arch: Architecture, keep: Mapping[str, list[int]] | None, **about
+) -> Recording:
     """The ranks' parts as one recording; extra: a part of points that are no rank's. `about`: the fields of `Recording`
     that no part holds."""
     ranks = [safe_open(part, framework="pt") for part in parts]
@@ -216,8 +231,13 @@ def load(path: str | os.PathLike) -> Recording:
             for key in shapes:
                 kind, _, name = key.partition("/")
                 value = f.get_tensor(key)
-                target = {"digest": recording.digests, "seen": recording.seen, "ranks_differ": recording.ranks_differ,
-                          "kept": recording.kept, "value": recording.values}[kind]
+                target = {
+                    "digest": recording.digests,
+                    "seen": recording.seen,
+                    "ranks_differ": recording.ranks_differ,
+                    "kept": recording.kept,
+                    "value": recording.values,
+                }[kind]
                 target[name] = value if kind == "value" else value.numpy()
     except (SafetensorError, OSError) as e:
         raise InputError(f"{file}: truncated, or not a safetensors file ({e})") from None
@@ -227,8 +247,15 @@ def load(path: str | os.PathLike) -> Recording:
     return recording
 
 
-_ABOUT = {"engine": str, "contract": str, "architecture": dict, "weights": str, "sequences": list, "settings": dict,
-          "dtypes": dict}
+_ABOUT = {
+    "engine": str,
+    "contract": str,
+    "architecture": dict,
+    "weights": str,
+    "sequences": list,
+    "settings": dict,
+    "dtypes": dict,
+}
 
 
 def _load_json(path: Path) -> dict:
@@ -243,8 +270,9 @@ def _load_json(path: Path) -> dict:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"{path}: not a recording (format={FORMAT!r} is missing)")
     if about.get("format_version") != FORMAT_VERSION:
-        raise InputError(f"{path}: format version {about.get('format_version')!r:.50}; this alignkit reads "
-                         f"{FORMAT_VERSION}")
+        raise InputError(
+            f"{path}: format version {about.get('format_version')!r:.50}; this alignkit reads {FORMAT_VERSION}"
+        )
     for name, kind in _ABOUT.items():
         if not isinstance(about.get(name), kind):
             raise InputError(f"{path}: {name} is missing, or not a {kind.__name__}")
@@ -284,8 +312,10 @@ def _shape(file: Path, f: safe_open, key: str, known: dict[str, Point], rows: in
         "value": dtype in DTYPES and len(shape) == 2 and shape[0] <= rows and shape[1] == point.width,
     }.get(kind, False)
     if not fits:
-        raise InputError(f"{file}: {key!r:.80} is {dtype} of shape {shape}, which no recording of {rows} tokens of "
-                         "this architecture holds")
+        raise InputError(
+            f"{file}: {key!r:.80} is {dtype} of shape {shape}, which no recording of {rows} tokens of "
+            "this architecture holds"
+        )
     return shape
 
 

@@ -1,4 +1,5 @@
 """What a person reads: the table on the terminal, and report.html, one file with everything in it."""
+
 from __future__ import annotations
 
 import base64
@@ -26,14 +27,17 @@ def headline(result: Result) -> str:
         return f"Nothing differs: {len(c.points)} points of {result.a.rows} tokens, {c.compared} rows compared."
     s = c.suspect
     made = f", made by {s.op}" if s.op else ""
-    text = (f"The first point that differs is {s.point}{made}: {s.differing} of {s.compared} tokens, "
-            f"first {_token(c.tokens[0])}")
+    text = (
+        f"The first point that differs is {s.point}{made}: {s.differing} of {s.compared} tokens, "
+        f"first {_token(c.tokens[0])}"
+    )
     if s.ranks:
         text += f"; of {s.ranks} of them a side's tensor-parallel ranks do not agree among themselves"
     if s.values:
         v = s.values
-        text += (f"; by at most {v.max_ulps} ulp of {_narrow(s)}, max |d| {v.max_abs:.1e}"
-                 + (f" (looked at {v.tokens} of the tokens)" if v.tokens < s.differing else ""))
+        text += f"; by at most {v.max_ulps} ulp of {_narrow(s)}, max |d| {v.max_abs:.1e}" + (
+            f" (looked at {v.tokens} of the tokens)" if v.tokens < s.differing else ""
+        )
     return text + "."
 
 
@@ -47,8 +51,10 @@ def swapped_line(result: Result) -> str | None:
         return text + ("nothing differs." if result.swapped.suspect is None else "something does.")
     now = next(p for p in result.swapped.points if p.point == suspect.point)
     if not result.confirmed:
-        return text + (f"{suspect.point} still differs, in {now.differing} tokens, before {suspect.differing}: "
-                       f"{result.swap} is not the cause, or not alone.")
+        return text + (
+            f"{suspect.point} still differs, in {now.differing} tokens, before {suspect.differing}: "
+            f"{result.swap} is not the cause, or not alone."
+        )
     text += f"{suspect.point} no longer differs: confirmed"
     new = result.swapped.suspect
     return text + ("; nothing else differs." if new is None else f"; the first that differs is {new.point}.")
@@ -66,15 +72,22 @@ def notes(result: Result) -> list[str]:
         found.append(f"not recorded by both sides, so not compared: {_names(result.comparison.missing)}")
     for name, side in (("a", result.a), ("b", result.b)):
         if side.settings.get("eager"):
-            found.append(f"{name}: vLLM ran eagerly, without CUDA graphs and compilation, in its runner "
-                         f"{side.settings.get('runner')}: nothing can be recorded inside a graph")
+            found.append(
+                f"{name}: vLLM ran eagerly, without CUDA graphs and compilation, in its runner "
+                f"{side.settings.get('runner')}: nothing can be recorded inside a graph"
+            )
     return found
 
 
 def table(result: Result) -> Table:
     """The points up to and around the first difference, the ends of layers, and the output."""
-    view = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title_justify="left",
-                 title=f"a: {result.names[0]} ({result.a.engine}), b: {result.names[1]} ({result.b.engine})")
+    view = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        title_justify="left",
+        title=f"a: {result.names[0]} ({result.a.engine}), b: {result.names[1]} ({result.b.engine})",
+    )
     view.add_column("point", no_wrap=True)
     view.add_column("op", no_wrap=True)
     for name in ("differ", "max |d|", "max ulp"):
@@ -85,8 +98,12 @@ def table(result: Result) -> Table:
     for i in _shown(result.comparison):
         p = result.comparison.points[i]
         style = "bold red" if i == result.comparison.first else "" if p.differing else "green"
-        cells = [Text(p.point, style=style), Text(p.op), Text(f"{p.differing}/{p.compared}", style=style),
-                 *map(Text, _cells(p))]
+        cells = [
+            Text(p.point, style=style),
+            Text(p.op),
+            Text(f"{p.differing}/{p.compared}", style=style),
+            *map(Text, _cells(p)),
+        ]
         if swapped:
             now = swapped.get(p.point)
             cells.append(Text(f"{now.differing}/{now.compared}" if now else "-"))
@@ -98,17 +115,28 @@ def write_html(result: Result, path: Path) -> None:
     """Writes the report: no script, and nothing that has to be fetched."""
     import jinja2
 
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("alignkit.drift.bisect", "."), autoescape=True,
-                                     trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("alignkit.drift.bisect", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     c = result.comparison
     swapped = {p.point: p for p in result.swapped.points} if result.swapped else {}
     text = environment.get_template("report.html.j2").render(
-        headline=headline(result), good=c.suspect is None, swapped=swapped_line(result), notes=notes(result),
-        names=result.names, sides=(result.a, result.b), settings=_settings(result), info=result.info,
-        first=c.first, op=result.swap,
+        headline=headline(result),
+        good=c.suspect is None,
+        swapped=swapped_line(result),
+        notes=notes(result),
+        names=result.names,
+        sides=(result.a, result.b),
+        settings=_settings(result),
+        info=result.info,
+        first=c.first,
+        op=result.swap,
         points=[(p, f"{p.differing}/{p.compared}", _cells(p), swapped.get(p.point)) for p in c.points],
-        tokens=c.tokens[:_TOKENS], differing=len(c.tokens),
-        growth=_growth(result), by_position=_by_position(c) if c.by_position else None)
+        tokens=c.tokens[:_TOKENS],
+        differing=len(c.tokens),
+        growth=_growth(result),
+        by_position=_by_position(c) if c.by_position else None,
+    )
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text)
     os.replace(temporary, path)
@@ -146,6 +174,7 @@ def _stock_sides(result: Result) -> int:
 
 def _settings(result: Result) -> list[tuple[str, str, str]]:
     """(name, a, b) of everything that the two sides say of themselves."""
+
     def flat(side) -> dict[str, str]:
         settings = {k: str(v) for k, v in side.settings.items() if k != "versions"}
         versions = {f"version of {k}": str(v) for k, v in (side.settings.get("versions") or {}).items()}
@@ -163,8 +192,12 @@ def _growth(result: Result) -> str:
     x = range(len(c.points))
     shares.plot(x, [100 * p.differing / max(p.compared, 1) for p in c.points], color=_SHARE, label="as it is")
     if result.swapped and len(result.swapped.points) == len(c.points):
-        shares.plot(x, [100 * p.differing / max(p.compared, 1) for p in result.swapped.points], color=_SWAPPED,
-                    label=f"{result.swap} exchanged")
+        shares.plot(
+            x,
+            [100 * p.differing / max(p.compared, 1) for p in result.swapped.points],
+            color=_SWAPPED,
+            label=f"{result.swap} exchanged",
+        )
         shares.legend(frameon=False)
     shares.set_ylabel("% of tokens that differ")
     shares.set_ylim(0, 105)

@@ -1,4 +1,5 @@
 """Runs both sides of a bisection, each engine in a process of its own, and compares what they recorded."""
+
 from __future__ import annotations
 
 import time
@@ -21,10 +22,18 @@ from .comparison import STOCK, Comparison, add_values, check_comparable, choose,
 from .points import OPS, points
 from .recording import Recording
 
-ENGINES = {"stock-vllm": ("vllm", False), "aligned-vllm": ("vllm", True), "stock-megatron": ("megatron", False),
-           "aligned-megatron": ("megatron", True), "hf": ("hf", False)}
-_MODULES = {"vllm": ("vLLM", "vllm"), "megatron": ("Megatron-core", "megatron.core"), "hf": ("transformers",
-                                                                                             "transformers")}
+ENGINES = {
+    "stock-vllm": ("vllm", False),
+    "aligned-vllm": ("vllm", True),
+    "stock-megatron": ("megatron", False),
+    "aligned-megatron": ("megatron", True),
+    "hf": ("hf", False),
+}
+_MODULES = {
+    "vllm": ("vLLM", "vllm"),
+    "megatron": ("Megatron-core", "megatron.core"),
+    "hf": ("transformers", "transformers"),
+}
 MODES = ("padded", "one", "packed")
 LENGTHS = (5, 17, 64, 100)
 VOCAB = 2000
@@ -122,14 +131,22 @@ class Result:
         return all(p.differing == 0 for p in self.swapped.points if p.point == self.comparison.suspect.point)
 
     def to_json(self) -> dict:
-        sides = {name: {"side": text, "engine": r.engine, "contract": r.contract, "settings": r.settings}
-                 for name, text, r in (("a", self.names[0], self.a), ("b", self.names[1], self.b))}
+        sides = {
+            name: {"side": text, "engine": r.engine, "contract": r.contract, "settings": r.settings}
+            for name, text, r in (("a", self.names[0], self.a), ("b", self.names[1], self.b))
+        }
         swapped = None
         if self.swapped is not None:
             swapped = {"op": self.swap, "confirmed": self.confirmed} | self.swapped.to_json()
-        return {**sides, "weights": self.a.weights, "architecture": self.a.architecture,
-                "sequences": [len(s) for s in self.a.sequences], **self.comparison.to_json(), "swap": swapped,
-                "run": self.info}
+        return {
+            **sides,
+            "weights": self.a.weights,
+            "architecture": self.a.architecture,
+            "sequences": [len(s) for s in self.a.sequences],
+            **self.comparison.to_json(),
+            "swap": swapped,
+            "run": self.info,
+        }
 
 
 def bisect(options: Options, progress: Progress | None = None) -> Result:
@@ -152,16 +169,25 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
     out = options.out.resolve()
     weights, model = next(iter(given.values())).weights if given else "", options.model
     if len(given) < 2:
-        model = (options.model or make_checkpoint(out / "model", options.arch, getattr(torch, options.dtype),
-                                                  seed=options.seed, vocab=VOCAB)).resolve()
+        model = (
+            options.model
+            or make_checkpoint(
+                out / "model", options.arch, getattr(torch, options.dtype), seed=options.seed, vocab=VOCAB
+            )
+        ).resolve()
         for side in sides:
             if side.engine:
                 read_architecture(model).check_tp(side.tp)
         weights = recording.weights_digest(model)
         for i, one in given.items():
             _check_given(sides[i], one, read_architecture(model), weights)
-    common = {"model": str(model), "weights": weights, "dtype": options.dtype, "seed": options.seed,
-              "sequences": sequences}
+    common = {
+        "model": str(model),
+        "weights": weights,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "sequences": sequences,
+    }
     rows = sum(map(len, sequences)) + options.decode * len(sequences)
     everything = None
     if model and 4 * rows * sum(p.width for p in points(read_architecture(model))) <= options.budget:
@@ -180,8 +206,9 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
         add_values(comparison, a, b)
     swapped = None
     if options.swap:
-        swapped = compare(*((a, b)[i] if not sides[i].stock else recording.load(jobs.directory("swapped", i))
-                            for i in range(2)))
+        swapped = compare(
+            *((a, b)[i] if not sides[i].stock else recording.load(jobs.directory("swapped", i)) for i in range(2))
+        )
     info = machine() | {"seconds": seconds | {"all": round(time.monotonic() - started, 1)}}
     result = Result(a, b, (options.a, options.b), comparison, options.swap, swapped, info)
     checks.write_json(out / "bisect.json", result.to_json())
@@ -215,8 +242,9 @@ def _check(options: Options, sides: list[Side]) -> None:
         if any(side.directory for side in sides):
             raise InputError("decode: the tokens of a recording are given; a vLLM side cannot be made to sample them")
         if options.swap and decoding.stock:
-            raise UnsupportedError(f"swap: with decode, {decoding.name} could sample other tokens once an op is "
-                                   "exchanged")
+            raise UnsupportedError(
+                f"swap: with decode, {decoding.name} could sample other tokens once an op is exchanged"
+            )
     if options.budget < 2**16:
         raise InputError(f"budget: {options.budget} bytes are less than {2**16}")
     if not 0 <= options.seed < 2**32:
@@ -297,8 +325,11 @@ class _Jobs:
     def swapped(self) -> list[Job]:
         if self._options.swap is None:
             return []
-        return [self._job(i, "swapped", f"-{self._options.swap}", swap=self._options.swap)
-                for i, side in enumerate(self._sides) if side.stock]
+        return [
+            self._job(i, "swapped", f"-{self._options.swap}", swap=self._options.swap)
+            for i, side in enumerate(self._sides)
+            if side.stock
+        ]
 
     def values(self, keep: dict[str, list[int]]) -> list[Job]:
         return [self._job(i, "values", "-values", keep=keep) for i, side in enumerate(self._sides) if side.engine]
@@ -311,7 +342,16 @@ class _Jobs:
         if self._decoding is not None and not decode:
             run["in"] = str(self.directory("recordings", self._decoding) / recording.JSON)
             needs = [Path(run["in"])] if kind != "values" else []  # it is there by then
-        spec = self._common | {"engine": side.engine, "patched": side.patched, "tp": side.tp, "mode": side.mode,
-                               "chunk": side.chunk, "decode": decode, "keep": keep, "swap": swap, "runs": [run]}
+        spec = self._common | {
+            "engine": side.engine,
+            "patched": side.patched,
+            "tp": side.tp,
+            "mode": side.mode,
+            "chunk": side.chunk,
+            "decode": decode,
+            "keep": keep,
+            "swap": swap,
+            "runs": [run],
+        }
         name = side.name.replace(":", "-").replace("=", "").replace(",", "-")
         return Job(f"{'ab'[i]}-{name}{suffix}", f"{__package__}.{side.engine}_side", spec, needs)

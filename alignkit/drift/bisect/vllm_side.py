@@ -3,6 +3,7 @@
 All sequences are sent as prompts at once, with ``decode`` tokens to be sampled after each. The engine runs eagerly:
 hooks see nothing in a CUDA graph.
 """
+
 from __future__ import annotations
 
 import sys
@@ -19,9 +20,18 @@ from . import job as jobs
 def main(arguments: list[str]) -> None:
     job = jobs.read(arguments[0])
     decode = job["decode"]
-    asked = {"model": job["model"], "dtype": job["dtype"], "patched": job["patched"], "tp": job["tp"], "eager": True,
-             "runner": "v1", "prompts": job["sequences"], "max_tokens": max(decode, 1), "seed": job["seed"],
-             "max_num_batched_tokens": job["chunk"] or max(2048, sum(map(len, job["sequences"])))}
+    asked = {
+        "model": job["model"],
+        "dtype": job["dtype"],
+        "patched": job["patched"],
+        "tp": job["tp"],
+        "eager": True,
+        "runner": "v1",
+        "prompts": job["sequences"],
+        "max_tokens": max(decode, 1),
+        "seed": job["seed"],
+        "max_num_batched_tokens": job["chunk"] or max(2048, sum(map(len, job["sequences"]))),
+    }
     rollout.prepare(asked)
     from . import vllm_worker
 
@@ -37,8 +47,9 @@ def main(arguments: list[str]) -> None:
 
     for_workers = vllm_worker.write_job(job, Path(job["runs"][0]["out"]).parent / "workers.json")
     llm.collective_rpc("alignkit_record", args=(for_workers,))
-    params = SamplingParams(max_tokens=max(decode, 1), temperature=1.0, ignore_eos=True, logprobs=0, prompt_logprobs=0,
-                            detokenize=False)
+    params = SamplingParams(
+        max_tokens=max(decode, 1), temperature=1.0, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
+    )
     outputs = llm.generate([{"prompt_token_ids": s} for s in job["sequences"]], params, use_tqdm=False)
     contract = worker_status(llm)[0].get("contract", "stock")
     llm.collective_rpc("alignkit_save")
@@ -58,8 +69,14 @@ def main(arguments: list[str]) -> None:
     driver = jobs.part(job, job["tp"])
     recorder.save(driver)
     Path(for_workers).unlink()
-    jobs.finish(job, f"vllm {vllm.__version__}", contract, sequences,
-                {"eager": True, "runner": "v1", "chunk": job["chunk"], "decode": decode}, extra=driver)
+    jobs.finish(
+        job,
+        f"vllm {vllm.__version__}",
+        contract,
+        sequences,
+        {"eager": True, "runner": "v1", "chunk": job["chunk"], "decode": decode},
+        extra=driver,
+    )
 
 
 if __name__ == "__main__":

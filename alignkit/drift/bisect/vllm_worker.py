@@ -3,6 +3,7 @@
 The hooks change nothing and are functions of alignkit's, so that an aligned worker, which looks at its hooks, lets them
 be. vLLM must run eagerly: hooks do not run in a CUDA graph.
 """
+
 from __future__ import annotations
 
 import json
@@ -21,8 +22,13 @@ SWAP = "alignkit_swap"
 """In vLLM's ``additional_config``: which op `SwappedWorker` exchanges."""
 LAYERS = {
     "rms_norm": ("RMSNorm",),
-    "linear": ("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear",
-               "RowParallelLinear"),
+    "linear": (
+        "ReplicatedLinear",
+        "ColumnParallelLinear",
+        "MergedColumnParallelLinear",
+        "QKVParallelLinear",
+        "RowParallelLinear",
+    ),
     "rope": ("RotaryEmbedding",),
     "attention": (),
     "silu_mul": ("SiluAndMul",),
@@ -63,20 +69,26 @@ class _Hooks:
             attention, mlp = layer.self_attn, layer.mlp
             # A norm adds the residual first and gives both.
             _norm(layer.input_layernorm, self.recorder, f"layers.{i}.input_norm", f"layers.{i - 1}.residual")
-            attention.qkv_proj.register_forward_hook(_split(
-                self.recorder, [f"layers.{i}.{x}" for x in "qkv"],
-                [attention.q_size, attention.kv_size, attention.kv_size]))
+            attention.qkv_proj.register_forward_hook(
+                _split(
+                    self.recorder,
+                    [f"layers.{i}.{x}" for x in "qkv"],
+                    [attention.q_size, attention.kv_size, attention.kv_size],
+                )
+            )
             if arch.qk_norm:
                 _after(attention.q_norm, self.recorder, f"layers.{i}.q_norm")
                 _after(attention.k_norm, self.recorder, f"layers.{i}.k_norm")
             attention.attn.register_forward_pre_hook(_rotated(self.recorder, i))
             _before(attention.o_proj, self.recorder, f"layers.{i}.attention")
             _after(attention.o_proj, self.recorder, f"layers.{i}.attention_proj")
-            _norm(layer.post_attention_layernorm, self.recorder, f"layers.{i}.post_norm",
-                  f"layers.{i}.attention_residual")
+            _norm(
+                layer.post_attention_layernorm, self.recorder, f"layers.{i}.post_norm", f"layers.{i}.attention_residual"
+            )
             width = arch.intermediate // job["tp"]
             mlp.gate_up_proj.register_forward_hook(
-                _split(self.recorder, [f"layers.{i}.gate", f"layers.{i}.up"], [width, width]))
+                _split(self.recorder, [f"layers.{i}.gate", f"layers.{i}.up"], [width, width])
+            )
             _before(mlp.down_proj, self.recorder, f"layers.{i}.activation")
             _after(mlp.down_proj, self.recorder, f"layers.{i}.down")
         _norm(model.model.norm, self.recorder, "final_norm", f"layers.{len(layers) - 1}.residual")
@@ -88,10 +100,10 @@ class _Hooks:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         if positions.dim() != 1:
             raise UnsupportedError("positions: of several dimensions (M-RoPE)")
-        starts = np.asarray(runner.query_start_loc.np[:batch.num_reqs + 1])
+        starts = np.asarray(runner.query_start_loc.np[: batch.num_reqs + 1])
         index = np.full(positions.shape[0], -1, dtype=np.int64)  # behind the last request there may be padding
         positions = positions.cpu().numpy()
-        for i, request in enumerate(batch.req_ids[:batch.num_reqs]):
+        for i, request in enumerate(batch.req_ids[: batch.num_reqs]):
             first = self._first_row.get(tuple(runner.requests[request].prompt_token_ids))
             if first is not None:
                 mine = slice(starts[i], starts[i + 1])
@@ -109,7 +121,7 @@ class _Hooks:
         asked, hidden = inputs[1], self._hidden
         offset, rest = divmod(asked.data_ptr() - hidden.data_ptr(), hidden.stride(0) * hidden.element_size())
         if rest == 0 and 0 <= offset <= len(hidden) - len(asked):
-            index = self.recorder.index[offset:offset + len(asked)]
+            index = self.recorder.index[offset : offset + len(asked)]
         elif len(asked) == len(self._sampled):
             index = self._sampled
         else:
@@ -120,12 +132,14 @@ class _Hooks:
 def _after(module, recorder, name: str) -> None:
     def hook(_, inputs, output) -> None:
         recorder.put(name, output[0] if isinstance(output, tuple) else output)
+
     module.register_forward_hook(hook)
 
 
 def _before(module, recorder, name: str) -> None:
     def hook(_, inputs) -> None:
         recorder.put(name, inputs[0])
+
     module.register_forward_pre_hook(hook)
 
 
@@ -135,6 +149,7 @@ def _norm(module, recorder, name: str, residual: str) -> None:
             recorder.put(residual, output[1])
             output = output[0]
         recorder.put(name, output)
+
     module.register_forward_hook(hook)
 
 
@@ -142,6 +157,7 @@ def _split(recorder, names: list[str], sizes: list[int]):
     def hook(_, inputs, output) -> None:
         for name, value in zip(names, output[0].split(sizes, -1), strict=True):
             recorder.put(name, value)
+
     return hook
 
 
@@ -149,6 +165,7 @@ def _rotated(recorder, i: int):
     def hook(_, inputs) -> None:
         recorder.put(f"layers.{i}.q_rope", inputs[0])
         recorder.put(f"layers.{i}.k_rope", inputs[1])
+
     return hook
 
 

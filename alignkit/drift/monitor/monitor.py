@@ -1,4 +1,5 @@
 """`Monitor`: what a training loop calls once a step."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -49,10 +50,18 @@ class Monitor:
     Raises InputError naming the argument. Use it as a context manager, or `close` it, to let go of the file.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, contract: str | tuple[str, str], names: str = "plain",
-                 on_difference: str | Callable[[DriftError], None] | None = "raise", keep_worst: int = 10,
-                 rank: int | None = None, sinks: Iterable[str | _sinks.Sink] | None = None,
-                 meta: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        contract: str | tuple[str, str],
+        names: str = "plain",
+        on_difference: str | Callable[[DriftError], None] | None = "raise",
+        keep_worst: int = 10,
+        rank: int | None = None,
+        sinks: Iterable[str | _sinks.Sink] | None = None,
+        meta: Mapping[str, str] | None = None,
+    ) -> None:
         if names not in NAMES:
             raise InputError(f"names: {names!r:.80}, expected one of {', '.join(map(repr, NAMES))}")
         if not (on_difference in ("raise", "warn", None) or callable(on_difference)):
@@ -80,9 +89,17 @@ class Monitor:
         self._sinks = _sinks.make(sinks, self.directory, rank)
         self._records: Appender | None = Appender(self.directory / records_name(rank))
 
-    def log(self, step: int, rollout_logp: torch.Tensor, train_logp: torch.Tensor, mask: torch.Tensor | None = None, *,
-            tokens: torch.Tensor | None = None, context: Mapping[str, torch.Tensor] | None = None,
-            weights: Weights | None = None) -> dict[str, float]:
+    def log(
+        self,
+        step: int,
+        rollout_logp: torch.Tensor,
+        train_logp: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        tokens: torch.Tensor | None = None,
+        context: Mapping[str, torch.Tensor] | None = None,
+        weights: Weights | None = None,
+    ) -> dict[str, float]:
         """Compares one batch, writes a record, and returns the metrics, ``{name: value}``.
 
         step: of the training, an int >= 0; several calls may have the same.
@@ -108,16 +125,25 @@ class Monitor:
         problem = None
         if alarm:
             if not self._alarms:
-                problem = self._write_replay(step, report, Replay(rollout, training, keep, tokens, dict(context or {})),
-                                             weights)
+                problem = self._write_replay(
+                    step, report, Replay(rollout, training, keep, tokens, dict(context or {})), weights
+                )
             self._alarms += 1
         first = report.first_difference
-        self._records.append({
-            "version": VERSION, "step": step, "rank": self.rank, "time": time.time(), "contract": self.contract,
-            "drift": report.metrics(""), "metrics": metrics,
-            "first_difference": None if first is None else token_json(first),
-            "worst": [token_json(token) for token in report.worst],
-            "replay": self._replay.name if alarm and self._replay else None})
+        self._records.append(
+            {
+                "version": VERSION,
+                "step": step,
+                "rank": self.rank,
+                "time": time.time(),
+                "contract": self.contract,
+                "drift": report.metrics(""),
+                "metrics": metrics,
+                "first_difference": None if first is None else token_json(first),
+                "worst": [token_json(token) for token in report.worst],
+                "replay": self._replay.name if alarm and self._replay else None,
+            }
+        )
         for sink in self._sinks:
             sink(step, dict(metrics))
         if alarm:
@@ -143,16 +169,20 @@ class Monitor:
             if not isinstance(x, torch.Tensor) and not (optional and x is None):
                 raise InputError(f"{name}: {type(x).__name__}, expected a tensor{' or None' if optional else ''}")
         if tokens is not None and (tokens.dtype not in (torch.int64, torch.int32) or tokens.shape != train_logp.shape):
-            raise InputError(f"tokens: {tokens.dtype} of shape {list(tokens.shape)}, expected torch.int64 or "
-                             f"torch.int32 of train_logp's shape {list(train_logp.shape)}")
+            raise InputError(
+                f"tokens: {tokens.dtype} of shape {list(tokens.shape)}, expected torch.int64 or "
+                f"torch.int32 of train_logp's shape {list(train_logp.shape)}"
+            )
         for name, x in (context or {}).items():
             if not (isinstance(name, str) and CONTEXT_NAME.fullmatch(name) and isinstance(x, torch.Tensor)):
                 raise InputError(f"context: {name!r:.80}: expected names of letters, digits and _, and tensors")
         # A value on a CPU may have come from anywhere; one that lies elsewhere says who computed it.
         for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp)):
             if self.contract != "stock" and x.device.type != "cpu" and self.contract != contract_id(x.device):
-                raise InputError(f"contract: {self.contract!r}, but {name} lies on {x.device}, whose contract is "
-                                 f"{contract_id(x.device)!r}")
+                raise InputError(
+                    f"contract: {self.contract!r}, but {name} lies on {x.device}, whose contract is "
+                    f"{contract_id(x.device)!r}"
+                )
 
     def _write_replay(self, step: int, report: DriftReport, replay: Replay, weights: Weights | None) -> str | None:
         """What went wrong with it, or None: the alarm is raised all the same, and says so."""
@@ -166,10 +196,19 @@ class Monitor:
                 digest = {"error": f"{type(e).__name__}: {e}"}
         if replay.tokens is not None:
             replay.tokens = replay.tokens.detach().cpu().long()
-        replay.info = finite_or_none({
-            "step": step, "rank": self.rank, "time": time.time(), "contract": self.contract,
-            "first_difference": token_json(report.first_difference), "differing": report.tokens - report.bit_equal,
-            "machine": machine(), "weights": digest, "meta": self._meta})
+        replay.info = finite_or_none(
+            {
+                "step": step,
+                "rank": self.rank,
+                "time": time.time(),
+                "contract": self.contract,
+                "first_difference": token_json(report.first_difference),
+                "differing": report.tokens - report.bit_equal,
+                "machine": machine(),
+                "weights": digest,
+                "meta": self._meta,
+            }
+        )
         path = self.directory / replay_name(self.rank, step)
         try:
             save_replay(path, replay)
@@ -179,12 +218,19 @@ class Monitor:
         return None
 
     def _alarm(self, step: int, report: DriftReport, problem: str | None) -> None:
-        where = problem or ("no replay was written" if self._replay is None else
-                            f"the first difference can be replayed from {self._replay}")
+        where = problem or (
+            "no replay was written"
+            if self._replay is None
+            else f"the first difference can be replayed from {self._replay}"
+        )
         error = DriftError(
             f"step {step}, rank {self.rank}: {report.tokens - report.bit_equal} of {report.tokens} logprobs are not "
             f"equal to the last bit under contract {self.contract}; the first is {report.first_difference}; {where}",
-            step=step, rank=self.rank, token=report.first_difference, replay=self._replay)
+            step=step,
+            rank=self.rank,
+            token=report.first_difference,
+            replay=self._replay,
+        )
         if self._on_difference == "raise":
             raise error
         if self._on_difference == "warn":
@@ -195,14 +241,26 @@ class Monitor:
 
 def _one_contract(contract: str | tuple[str, str]) -> str:
     ids = (contract,) if isinstance(contract, str) else contract
-    if (not isinstance(ids, (tuple, list)) or len(ids) not in (1, 2)
-            or not all(isinstance(x, str) and (x == "stock" or x.startswith("alignkit-")) and len(x) <= 200
-                       and x.isascii() and x.isprintable() for x in ids)):
-        raise InputError(f"contract: {contract!r:.200}, expected 'stock', an engine's contract id, or the pair of "
-                         "rollout's and training's")
+    if (
+        not isinstance(ids, (tuple, list))
+        or len(ids) not in (1, 2)
+        or not all(
+            isinstance(x, str)
+            and (x == "stock" or x.startswith("alignkit-"))
+            and len(x) <= 200
+            and x.isascii()
+            and x.isprintable()
+            for x in ids
+        )
+    ):
+        raise InputError(
+            f"contract: {contract!r:.200}, expected 'stock', an engine's contract id, or the pair of "
+            "rollout's and training's"
+        )
     if len(set(ids)) > 1:
-        raise InputError(f"contract: rollout has {ids[0]!r}, training {ids[1]!r}; "
-                         "bits of different contracts are not comparable")
+        raise InputError(
+            f"contract: rollout has {ids[0]!r}, training {ids[1]!r}; bits of different contracts are not comparable"
+        )
     return ids[0]
 
 
@@ -214,5 +272,6 @@ def _with_ids(report: DriftReport, tokens: torch.Tensor | None) -> DriftReport:
     def named(token):
         return dataclasses.replace(token, token_id=int(ids[token.sequence, token.position]))
 
-    return dataclasses.replace(report, first_difference=named(report.first_difference),
-                               worst=tuple(map(named, report.worst)))
+    return dataclasses.replace(
+        report, first_difference=named(report.first_difference), worst=tuple(map(named, report.worst))
+    )

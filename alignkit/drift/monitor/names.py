@@ -4,6 +4,7 @@ Write r and t for the logprobs of rollout and training, d = t - r. Everything is
 (the frameworks compute in fp32), over the tokens that the mask keeps, of one rank. A value that is not finite goes
 where the framework's formula takes it, mostly to NaN.
 """
+
 from __future__ import annotations
 
 import math
@@ -39,26 +40,29 @@ def verl(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, mas
     p, q = t.exp(), r.exp()
     difference = (p - q).abs()
     mean_t, mean_r, mean_d = (by_sequence(x) / count for x in (t, r, d))
-    return _with_counts(report, {
-        "training/rollout_probs_diff_valid": 1,
-        "training/rollout_probs_diff_max": difference.max().item(),
-        "training/rollout_probs_diff_mean": difference.mean().item(),
-        "training/rollout_probs_diff_std": difference.std().item() if len(difference) > 1 else math.nan,
-        "training/rollout_actor_probs_pearson_corr": _pearson(p, q),
-        "rollout_corr/training_ppl": (-mean_t).exp().mean().item(),
-        "rollout_corr/training_log_ppl": (-mean_t).mean().item(),
-        "rollout_corr/rollout_ppl": (-mean_r).exp().mean().item(),
-        "rollout_corr/rollout_log_ppl": (-mean_r).mean().item(),
-        "rollout_corr/kl": (-d).mean().item(),
-        "rollout_corr/k3_kl": _k3(d).mean().item(),
-        "rollout_corr/log_ppl_diff": (-mean_d).mean().item(),
-        "rollout_corr/log_ppl_abs_diff": mean_d.abs().mean().item(),
-        "rollout_corr/log_ppl_diff_max": (-mean_d).max().item(),
-        "rollout_corr/log_ppl_diff_min": (-mean_d).min().item(),
-        "rollout_corr/ppl_ratio": (-mean_d).exp().mean().item(),
-        "rollout_corr/chi2_token": _chi2(d),
-        "rollout_corr/chi2_seq": _chi2(by_sequence(d)),
-    })
+    return _with_counts(
+        report,
+        {
+            "training/rollout_probs_diff_valid": 1,
+            "training/rollout_probs_diff_max": difference.max().item(),
+            "training/rollout_probs_diff_mean": difference.mean().item(),
+            "training/rollout_probs_diff_std": difference.std().item() if len(difference) > 1 else math.nan,
+            "training/rollout_actor_probs_pearson_corr": _pearson(p, q),
+            "rollout_corr/training_ppl": (-mean_t).exp().mean().item(),
+            "rollout_corr/training_log_ppl": (-mean_t).mean().item(),
+            "rollout_corr/rollout_ppl": (-mean_r).exp().mean().item(),
+            "rollout_corr/rollout_log_ppl": (-mean_r).mean().item(),
+            "rollout_corr/kl": (-d).mean().item(),
+            "rollout_corr/k3_kl": _k3(d).mean().item(),
+            "rollout_corr/log_ppl_diff": (-mean_d).mean().item(),
+            "rollout_corr/log_ppl_abs_diff": mean_d.abs().mean().item(),
+            "rollout_corr/log_ppl_diff_max": (-mean_d).max().item(),
+            "rollout_corr/log_ppl_diff_min": (-mean_d).min().item(),
+            "rollout_corr/ppl_ratio": (-mean_d).exp().mean().item(),
+            "rollout_corr/chi2_token": _chi2(d),
+            "rollout_corr/chi2_seq": _chi2(by_sequence(d)),
+        },
+    )
 
 
 def nemo_rl(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
@@ -69,13 +73,16 @@ def nemo_rl(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, 
     mixture = torch.logaddexp(t, r) - math.log(2.0)
     divergence = 0.5 * _k3(t - mixture) + 0.5 * _k3(r - mixture)
     ratio = d.exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return _with_counts(report, {
-        "train/token_mult_prob_error": d.abs().exp().mean().item(),
-        "train/gen_kl_error": _k3(d).mean().item(),
-        "train/policy_kl_error": _k3(-d).mean().item(),
-        "train/js_divergence_error": divergence.mean().item(),
-        "train/sampling_importance_ratio": ratio.mean().item(),
-    })
+    return _with_counts(
+        report,
+        {
+            "train/token_mult_prob_error": d.abs().exp().mean().item(),
+            "train/gen_kl_error": _k3(d).mean().item(),
+            "train/policy_kl_error": _k3(-d).mean().item(),
+            "train/js_divergence_error": divergence.mean().item(),
+            "train/sampling_importance_ratio": ratio.mean().item(),
+        },
+    )
 
 
 NAMES: dict[str, Callable[..., dict[str, float]]] = {"plain": plain, "verl": verl, "nemo-rl": nemo_rl}
@@ -83,8 +90,10 @@ NAMES: dict[str, Callable[..., dict[str, float]]] = {"plain": plain, "verl": ver
 
 def _with_counts(report: DriftReport, metrics: dict[str, float]) -> dict[str, float]:
     # + 0.0: no negative zero
-    return {**{f"drift/{name}": getattr(report, name) for name in _ALWAYS},
-            **{name: value + 0.0 if isinstance(value, float) else value for name, value in metrics.items()}}
+    return {
+        **{f"drift/{name}": getattr(report, name) for name in _ALWAYS},
+        **{name: value + 0.0 if isinstance(value, float) else value for name, value in metrics.items()},
+    }
 
 
 def _k3(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 A process may be killed while it writes: its last line is then torn. Readers pass over a line that is not whole, and the
 next process of that rank begins a line of its own.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -37,13 +38,21 @@ def replay_name(rank: int, step: int) -> str:
 
 def token_json(token: TokenDifference) -> dict:
     """Both values, and the bits of each as fp32 (exact for bf16 too): a NaN has bits, but no number in JSON."""
+
     def bits(x: float) -> str:
         return f"0x{struct.pack('>f', x).hex()}"
 
-    return finite_or_none({
-        "sequence": token.sequence, "position": token.position, "token": token.token_id,
-        "rollout": token.rollout, "training": token.training,
-        "rollout_bits": bits(token.rollout), "training_bits": bits(token.training)})
+    return finite_or_none(
+        {
+            "sequence": token.sequence,
+            "position": token.position,
+            "token": token.token_id,
+            "rollout": token.rollout,
+            "training": token.training,
+            "rollout_bits": bits(token.rollout),
+            "training_bits": bits(token.training),
+        }
+    )
 
 
 class Appender:
@@ -56,8 +65,9 @@ class Appender:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise InputError(f"rank: {path} is being written by another Monitor; each rank needs a number of its own"
-                             ) from None
+            raise InputError(
+                f"rank: {path} is being written by another Monitor; each rank needs a number of its own"
+            ) from None
         except OSError as e:
             # Some shared file systems have no locks; the file is then only as safe as the ranks are distinct.
             if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -75,7 +85,7 @@ class Appender:
 
     def _write(self, data: bytes) -> None:
         while data:
-            data = data[os.write(self._file, data):]
+            data = data[os.write(self._file, data) :]
 
 
 class Lines:
@@ -144,19 +154,29 @@ def _is_record(record) -> bool:
     if not isinstance(record, dict) or record.get("version") != VERSION:
         return False
     drift, worst, first = (record.get(key) for key in ("drift", "worst", "first_difference"))
-    return (_count(record.get("step")) and _number(record.get("time")) and isinstance(record.get("contract"), str)
-            and isinstance(drift, dict) and all(_count(drift.get(key)) for key in ("tokens", "bit_equal", "nonfinite"))
-            and all(isinstance(key, str) and (value is None or _number(value)) for key, value in drift.items())
-            and isinstance(record.get("metrics"), dict)
-            and all(value is None or _number(value) for value in record["metrics"].values())
-            and isinstance(worst, list) and all(map(_is_token, worst)) and (first is None or _is_token(first)))
+    return (
+        _count(record.get("step"))
+        and _number(record.get("time"))
+        and isinstance(record.get("contract"), str)
+        and isinstance(drift, dict)
+        and all(_count(drift.get(key)) for key in ("tokens", "bit_equal", "nonfinite"))
+        and all(isinstance(key, str) and (value is None or _number(value)) for key, value in drift.items())
+        and isinstance(record.get("metrics"), dict)
+        and all(value is None or _number(value) for value in record["metrics"].values())
+        and isinstance(worst, list)
+        and all(map(_is_token, worst))
+        and (first is None or _is_token(first))
+    )
 
 
 def _is_token(token) -> bool:
-    return (isinstance(token, dict) and all(_count(token.get(key)) for key in ("sequence", "position"))
-            and (token.get("token") is None or (type(token["token"]) is int and abs(token["token"]) < 2**63))
-            and all(token.get(key) is None or _number(token[key]) for key in ("rollout", "training"))
-            and all(isinstance(token.get(key), str) for key in ("rollout_bits", "training_bits")))
+    return (
+        isinstance(token, dict)
+        and all(_count(token.get(key)) for key in ("sequence", "position"))
+        and (token.get("token") is None or (type(token["token"]) is int and abs(token["token"]) < 2**63))
+        and all(token.get(key) is None or _number(token[key]) for key in ("rollout", "training"))
+        and all(isinstance(token.get(key), str) for key in ("rollout_bits", "training_bits"))
+    )
 
 
 def _count(x) -> bool:

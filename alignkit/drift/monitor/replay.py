@@ -1,4 +1,5 @@
 """What an alarm leaves on disk: the batch that differed, whole, and what computed it."""
+
 from __future__ import annotations
 
 import hashlib
@@ -55,16 +56,27 @@ class Replay:
 
 def save_replay(path: Path, replay: Replay) -> None:
     """Writes `replay`, on the disk and under its name only when it is whole."""
-    tensors = {"rollout_logp": replay.rollout_logp, "train_logp": replay.train_logp, "mask": replay.mask,
-               "tokens": replay.tokens, **{_CONTEXT + name: x for name, x in replay.context.items()}}
+    tensors = {
+        "rollout_logp": replay.rollout_logp,
+        "train_logp": replay.train_logp,
+        "mask": replay.mask,
+        "tokens": replay.tokens,
+        **{_CONTEXT + name: x for name, x in replay.context.items()},
+    }
     # Copies: safetensors takes no two tensors of one memory, and rollout may be training.
-    tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
-               for name, x in tensors.items() if x is not None}
+    tensors = {
+        name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, x in tensors.items()
+        if x is not None
+    }
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
-        save_file(tensors, temporary, metadata={"format": FORMAT, "format_version": FORMAT_VERSION,
-                                                "info": json.dumps(replay.info)})
+        save_file(
+            tensors,
+            temporary,
+            metadata={"format": FORMAT, "format_version": FORMAT_VERSION, "info": json.dumps(replay.info)},
+        )
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -91,11 +103,14 @@ def load_replay(path: str | os.PathLike) -> Replay:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise InputError(f"{path}: a safetensors file, but not a replay (its metadata has no "
-                                 f"format={FORMAT!r})")
+                raise InputError(
+                    f"{path}: a safetensors file, but not a replay (its metadata has no format={FORMAT!r})"
+                )
             if metadata.get("format_version") != FORMAT_VERSION:
-                raise InputError(f"{path}: format version {metadata.get('format_version')!r:.50}; "
-                                 f"this alignkit reads version {FORMAT_VERSION!r}")
+                raise InputError(
+                    f"{path}: format version {metadata.get('format_version')!r:.50}; "
+                    f"this alignkit reads version {FORMAT_VERSION!r}"
+                )
             _check_header(path, file)
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         info = json.loads(metadata.get("info", "null"))
@@ -159,8 +174,10 @@ def _check_header(path: Path, file: safe_open) -> None:
         shape = shape or header.get_shape()
         types = {"mask": ("BOOL",), "tokens": ("I64",)}.get(name, ("F32", "BF16"))
         if header.get_dtype() not in types or header.get_shape() != shape or len(shape) != 2:
-            raise InputError(f"{path}: tensor {name!r} is {header.get_dtype()} of shape {header.get_shape()}, expected "
-                             f"{' or '.join(types)} of the shape [B, S] of 'rollout_logp'")
+            raise InputError(
+                f"{path}: tensor {name!r} is {header.get_dtype()} of shape {header.get_shape()}, expected "
+                f"{' or '.join(types)} of the shape [B, S] of 'rollout_logp'"
+            )
     for name in names:
         values = 1
         for n in file.get_slice(name).get_shape():

@@ -1,4 +1,5 @@
 """Where metrics go beside the monitor's own file."""
+
 from __future__ import annotations
 
 import sys
@@ -21,8 +22,10 @@ def make(sinks: Iterable[str | Sink] | None, directory: Path, rank: int) -> list
         if sink == "tensorboard":
             made.append(_tensorboard(directory, rank))
             if made[-1] is None:
-                raise UnsupportedError("sinks: 'tensorboard' needs torch.utils.tensorboard, which cannot be imported: "
-                                       "pip install tensorboard")
+                raise UnsupportedError(
+                    "sinks: 'tensorboard' needs torch.utils.tensorboard, which cannot be imported: "
+                    "pip install tensorboard"
+                )
         elif sink == "wandb":
             made.append(_wandb)
         elif callable(sink):

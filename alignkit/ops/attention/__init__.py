@@ -3,6 +3,7 @@
 Keys are visited in blocks of `contract.KV_BLOCK` positions from position 0 of the sequence, so a query's result
 depends on its own sequence up to its own position and on nothing else.
 """
+
 from __future__ import annotations
 
 import torch
@@ -29,7 +30,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out):
         q, k, v, *others = ctx.saved_tensors  # hooks on what is saved may have laid it out anew
         grads = backends.select("attention", d_out.device).backward(
-            unit(q), unit(k), unit(v), *(t.contiguous() for t in (*others, d_out)), ctx.scale)
+            unit(q), unit(k), unit(v), *(t.contiguous() for t in (*others, d_out)), ctx.scale
+        )
         return *grads, None, None
 
 
@@ -43,7 +45,7 @@ def _check(q, k, v, scale, k_name: str = "k", v_name: str = "v") -> float:
     require(dim > 0 and q_heads > 0, f"q: no heads, or empty ones, shape {tuple(q.shape)}")
     require(dim == k_dim, f"{k_name}: head_dim {k_dim} differs from q's {dim}")
     require(heads > 0 and q_heads % heads == 0, f"{k_name}: {heads} heads do not divide q's {q_heads}")
-    return dim ** -0.5 if scale is None else check_number("scale", scale)
+    return dim**-0.5 if scale is None else check_number("scale", scale)
 
 
 def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
@@ -66,8 +68,9 @@ def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Ten
 
 
 @op
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-              scale: float | None = None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
     """Causal self-attention over packed sequences, for training.
 
     Args:
@@ -94,9 +97,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
 
 
 @op
-def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-                    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, scale: float | None = None,
-                    out: torch.Tensor | None = None) -> torch.Tensor:
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal attention of new queries over a paged cache, for rollout: prefill, chunked prefill and decode alike.
 
     Args:
@@ -147,8 +157,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out):
     """`paged_attention` of what it has checked: the integers dense in their last dim, and int64 on the CPU."""
     k, v = _rows_view("k_cache", k_cache), _rows_view("v_cache", v_cache)
-    backends.select("attention", q.device).paged(unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale,
-                                                 out)
+    backends.select("attention", q.device).paged(
+        unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale, out
+    )
     return out
 
 

@@ -1,4 +1,5 @@
 """C++: tiles of queries against blocks of keys."""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
 """Attention one query at a time: blocks of keys ascending, the running maximum and sum rescaled once a block."""
+
 from __future__ import annotations
 
 import torch
@@ -25,8 +26,13 @@ def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
     acc = torch.zeros(heads, dim, dtype=torch.float32, device=q.device)
     scale = torch.tensor(scale, dtype=torch.float32, device=q.device)
     for b in range(0, k.shape[0], KV_BLOCK):
-        kb, vb = k[b:b + KV_BLOCK].float(), v[b:b + KV_BLOCK].float()
-        s = _chain(q.float(), kb.permute(1, 2, 0), torch.zeros(heads, kb.shape[0], dtype=torch.float32, device=q.device)) * scale
+        kb, vb = k[b : b + KV_BLOCK].float(), v[b : b + KV_BLOCK].float()
+        s = (
+            _chain(
+                q.float(), kb.permute(1, 2, 0), torch.zeros(heads, kb.shape[0], dtype=torch.float32, device=q.device)
+            )
+            * scale
+        )
         top = torch.maximum(m, s.amax(1))
         p, alpha = exp(s - top[:, None]), exp(m - top)
         l = fma(l, alpha, tree(torch.nn.functional.pad(p, (0, KV_BLOCK - p.shape[1]))))
@@ -70,7 +76,11 @@ def backward(q, k, v, starts, out, m, l, d_out, scale):
 
             def product(a, b, acc):  # a . b continuing acc
                 return _chain(a, b.expand(a.shape[0], *b.shape), acc)
-            zeros, factor = torch.zeros(n, n, dtype=torch.float32, device=q.device), torch.tensor(scale, dtype=torch.float32, device=q.device)
+
+            zeros, factor = (
+                torch.zeros(n, n, dtype=torch.float32, device=q.device),
+                torch.tensor(scale, dtype=torch.float32, device=q.device),
+            )
             s = product(qh, kh.t(), zeros) * factor
             p = torch.where(causal, exp(s - m[i, h, None]) / l[i, h, None], 0.0)
             delta = _chain(g, out[i, h].float()[..., None], torch.zeros(n, 1, dtype=torch.float32, device=q.device))

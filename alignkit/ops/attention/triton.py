@@ -4,6 +4,7 @@
 queries, such as one when decoding. Both run `_attend`, so they differ in the tile only, which changes no bit. Grids
 depend on shapes alone and lengths are read on the device, so all of it may be captured in a CUDA graph.
 """
+
 from __future__ import annotations
 
 import torch
@@ -81,10 +82,36 @@ def _queries(P, token, head, ok, st, sh, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _attend(Q, K, V, O, SHIFT, TABLE, factor, q0, q_len, context, first, s, hk, pads, pages, sqt: tl.constexpr, sqh,
-            skt: tl.constexpr, svt: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-            D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, KVB: tl.constexpr,
-            KEEP: tl.constexpr):
+def _attend(
+    Q,
+    K,
+    V,
+    O,
+    SHIFT,
+    TABLE,
+    factor,
+    q0,
+    q_len,
+    context,
+    first,
+    s,
+    hk,
+    pads,
+    pages,
+    sqt: tl.constexpr,
+    sqh,
+    skt: tl.constexpr,
+    svt: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KVB: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """The tile of BLOCK_Q positions from `first` on. K and V point at head `hk`, TABLE at the sequence's pages."""
     r = tl.arange(0, BLOCK_M)
     pos = first + r // GROUP
@@ -130,10 +157,40 @@ def _attend(Q, K, V, O, SHIFT, TABLE, factor, q0, q_len, context, first, s, hk, 
 
 
 @triton.jit(do_not_specialize=_VALUES)
-def _tiles(Q, K, V, O, SHIFT, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles, pads, pages, width, table_row, most,
-           sqh, skh, svh, sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, PAGE: tl.constexpr,
-           GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_Q: tl.constexpr, KVB: tl.constexpr, KEEP: tl.constexpr):
+def _tiles(
+    Q,
+    K,
+    V,
+    O,
+    SHIFT,
+    STARTS,
+    KV_LEN,
+    TABLE,
+    factor,
+    tokens,
+    seqs,
+    tiles,
+    pads,
+    pages,
+    width,
+    table_row,
+    most,
+    sqh,
+    skh,
+    svh,
+    sqt: tl.constexpr,
+    skt: tl.constexpr,
+    svt: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KVB: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """The sequences of more than `most` queries, tile by tile; the last tiles, which have most keys, begin first."""
     hk = tl.program_id(0) % (HEADS // GROUP)
     tile = tiles - 1 - tl.program_id(0) // (HEADS // GROUP)
@@ -152,16 +209,70 @@ def _tiles(Q, K, V, O, SHIFT, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles
             fits = (q_len > most) & (kv_len >= q_len) & (kv_len <= width * PAGE)
             context = kv_len.to(tl.int32) - q_len
         if fits & (first >= 0) & (first < q_len):
-            _attend(Q, K + hk.to(tl.int64) * skh, V + hk.to(tl.int64) * svh, O, SHIFT,
-                    TABLE + tl.cast(s, tl.int64) * table_row, factor, q0, q_len, context, first, s, hk, pads, pages,
-                    sqt, sqh, skt, svt, PAGE, GROUP, HEADS, D, DP, BLOCK_M, BLOCK_Q, KVB, KEEP)
+            _attend(
+                Q,
+                K + hk.to(tl.int64) * skh,
+                V + hk.to(tl.int64) * svh,
+                O,
+                SHIFT,
+                TABLE + tl.cast(s, tl.int64) * table_row,
+                factor,
+                q0,
+                q_len,
+                context,
+                first,
+                s,
+                hk,
+                pads,
+                pages,
+                sqt,
+                sqh,
+                skt,
+                svt,
+                PAGE,
+                GROUP,
+                HEADS,
+                D,
+                DP,
+                BLOCK_M,
+                BLOCK_Q,
+                KVB,
+                KEEP,
+            )
 
 
 @triton.jit(do_not_specialize=_VALUES)
-def _short(Q, K, V, O, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles, pages, width, table_row, most,
-           sqh, skh, svh, sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, PAGE: tl.constexpr,
-           GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_Q: tl.constexpr, KVB: tl.constexpr):
+def _short(
+    Q,
+    K,
+    V,
+    O,
+    STARTS,
+    KV_LEN,
+    TABLE,
+    factor,
+    tokens,
+    seqs,
+    tiles,
+    pages,
+    width,
+    table_row,
+    most,
+    sqh,
+    skh,
+    svh,
+    sqt: tl.constexpr,
+    skt: tl.constexpr,
+    svt: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KVB: tl.constexpr,
+):
     """The sequences of at most `most` queries, each by one program a head group. It also fills the rows that hold no
     query with zeros, and those of a sequence that does not fit with NaN."""
     hk = tl.program_id(0) % (HEADS // GROUP)
@@ -177,15 +288,42 @@ def _short(Q, K, V, O, STARTS, KV_LEN, TABLE, factor, tokens, seqs, tiles, pages
             _fill(O, float("nan"), q0, q0 + q_len, 1, hk, GROUP * D, HEADS * D)
         elif q_len <= most:
             for first in range(0, q_len, BLOCK_Q):
-                _attend(Q, K + hk.to(tl.int64) * skh, V + hk.to(tl.int64) * svh, O, O,
-                        TABLE + tl.cast(s, tl.int64) * table_row, factor, q0, q_len, kv_len.to(tl.int32) - q_len,
-                        first, s, hk, 0, pages, sqt, sqh, skt, svt, PAGE, GROUP, HEADS, D, DP, BLOCK_M, BLOCK_Q, KVB,
-                        False)
+                _attend(
+                    Q,
+                    K + hk.to(tl.int64) * skh,
+                    V + hk.to(tl.int64) * svh,
+                    O,
+                    O,
+                    TABLE + tl.cast(s, tl.int64) * table_row,
+                    factor,
+                    q0,
+                    q_len,
+                    kv_len.to(tl.int32) - q_len,
+                    first,
+                    s,
+                    hk,
+                    0,
+                    pages,
+                    sqt,
+                    sqh,
+                    skt,
+                    svt,
+                    PAGE,
+                    GROUP,
+                    HEADS,
+                    D,
+                    DP,
+                    BLOCK_M,
+                    BLOCK_Q,
+                    KVB,
+                    False,
+                )
 
 
 @triton.jit(do_not_specialize=_VALUES)
-def _delta(DO, O, DELTA, STARTS, tokens, seqs, pads, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-           R: tl.constexpr):
+def _delta(
+    DO, O, DELTA, STARTS, tokens, seqs, pads, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr
+):
     """The sum of dO times O over a head, by query: fp32, in one order for every query."""
     if tl.load(STARTS + seqs) != tokens:
         return
@@ -203,9 +341,35 @@ def _delta(DO, O, DELTA, STARTS, tokens, seqs, pads, HEADS: tl.constexpr, D: tl.
 
 
 @triton.jit(do_not_specialize=_VALUES)
-def _grad_q(Q, K, V, DO, SHIFT, DELTA, DQ, STARTS, factor, scale, tokens, seqs, tiles, pads, sqh, skh, svh,
-            sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-            D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+def _grad_q(
+    Q,
+    K,
+    V,
+    DO,
+    SHIFT,
+    DELTA,
+    DQ,
+    STARTS,
+    factor,
+    scale,
+    tokens,
+    seqs,
+    tiles,
+    pads,
+    sqh,
+    skh,
+    svh,
+    sqt: tl.constexpr,
+    skt: tl.constexpr,
+    svt: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Tiles of queries as in `_tiles`, over their keys ascending."""
     hk = tl.program_id(0) % (HEADS // GROUP)
     tile = tiles - 1 - tl.program_id(0) // (HEADS // GROUP)
@@ -247,9 +411,35 @@ def _grad_q(Q, K, V, DO, SHIFT, DELTA, DQ, STARTS, factor, scale, tokens, seqs, 
 
 
 @triton.jit(do_not_specialize=_VALUES)
-def _grad_kv(Q, K, V, DO, SHIFT, DELTA, DK, DV, STARTS, factor, scale, tokens, seqs, tiles, pads, sqh, skh, svh,
-             sqt: tl.constexpr, skt: tl.constexpr, svt: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-             D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr):
+def _grad_kv(
+    Q,
+    K,
+    V,
+    DO,
+    SHIFT,
+    DELTA,
+    DK,
+    DV,
+    STARTS,
+    factor,
+    scale,
+    tokens,
+    seqs,
+    tiles,
+    pads,
+    sqh,
+    skh,
+    svh,
+    sqt: tl.constexpr,
+    skt: tl.constexpr,
+    svt: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
     """Tiles of keys, over the queries that see them ascending, one head of the group after the other."""
     tl.static_assert(BLOCK_N % BLOCK_I == 0, "a block of queries would end beyond the sequence's statistics")
     KV: tl.constexpr = HEADS // GROUP
@@ -322,8 +512,12 @@ def _factor(scale: float) -> float:
 
 
 def _shape(q, k) -> dict:
-    return {"GROUP": q.shape[1] // k.shape[1], "HEADS": q.shape[1], "D": q.shape[2],
-            "DP": max(16, next_power_of_2(q.shape[2]))}
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEADS": q.shape[1],
+        "D": q.shape[2],
+        "DP": max(16, next_power_of_2(q.shape[2])),
+    }
 
 
 def _pads(tokens: int, seqs: int) -> int:
@@ -341,8 +535,15 @@ def forward(q, k, v, starts, scale, **schedule):
     if tokens:
         options = _schedule("tiles", q, heads // kv, schedule)
         tiles = tokens // options["BLOCK_Q"] + seqs + 1
-        _run(_tiles, tiles, (q, k, v, out, shift, starts, starts, starts, _factor(scale), tokens, seqs, tiles, pads, 0,
-                             0, 0, 0), q, k, v, {"PAGE": 0, "KVB": KV_BLOCK, "KEEP": True} | options)
+        _run(
+            _tiles,
+            tiles,
+            (q, k, v, out, shift, starts, starts, starts, _factor(scale), tokens, seqs, tiles, pads, 0, 0, 0, 0),
+            q,
+            k,
+            v,
+            {"PAGE": 0, "KVB": KV_BLOCK, "KEEP": True} | options,
+        )
     return out, shift
 
 
@@ -358,13 +559,27 @@ def paged(q, k, v, block_table, starts, seq_lens, block_size, scale, out, short=
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs
     pages = k.shape[0] // block_size, width, block_table.stride(0), most
     programs = max(seqs, 1)
-    _run(_short, programs, (q, k, v, out, *lengths, programs, *pages), q, k, v,
-         {"PAGE": block_size, "KVB": KV_BLOCK} | few)
+    _run(
+        _short,
+        programs,
+        (q, k, v, out, *lengths, programs, *pages),
+        q,
+        k,
+        v,
+        {"PAGE": block_size, "KVB": KV_BLOCK} | few,
+    )
     if not alone:
         many = _schedule("tiles", q, heads // kv, schedule)
         tiles = tokens // many["BLOCK_Q"] + seqs
-        _run(_tiles, tiles, (q, k, v, out, out, *lengths, tiles, 0, *pages), q, k, v,
-             {"PAGE": block_size, "KVB": KV_BLOCK, "KEEP": False} | many)
+        _run(
+            _tiles,
+            tiles,
+            (q, k, v, out, out, *lengths, tiles, 0, *pages),
+            q,
+            k,
+            v,
+            {"PAGE": block_size, "KVB": KV_BLOCK, "KEEP": False} | many,
+        )
 
 
 def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
@@ -384,13 +599,22 @@ def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule
     if tokens:
         pads = _pads(tokens, seqs)
         delta = torch.zeros(heads, pads * _PAD.value, dtype=torch.float32, device=q.device)
-        launch(_delta, ((tokens // 64 + seqs + 1) * heads,), (d_out, out, delta, starts, tokens, seqs, pads),
-               {"num_warps": 4}, HEADS=heads, D=dim, DP=_shape(q, k)["DP"], R=64)
+        launch(
+            _delta,
+            ((tokens // 64 + seqs + 1) * heads,),
+            (d_out, out, delta, starts, tokens, seqs, pads),
+            {"num_warps": 4},
+            HEADS=heads,
+            D=dim,
+            DP=_shape(q, k)["DP"],
+            R=64,
+        )
         by_query = _schedule("grad_q", q, heads // kv, schedule)
         by_key = _schedule("grad_kv", q, heads // kv, grad_kv or {})
 
         def values(tiles):
             return starts, _factor(scale), scale, tokens, seqs, tiles, pads
+
         tiles = tokens // by_query["BLOCK_Q"] + seqs + 1
         _run(_grad_q, tiles, (q, k, v, d_out, shift, delta, dq, *values(tiles)), q, k, v, by_query)
         tiles = tokens // by_key["BLOCK_N"] + seqs + 1

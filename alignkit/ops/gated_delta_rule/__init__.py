@@ -10,6 +10,7 @@ Of a sequence and a head, with rows of a chunk as matrices, last chunk first, fr
 and dh0 is what D is at last. g (a number a row) and gk (a number a row and channel of k) are sums of log decays from
 the chunk's first row on; where one is absent, so is its factor. "last" is the chunk's last row.
 """
+
 from __future__ import annotations
 
 import torch
@@ -81,10 +82,21 @@ def _check_sequences(cu_seqlens, num_chunks: int | None, q: torch.Tensor) -> tup
 
 @op
 def chunk_gated_delta_rule_bwd_dhu(
-    q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
-    g: torch.Tensor | None = None, gk: torch.Tensor | None = None, *, dht: torch.Tensor | None = None,
-    scale: float | None = None, cu_seqlens: torch.Tensor | None = None, num_chunks: int | None = None,
-    state_v_first: bool = False, base2: bool = False, need_dh0: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    do: torch.Tensor,
+    dv: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    *,
+    dht: torch.Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    num_chunks: int | None = None,
+    state_v_first: bool = False,
+    base2: bool = False,
+    need_dh0: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The gradient of the state at the end of each chunk of 64 rows, and that of the new values through it.
 
@@ -138,6 +150,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     dh0 = q.new_empty(sequences, heads, *state, dtype=torch.float32) if need_dh0 else None
     dv2 = torch.empty(dv.shape, dtype=dv.dtype, device=dv.device)
     g, gk, dht = (t if t is None else t.contiguous() for t in (g, gk, dht))
-    backends.select("gated_delta_rule", q.device).bwd_dhu(q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first,
-                                                          base2, dh, dh0, dv2)
+    backends.select("gated_delta_rule", q.device).bwd_dhu(
+        q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first, base2, dh, dh0, dv2
+    )
     return final("chunk_gated_delta_rule_bwd_dhu", (dh, dh0, dv2), inputs)

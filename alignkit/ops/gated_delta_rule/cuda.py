@@ -1,4 +1,5 @@
 """CUDA: the tensor core and the copy engine (csrc/sm90/gated_delta_rule.cu). fp32 is Triton's."""
+
 from __future__ import annotations
 
 import ctypes
@@ -13,14 +14,19 @@ from . import triton
 @cuda.mirrors("AlignkitDelta")
 class _Delta(ctypes.Structure):
     """AlignkitDelta of csrc/sm90/gated_delta_rule.cu."""
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("q", "k", "w", "d_o", "dv")),
-                ("strides", ctypes.c_int64 * 3 * 5),
-                *((name, ctypes.c_void_p) for name in ("g", "gk", "dht", "cu_seqlens", "dh", "dh0", "dv2",
-                                                       "taken")),
-                *((name, ctypes.c_int) for name in ("batch", "rows", "heads", "key_heads", "key_dim", "value_dim",
-                                                    "sequences", "chunks")),
-                ("scale", ctypes.c_float), ("unit", ctypes.c_float),
-                *((name, ctypes.c_int) for name in ("wide", "half", "v_first", "columns"))]
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "w", "d_o", "dv")),
+        ("strides", ctypes.c_int64 * 3 * 5),
+        *((name, ctypes.c_void_p) for name in ("g", "gk", "dht", "cu_seqlens", "dh", "dh0", "dv2", "taken")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("batch", "rows", "heads", "key_heads", "key_dim", "value_dim", "sequences", "chunks")
+        ),
+        ("scale", ctypes.c_float),
+        ("unit", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("wide", "half", "v_first", "columns")),
+    ]
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
@@ -29,8 +35,24 @@ def _copied(t: torch.Tensor) -> torch.Tensor:
     return t if whole else t.clone(memory_format=torch.contiguous_format)
 
 
-def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first: bool, base2: bool, dh, dh0, dv2,
-            columns: int = 0) -> None:
+def bwd_dhu(
+    q,
+    k,
+    w,
+    do,
+    dv,
+    g,
+    gk,
+    dht,
+    scale: float,
+    cu_seqlens,
+    state_v_first: bool,
+    base2: bool,
+    dh,
+    dh0,
+    dv2,
+    columns: int = 0,
+) -> None:
     """Fills dh, dh0 (or None) and dv2. columns: a schedule, on which no bit depends; 32, 64 or 128 of V to a
     multiprocessor (64 for K = 256, and at most V), 0: as is best."""
     if q.dtype == torch.float32:
@@ -38,12 +60,35 @@ def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first
         return
     inputs = [_copied(t) for t in (q, k, w, do, dv)]
     taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)
-    p = _Delta(*(t.data_ptr() for t in inputs), strides=tuple(t.stride()[:3] for t in inputs),
-               **{name: cuda.pointer(t) for name, t in (("g", g), ("gk", gk), ("dht", dht), ("cu_seqlens", cu_seqlens),
-                                                       ("dh", dh), ("dh0", dh0), ("dv2", dv2), ("taken", taken))},
-               batch=q.shape[0], rows=q.shape[1], heads=do.shape[2], key_heads=q.shape[2], key_dim=q.shape[3],
-               value_dim=do.shape[3], sequences=q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1,
-               chunks=dh.shape[1], scale=scale, unit=1.0 if base2 else math.log2(math.e),
-               wide=cu_seqlens is not None and cu_seqlens.dtype == torch.int64, half=q.dtype == torch.float16,
-               v_first=state_v_first, columns=columns)
+    p = _Delta(
+        *(t.data_ptr() for t in inputs),
+        strides=tuple(t.stride()[:3] for t in inputs),
+        **{
+            name: cuda.pointer(t)
+            for name, t in (
+                ("g", g),
+                ("gk", gk),
+                ("dht", dht),
+                ("cu_seqlens", cu_seqlens),
+                ("dh", dh),
+                ("dh0", dh0),
+                ("dv2", dv2),
+                ("taken", taken),
+            )
+        },
+        batch=q.shape[0],
+        rows=q.shape[1],
+        heads=do.shape[2],
+        key_heads=q.shape[2],
+        key_dim=q.shape[3],
+        value_dim=do.shape[3],
+        sequences=q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1,
+        chunks=dh.shape[1],
+        scale=scale,
+        unit=1.0 if base2 else math.log2(math.e),
+        wide=cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
+        half=q.dtype == torch.float16,
+        v_first=state_v_first,
+        columns=columns,
+    )
     cuda.call("alignkit_delta_back", q.device, ctypes.byref(p))

@@ -1,5 +1,6 @@
 """For users of flash-linear-attention: its function by this name with its arguments, and `register`, after which its
 layers call it."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -17,11 +18,24 @@ TYPES = (torch.bfloat16, torch.float16)
 
 
 def chunk_gated_delta_rule_bwd_dhu(
-    q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
-    g: torch.Tensor | None = None, gk: torch.Tensor | None = None, h0: torch.Tensor | None = None,
-    dht: torch.Tensor | None = None, scale: float | None = None, state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None, chunk_size: int = CHUNK, chunk_indices: torch.Tensor | None = None,
-    chunk_offsets: torch.Tensor | None = None, use_graph: bool = False, *, use_exp2: bool = True,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    do: torch.Tensor,
+    dv: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    h0: torch.Tensor | None = None,
+    dht: torch.Tensor | None = None,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_size: int = CHUNK,
+    chunk_indices: torch.Tensor | None = None,
+    chunk_offsets: torch.Tensor | None = None,
+    use_graph: bool = False,
+    *,
+    use_exp2: bool = True,
     transpose_state_layout: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """`alignkit.ops.gated_delta_rule.chunk_gated_delta_rule_bwd_dhu` by the arguments of fla-core 0.6, in their order.
@@ -53,8 +67,22 @@ def chunk_gated_delta_rule_bwd_dhu(
             check_tensor(name, t, dtypes=WITH_FP16)
     g, gk, dht = (t if t is None else t.float() for t in (g, gk, dht))
     try:
-        return _back(q, k, w, do, dv, g, gk, dht=dht, scale=scale, cu_seqlens=cu_seqlens, num_chunks=num_chunks,
-                     state_v_first=v_first, base2=base2, need_dh0=h0 is not None)
+        return _back(
+            q,
+            k,
+            w,
+            do,
+            dv,
+            g,
+            gk,
+            dht=dht,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            num_chunks=num_chunks,
+            state_v_first=v_first,
+            base2=base2,
+            need_dh0=h0 is not None,
+        )
     except InputError as e:
         if not str(e).startswith("num_chunks: "):
             raise
@@ -87,10 +115,13 @@ def register() -> None:
     if importlib.util.find_spec("fla") is None:
         raise UnsupportedError("flash-linear-attention is not installed")
     if importlib.util.find_spec("fla.backends") is None:
-        raise UnsupportedError("fla-core before 0.6 does not dispatch this function: call "
-                               "alignkit.ops.gated_delta_rule.fla.chunk_gated_delta_rule_bwd_dhu in its place")
+        raise UnsupportedError(
+            "fla-core before 0.6 does not dispatch this function: call "
+            "alignkit.ops.gated_delta_rule.fla.chunk_gated_delta_rule_bwd_dhu in its place"
+        )
     from fla import backends as theirs
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function
+
     arguments = inspect.signature(function)
 
     class Backend(theirs.BaseBackend):  # pyright: ignore[reportAttributeAccessIssue] - it is not this file

@@ -1,4 +1,5 @@
 """The recurrence as it is written, a sequence, a head and a chunk at a time, in fp32; on any device."""
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -10,8 +11,24 @@ from . import CHUNK
 
 
 @in_torch
-def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first: bool, base2: bool, dh, dh0, dv2,
-            dtype: torch.dtype = torch.float32) -> None:
+def bwd_dhu(
+    q,
+    k,
+    w,
+    do,
+    dv,
+    g,
+    gk,
+    dht,
+    scale: float,
+    cu_seqlens,
+    state_v_first: bool,
+    base2: bool,
+    dh,
+    dh0,
+    dv2,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Fills dh, dh0 (or None) and dv2. dtype: what is computed in."""
     exp = torch.exp2 if base2 else torch.exp
     heads, group = do.shape[2], do.shape[2] // q.shape[2]
@@ -19,7 +36,7 @@ def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first
         dh, dh0, dht = (t if t is None else t.transpose(-1, -2) for t in (dh, dh0, dht))
 
     def rows_of(t: torch.Tensor, batch: int, head: int, rows: range) -> torch.Tensor:
-        return t[batch, rows.start:rows.stop, head].to(dtype).contiguous()
+        return t[batch, rows.start : rows.stop, head].to(dtype).contiguous()
 
     def go_back(sequence: int, batch: int, rows: range, first_chunk: int, head: int) -> None:
         """One sequence, whose rows lie in `batch`, and one head."""
@@ -27,7 +44,7 @@ def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first
         if dht is not None:
             D += dht[sequence, head]
         for chunk in reversed(range(-(-len(rows) // CHUNK))):
-            now = rows[chunk * CHUNK:(chunk + 1) * CHUNK]
+            now = rows[chunk * CHUNK : (chunk + 1) * CHUNK]
             q_, k_ = (rows_of(t, batch, head // group, now) for t in (q, k))
             w_, do_, dv_ = (rows_of(t, batch, head, now) for t in (w, do, dv))
             decay = one = two = torch.ones(1, 1, dtype=dtype, device=q.device)
@@ -38,7 +55,7 @@ def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first
                 decay = decay * exp(rows_of(gk, batch, head, now)[-1])[:, None]
             dh[batch, first_chunk + chunk, head] = D
             dv2_ = dv_ + one * (k_ @ D)
-            dv2[batch, now.start:now.stop, head] = dv2_
+            dv2[batch, now.start : now.stop, head] = dv2_
             D = decay * D + scale * (two * q_).t() @ do_ - w_.t() @ dv2_
         if dh0 is not None:
             dh0[sequence, head] = D

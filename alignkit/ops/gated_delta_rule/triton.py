@@ -1,5 +1,6 @@
 """Triton: a program a sequence, a head and some columns of V. Its products, and where it rounds, are CUDA's; so are its
 bits."""
+
 from __future__ import annotations
 
 import math
@@ -27,8 +28,32 @@ def _rows_of(P, row, rows, pitch, first, W: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "heads", "group"])
-def _back(Q, K_, W, DO, DV, G, GK, DHT, CU, DH, DH0, DV2, rows, chunks, heads, group, scale, unit, K: tl.constexpr,
-          V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+def _back(
+    Q,
+    K_,
+    W,
+    DO,
+    DV,
+    G,
+    GK,
+    DHT,
+    CU,
+    DH,
+    DH0,
+    DV2,
+    rows,
+    chunks,
+    heads,
+    group,
+    scale,
+    unit,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     first = tl.program_id(0) * BV
     head = tl.program_id(1) % heads
     sequence = tl.program_id(1) // heads
@@ -85,30 +110,65 @@ def _back(Q, K_, W, DO, DV, G, GK, DHT, CU, DH, DH0, DV2, rows, chunks, heads, g
         if GK is not None:
             decay = decay * tl.exp2(tl.load(GK + ((begin + last) * heads + head) * K + of_k) * unit)
         # Not x + dv: the compiler folds `dot(a, b, 0) + c` into `dot(a, b, c)`, which is another order.
-        x = tl.fma(tl.broadcast_to(of_dv[:, None], (C, BV)), x,
-                   _rows_of(dv, row, count, heads * V, first, BV, C).to(tl.float32))
+        x = tl.fma(
+            tl.broadcast_to(of_dv[:, None], (C, BV)),
+            x,
+            _rows_of(dv, row, count, heads * V, first, BV, C).to(tl.float32),
+        )
         new = x.to(Q.dtype.element_ty)
         r = row + tl.arange(0, C)
         tl.store(dv2 + r.to(tl.int64)[:, None] * heads * V + of_v[None, :], new, mask=(r < count)[:, None])
 
         scaled = _rows_of(do, row, count, heads * V, first, BV, C).to(tl.float32) * of_do[:, None]
         D = D * decay[:, None]
-        D = tl.dot(tl.trans(_rows_of(q, row, count, key_heads * K, 0, K, C)), scaled.to(Q.dtype.element_ty), D,
-                   input_precision=PRECISION)
+        D = tl.dot(
+            tl.trans(_rows_of(q, row, count, key_heads * K, 0, K, C)),
+            scaled.to(Q.dtype.element_ty),
+            D,
+            input_precision=PRECISION,
+        )
         D = tl.dot(tl.trans(_rows_of(w, row, count, heads * K, 0, K, C)), new * -1.0, D, input_precision=PRECISION)
     if DH0 is not None:
         tl.store(DH0 + state + inner, D)
 
 
-def bwd_dhu(q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first: bool, base2: bool, dh, dh0,
-            dv2) -> None:
+def bwd_dhu(
+    q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first: bool, base2: bool, dh, dh0, dv2
+) -> None:
     """Fills dh, dh0 (or None) and dv2."""
     q, k, w, do, dv = (t.contiguous() for t in (q, k, w, do, dv))
     key_dim, heads, value_dim = q.shape[3], *do.shape[2:]
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     exact = q.dtype == torch.float32
     columns = 16 if exact and key_dim == 256 else 32
-    launch(_back, (value_dim // columns, sequences * heads),
-           (q, k, w, do, dv, g, gk, dht, cu_seqlens, dh, dh0, dv2, q.shape[1], dh.shape[1], heads, heads // q.shape[2],
-            scale, 1.0 if base2 else math.log2(math.e)), {"num_warps": 4, "num_stages": 1},
-           K=key_dim, V=value_dim, BV=columns, C=CHUNK, V_FIRST=state_v_first, PRECISION="ieee" if exact else "tf32")
+    launch(
+        _back,
+        (value_dim // columns, sequences * heads),
+        (
+            q,
+            k,
+            w,
+            do,
+            dv,
+            g,
+            gk,
+            dht,
+            cu_seqlens,
+            dh,
+            dh0,
+            dv2,
+            q.shape[1],
+            dh.shape[1],
+            heads,
+            heads // q.shape[2],
+            scale,
+            1.0 if base2 else math.log2(math.e),
+        ),
+        {"num_warps": 4, "num_stages": 1},
+        K=key_dim,
+        V=value_dim,
+        BV=columns,
+        C=CHUNK,
+        V_FIRST=state_v_first,
+        PRECISION="ieee" if exact else "tf32",
+    )

@@ -2,6 +2,7 @@
 
 docs/contract.md, "Linear".
 """
+
 from __future__ import annotations
 
 import torch
@@ -13,9 +14,16 @@ from .._calls import differentiable_once, op
 from .._common import WITH_FP16, check_flag, check_tp, check_weight, require, rounded
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, *, leaves: int = 1, bias: torch.Tensor | None = None,
-           out_dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None,
-           to: torch.Tensor | None = None) -> torch.Tensor:
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    leaves: int = 1,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    to: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain over ascending k, or `leaves` such chains
     joined by the balanced tree; plus bias [N] in fp32; rounded to `out_dtype`. With `out` (fp32, unit stride in the
     last dim, one leaf) the chains continue from what `out` holds on a CPU, and are added to it on a GPU. With `to`, the
@@ -36,8 +44,15 @@ class _Linear(torch.autograd.Function):
         full = tp.gather(x) if gather else x
         x2 = full.reshape(-1, full.shape[-1])
         if row_leaves and tp.size > 1:
-            y = tp.sum_products(lambda rows, to: matmul(x2[rows], weight, leaves=row_leaves, to=to), len(x2), len(weight),
-                                x.device, bias=bias, dtype=out_dtype, scatter=sequence_parallel)
+            y = tp.sum_products(
+                lambda rows, to: matmul(x2[rows], weight, leaves=row_leaves, to=to),
+                len(x2),
+                len(weight),
+                x.device,
+                bias=bias,
+                dtype=out_dtype,
+                scatter=sequence_parallel,
+            )
         else:
             y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
         ctx.save_for_backward(x, weight)  # gathered again in backward: only this rank's rows are kept
@@ -63,8 +78,14 @@ class _Linear(torch.autograd.Function):
             if row or tp.size == 1:
                 dx = matmul(dy, weight.t(), out_dtype=x.dtype)
             else:
-                dx = tp.sum_products(lambda rows, to: matmul(dy[rows], weight.t(), to=to), len(dy), weight.shape[1],
-                                     dy.device, dtype=x.dtype, scatter=sequence_parallel)
+                dx = tp.sum_products(
+                    lambda rows, to: matmul(dy[rows], weight.t(), to=to),
+                    len(dy),
+                    weight.shape[1],
+                    dy.device,
+                    dtype=x.dtype,
+                    scatter=sequence_parallel,
+                )
             dx = dx.reshape(x.shape)
         if full is not None:
             x2 = full().reshape(-1, x.shape[-1])
@@ -88,24 +109,42 @@ def _gradients(x: torch.Tensor, weight: torch.Tensor) -> tuple[bool, bool]:
 def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
     check_flag("sequence_parallel", sequence_parallel)
     check_weight(x, weight, bias, dtypes=WITH_FP16)
-    require(out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in (x.dtype, torch.float32)),
-            f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32")
+    require(
+        out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in (x.dtype, torch.float32)),
+        f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32",
+    )
     require(not sequence_parallel or x.ndim >= 2, "x: sequence_parallel needs a sequence dimension in front")
     if row:
         k = x.shape[-1] * tp.size
         leaves = k_leaves(k)
-        require(leaves % tp.size == 0,
-                f"tp: {tp.size} ranks cannot share the {leaves} leaves that the contract cuts k = {k} into")
-        require(not sequence_parallel or x.shape[0] % tp.size == 0,
-                f"x: dim 0 ({x.shape[0]}) does not divide among {tp.size} sequence-parallel ranks")
-    meta = {"x": (tuple(x.shape), str(x.dtype)), "sequence_parallel": sequence_parallel, "bias": bias is not None,
-            "out_dtype": str(out_dtype), "requires_grad": _gradients(x, weight)}
+        require(
+            leaves % tp.size == 0,
+            f"tp: {tp.size} ranks cannot share the {leaves} leaves that the contract cuts k = {k} into",
+        )
+        require(
+            not sequence_parallel or x.shape[0] % tp.size == 0,
+            f"x: dim 0 ({x.shape[0]}) does not divide among {tp.size} sequence-parallel ranks",
+        )
+    meta = {
+        "x": (tuple(x.shape), str(x.dtype)),
+        "sequence_parallel": sequence_parallel,
+        "bias": bias is not None,
+        "out_dtype": str(out_dtype),
+        "requires_grad": _gradients(x, weight),
+    }
     return meta | ({"weight": tuple(weight.shape)} if row else {"weight": weight.shape[1]})
 
 
 @op
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tp: TP | None = None,
-           sequence_parallel: bool = False, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tp: TP | None = None,
+    sequence_parallel: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Column-parallel or replicated linear layer: ``y = x @ weight.T + bias``.
 
     Args:
@@ -128,9 +167,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 @op
-def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
-                        tp: TP | None = None, sequence_parallel: bool = False,
-                        out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tp: TP | None = None,
+    sequence_parallel: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Row-parallel linear layer: ``y = sum over ranks of x @ weight.T, + bias`` with the bits of a single rank.
 
     The global k is cut into `contract.k_leaves(k)` chains that are added by a balanced tree; a rank owns a subtree.
@@ -153,5 +198,3 @@ def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     tp.check_same("row_parallel_linear", lambda: _check(x, weight, bias, tp, sequence_parallel, out_dtype, True))
     leaves = k_leaves(x.shape[-1] * tp.size) // tp.size
     return _Linear.apply(x, weight, bias, tp, sequence_parallel and tp.size > 1, leaves, out_dtype or x.dtype)
-
-

@@ -1,4 +1,5 @@
 """C++: outputs in blocks of registers, k ascending in each."""
+
 from __future__ import annotations
 
 import torch

@@ -8,6 +8,7 @@ fails is refused, and the next of cuBLASLt's suggestions takes its place. Where 
 
 Having no workspace also means that calls share nothing: any stream will do, and a CUDA graph may be captured.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -51,14 +52,21 @@ Launcher = Callable[[int, int, int, int, int], int]
 
 class _Suggestion(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
-    _fields_ = [("algorithm", _Opaque), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+
+    _fields_ = [
+        ("algorithm", _Opaque),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
 
 
 class Problem(NamedTuple):
     """Everything that decides which algorithm may be used: out [m, n] = a [m, k] . b [n, k]^T, plus out if `accumulate`,
     or a bias of its type if `bias`. `a_by_k`: k is a's contiguous dimension, and `lda` elements lie between its rows; else
     its columns."""
+
     device: int
     m: int
     n: int
@@ -91,10 +99,16 @@ def _layout(t: torch.Tensor) -> tuple[bool, int] | None:
     return (by_k, ld) if ld >= length and ld == _aligned(ld) else None
 
 
-def problem(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> Problem | None:
+def problem(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
+) -> Problem | None:
     """What the operands ask of cuBLASLt, or None if that is not for it: types other than bf16 or fp16 in and that or fp32
     out, a bias of another type than out, sizes, strides or addresses that it could only take slowly, k = 0."""
-    if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype or out.dtype not in (a.dtype, torch.float32):
+    if (
+        a.dtype not in (torch.bfloat16, torch.float16)
+        or b.dtype != a.dtype
+        or out.dtype not in (a.dtype, torch.float32)
+    ):
         return None
     if bias is not None and (accumulate or bias.dtype != out.dtype or not bias.is_contiguous()):
         return None
@@ -103,8 +117,19 @@ def problem(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: to
         return None
     if (a.data_ptr() | b.data_ptr() | out.data_ptr() | _address(bias)) % _ALIGNMENT:
         return None
-    return Problem(a.get_device(), out.shape[0], out.shape[1], a.shape[1], *a_layout, *b_layout, c_layout[1], a.dtype,
-                   out.dtype, accumulate, bias is not None)
+    return Problem(
+        a.get_device(),
+        out.shape[0],
+        out.shape[1],
+        a.shape[1],
+        *a_layout,
+        *b_layout,
+        c_layout[1],
+        a.dtype,
+        out.dtype,
+        accumulate,
+        bias is not None,
+    )
 
 
 def _address(bias: torch.Tensor | None) -> int:
@@ -156,7 +181,11 @@ def _operation(transpose_a: bool, transpose_b: bool, bias: bool) -> int | None:
     """A descriptor: fp32 sums, alpha and beta on the host. One with a bias is used by one thread at a time, under `_lock`."""
     operation = ctypes.c_void_p()
     _call("MatmulDescCreate", ctypes.byref(operation), _COMPUTE_FP32, _TYPES[torch.float32])
-    for attribute, value in ((_TRANSA, transpose_a), (_TRANSB, transpose_b), *([(_EPILOGUE, _ADD_BIAS)] if bias else [])):
+    for attribute, value in (
+        (_TRANSA, transpose_a),
+        (_TRANSB, transpose_b),
+        *([(_EPILOGUE, _ADD_BIAS)] if bias else []),
+    ):
         _call("MatmulDescSetAttribute", operation, attribute, ctypes.byref(ctypes.c_int32(value)), 4)
     if bias:
         _set_bias(operation.value, 256)  # an aligned address; nothing reads it while algorithms are asked for
@@ -188,6 +217,7 @@ class _Product:
             made = _Opaque()
             _call("MatrixLayoutInit_internal", made, ctypes.sizeof(made), dtype, rows, columns, ld)
             return made
+
         self.problem, self.handle = p, _handle(p.device)
         self.operation = _operation(p.b_by_k, not p.a_by_k, p.bias)
         self.b = layout(_TYPES[p.dtype], *((p.k, p.n) if p.b_by_k else (p.n, p.k)), p.ldb)
@@ -199,19 +229,36 @@ class _Product:
         """The algorithms that cuBLASLt proposes without a workspace, best first."""
         found, count = (_Suggestion * _SUGGESTIONS)(), ctypes.c_int()
         status = _library().cublasLtMatmulAlgoGetHeuristic(
-            self.handle, self.operation, self.b, self.a, self.c, self.c, _preference(), _SUGGESTIONS, found,
-            ctypes.byref(count))
+            self.handle,
+            self.operation,
+            self.b,
+            self.a,
+            self.c,
+            self.c,
+            _preference(),
+            _SUGGESTIONS,
+            found,
+            ctypes.byref(count),
+        )
         if status == _NOT_SUPPORTED:
             return []
         if status:
             raise BackendError(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
-        return [bytes(s.algorithm) for s in found[:count.value] if s.state == 0 and s.workspace == 0]
+        return [bytes(s.algorithm) for s in found[: count.value] if s.state == 0 and s.workspace == 0]
 
     def takes(self, algorithm: bytes) -> bool:
         """Whether an algorithm suggested for a product of other rows will do this one too."""
         found = _Suggestion()
-        status = _library().cublasLtMatmulAlgoCheck(self.handle, self.operation, self.b, self.a, self.c, self.c,
-                                                    _Opaque.from_buffer_copy(algorithm), ctypes.byref(found))
+        status = _library().cublasLtMatmulAlgoCheck(
+            self.handle,
+            self.operation,
+            self.b,
+            self.a,
+            self.c,
+            self.c,
+            _Opaque.from_buffer_copy(algorithm),
+            ctypes.byref(found),
+        )
         return status == 0 and found.workspace == 0
 
     def launcher(self, algorithm: bytes) -> Launcher:
@@ -227,6 +274,7 @@ class _Product:
             with _lock:
                 _set_bias(operation, bias)
                 return launch(a, b, bias, out, stream)
+
         return launch_with_bias if self.problem.bias else launch
 
 
@@ -252,8 +300,9 @@ def _trial_of(p: Problem) -> Problem:
     while (most_m + most_n) * p.k > _TRIAL_VALUES and (most_m, most_n) != _FEWEST_OUTPUTS:
         most_m, most_n = most_m // 2, most_n // 2
     m, n = (min(1 << (size - 1).bit_length(), most) for size, most in ((p.m, most_m), (p.n, most_n)))
-    return p._replace(m=m, n=n, lda=_aligned(p.k if p.a_by_k else m), ldb=_aligned(p.k if p.b_by_k else n),
-                      ldc=_aligned(n))
+    return p._replace(
+        m=m, n=n, lda=_aligned(p.k if p.a_by_k else m), ldb=_aligned(p.k if p.b_by_k else n), ldc=_aligned(n)
+    )
 
 
 def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -269,17 +318,18 @@ def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         rows, columns = t.shape if by_k else t.shape[::-1]
         made = torch.empty(rows, ld, dtype=t.dtype, device=device)[:, :columns]
         return (made if by_k else made.t()).copy_(t)
+
     order = torch.randperm(p.k, device=device, generator=generator)
     half = p.k // 2
-    first, second = order[:half], order[half:2 * half]
+    first, second = order[:half], order[half : 2 * half]
     a = random(p.m, p.k)
     a[:, second] = a[:, first]
-    a[:, order[2 * half:]] *= 2.0**-20
+    a[:, order[2 * half :]] *= 2.0**-20
     a = laid_out(a, p.a_by_k, p.lda)
     b = random(p.n, p.k)
     b[::2, second] = -b[::2, first]
     b = laid_out(b, p.b_by_k, p.ldb)
-    out = random(p.m, p.ldc, dtype=p.out_dtype)[:, :p.n]
+    out = random(p.m, p.ldc, dtype=p.out_dtype)[:, : p.n]
     # Where the sum is nothing but rounding, so is the bias, which would hide it; elsewhere their sum must be rounded once.
     bias = random(p.n, dtype=p.out_dtype) if p.bias else None
     if bias is not None:
@@ -293,8 +343,9 @@ def _passes(algorithm: bytes, trial: Problem, chain: Callable) -> bool:
         a, b, bias, out = _trial_operands(trial)
         want = out.clone()
         chain(a, b, bias, want, trial.accumulate)
-        status = _Product(trial).launcher(algorithm)(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(),
-                                                     _stream(trial.device))
+        status = _Product(trial).launcher(algorithm)(
+            a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), _stream(trial.device)
+        )
         if status not in (0, _NOT_SUPPORTED):
             raise BackendError(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
         as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
@@ -358,8 +409,9 @@ def _decide(p: Problem, chain: Callable) -> Launcher | None:
     return None if algorithm is None else product.launcher(algorithm)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool,
-           chain: Callable) -> bool:
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool, chain: Callable
+) -> bool:
     """out [M, N] = a [M, K] . b [N, K]^T, plus bias [N], or `out` if `accumulate`, by an algorithm that passed its trial.
 
     False, and nothing done, where there is none, or where the problem is new while a CUDA graph is being captured (a

@@ -1,5 +1,6 @@
 """CUDA: products of few rows, as fast as the weight can be read: logits (csrc/sm90/few.cu), long chains with a narrow weight
 (narrow.cu) and k-trees (tree.cu). Everything else is Triton's: the same bits."""
+
 from __future__ import annotations
 
 import ctypes
@@ -35,8 +36,14 @@ def takes(t: torch.Tensor) -> bool:
 
 
 def _fits(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
-    return (0 < len(a) <= rows and a.shape[1] > 0 and takes(a) and takes(b) and out.stride(1) == 1
-            and out.dtype in (torch.float32, torch.bfloat16))
+    return (
+        0 < len(a) <= rows
+        and a.shape[1] > 0
+        and takes(a)
+        and takes(b)
+        and out.stride(1) == 1
+        and out.dtype in (torch.float32, torch.bfloat16)
+    )
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -59,8 +66,16 @@ def narrow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
     """As `few`; out fp32 or bf16."""
     if len(b) > NARROW or a.shape[1] < LONG or not _fits(a, b, out, NARROW_ROWS):
         return False
-    cuda.call("alignkit_narrow_product", out.device, *_matrix(a), *_matrix(b), *_matrix(out), _rounded(out), *out.shape,
-              a.shape[1])
+    cuda.call(
+        "alignkit_narrow_product",
+        out.device,
+        *_matrix(a),
+        *_matrix(b),
+        *_matrix(out),
+        _rounded(out),
+        *out.shape,
+        a.shape[1],
+    )
     return True
 
 
@@ -78,12 +93,20 @@ def deal(m: int, n: int, leaves: int, clusters: int) -> int | None:
             return None
         return 1 if -(-n // 64) <= clusters else 2
     tiles = -(-n // (IDS if m <= 128 else IDS // 2))
-    return min((parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
-               key=lambda parts: (-(-tiles * parts // clusters) / parts, parts))
+    return min(
+        (parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
+        key=lambda parts: (-(-tiles * parts // clusters) / parts, parts),
+    )
 
 
-def tree(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
-         parts: int | None = None) -> bool:
+def tree(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    leaves: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    parts: int | None = None,
+) -> bool:
     """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]. False, and
     nothing done, if that is not for these operands. `parts` overrides the choice of `deal`, and changes no bit."""
     (m, k), n = a.shape, len(b)
@@ -96,13 +119,28 @@ def tree(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | Non
         return False
     pitch = -(-n // IDS) * IDS
     sums = None if parts == 1 else torch.empty(parts, m, pitch, dtype=torch.float32, device=out.device)
-    cuda.call("alignkit_few_tree", out.device, *_matrix(a), *_matrix(b), bias, *_matrix(out), _rounded(out), sums,
-              ctypes.c_int64(pitch), parts, m, n, k, leaves)
+    cuda.call(
+        "alignkit_few_tree",
+        out.device,
+        *_matrix(a),
+        *_matrix(b),
+        bias,
+        *_matrix(out),
+        _rounded(out),
+        sums,
+        ctypes.c_int64(pitch),
+        parts,
+        m,
+        n,
+        k,
+        leaves,
+    )
     return True
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
-           accumulate: bool) -> None:
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
+) -> None:
     if leaves > 1:
         done = not accumulate and tree(a, b, leaves, bias, out)
     else:

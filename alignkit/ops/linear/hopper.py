@@ -4,6 +4,7 @@ A block of threads takes one tile of 128 x 128 outputs after another. One warp c
 the ends of leaves and tiles without a pause; two groups of four warps multiply 64 rows each and join the leaves' sums.
 The order of k, and so every bit, is that of triton.py.
 """
+
 from __future__ import annotations
 
 import functools
@@ -59,13 +60,29 @@ def _copy(a_desc, b_desc, a_smem, b_smem, full, empty, M, N, steps):
             mbarrier.expect(full.index(stage), (2 * ROWS + COLS) * STEP * 2)
             tma.async_copy_global_to_shared(b_desc, [n, s * STEP], full.index(stage), b_smem.index(stage))
             tma.async_copy_global_to_shared(a_desc, [m, s * STEP], full.index(stage), a_smem.index(2 * stage))
-            tma.async_copy_global_to_shared(a_desc, [m + ROWS, s * STEP], full.index(stage), a_smem.index(2 * stage + 1))
+            tma.async_copy_global_to_shared(
+                a_desc, [m + ROWS, s * STEP], full.index(stage), a_smem.index(2 * stage + 1)
+            )
             it += 1
 
 
 @gluon.jit
-def _multiply(c_desc, BIAS, a_smem, b_smem, four, c_smem, full, empty, M, N, steps, WHICH: gl.constexpr,
-              LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr):
+def _multiply(
+    c_desc,
+    BIAS,
+    a_smem,
+    b_smem,
+    four,
+    c_smem,
+    full,
+    empty,
+    M,
+    N,
+    steps,
+    WHICH: gl.constexpr,
+    LEAVES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
     """The group of warps that computes the rows of half WHICH of a tile. A stage is handed back when the next product has
     been started, at the end of a leaf when its own is done."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
@@ -79,8 +96,13 @@ def _multiply(c_desc, BIAS, a_smem, b_smem, four, c_smem, full, empty, M, N, ste
             for s in range(steps):
                 stage = it % STAGES
                 mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-                acc = warpgroup_mma(a_smem.index(2 * stage + WHICH), b_smem.index(stage).permute((1, 0)), acc,
-                                    use_acc=s > 0, is_async=True)
+                acc = warpgroup_mma(
+                    a_smem.index(2 * stage + WHICH),
+                    b_smem.index(stage).permute((1, 0)),
+                    acc,
+                    use_acc=s > 0,
+                    is_async=True,
+                )
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), pred=s > 0)
                 it += 1
@@ -123,11 +145,21 @@ def _matmul(a_desc, b_desc, c_desc, BIAS, M, N, steps, LEAVES: gl.constexpr, HAS
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    gl.warp_specialize([
-        (_multiply, (c_desc, BIAS, a_smem, b_smem, four.index(0), c0, full, empty, M, N, steps, 0, LEAVES, HAS_BIAS)),
-        (_multiply, (c_desc, BIAS, a_smem, b_smem, four.index(1), c1, full, empty, M, N, steps, 1, LEAVES, HAS_BIAS)),
-        (_copy, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, steps * LEAVES)),
-    ], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (c_desc, BIAS, a_smem, b_smem, four.index(0), c0, full, empty, M, N, steps, 0, LEAVES, HAS_BIAS),
+            ),
+            (
+                _multiply,
+                (c_desc, BIAS, a_smem, b_smem, four.index(1), c1, full, empty, M, N, steps, 1, LEAVES, HAS_BIAS),
+            ),
+            (_copy, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, steps * LEAVES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 class _Matrix(TensorDescriptor):

@@ -1,6 +1,7 @@
 """Launches that are prepared once. From the arguments of every launch Triton works out anew which compiled kernel is meant,
 and a product of few rows takes the device less time than that takes the host. What decides it is compared here at once,
 with everything else that a schedule depends on: the operands but for their addresses."""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
 """The chain and the k-tree, one fused multiply-add at a time."""
+
 from __future__ import annotations
 
 import torch
@@ -15,8 +16,10 @@ def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
 
 @in_torch
 def matmul(a, b, leaves, bias, out, accumulate) -> None:
-    parts = [_chain(x, w, out if accumulate else torch.zeros(out.shape, dtype=torch.float32, device=out.device))
-             for x, w in zip(a.chunk(leaves, dim=1), b.chunk(leaves, dim=1), strict=True)]
+    parts = [
+        _chain(x, w, out if accumulate else torch.zeros(out.shape, dtype=torch.float32, device=out.device))
+        for x, w in zip(a.chunk(leaves, dim=1), b.chunk(leaves, dim=1), strict=True)
+    ]
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     out.copy_(parts[0] if bias is None else parts[0] + bias.float())

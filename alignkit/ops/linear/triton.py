@@ -7,6 +7,7 @@ products of many rows to hopper.py.
 The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which is another order. It cannot where the dot's sum goes
 round a loop, so the number of steps is never a constant to it.
 """
+
 from __future__ import annotations
 
 import functools
@@ -34,9 +35,29 @@ def _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "STEPS"])
-def _matmul(A, B, C, BIAS, M, N, K, STEPS, sam, sak, sbn, sbk, scm, LEAVES: tl.constexpr, HAS_BIAS: tl.constexpr,
-            ACCUMULATE: tl.constexpr, RESUME: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-            GROUP: tl.constexpr):
+def _matmul(
+    A,
+    B,
+    C,
+    BIAS,
+    M,
+    N,
+    K,
+    STEPS,
+    sam,
+    sak,
+    sbn,
+    sbk,
+    scm,
+    LEAVES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    RESUME: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     part = tl.program_id(1).to(tl.int64)  # of k and its leaves: K, STEPS and LEAVES are those of one part
     A += part * K * sak
     B += part * K * sbk
@@ -131,8 +152,17 @@ def _tree_schedule(m: int, n: int, leaf: int) -> dict:
 
 
 @functools.lru_cache(MOST)
-def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Operand, leaves: int, accumulate: bool,
-            resumed: bool, schedule: tuple) -> tuple[Launch, Launch | None, int]:
+def _choose(
+    device: int,
+    a: Operand,
+    b: Operand,
+    bias: Operand | None,
+    out: Operand,
+    leaves: int,
+    accumulate: bool,
+    resumed: bool,
+    schedule: tuple,
+) -> tuple[Launch, Launch | None, int]:
     """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
     ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
     if dtype == torch.float32:
@@ -145,22 +175,54 @@ def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Oper
     step = chosen["BLOCK_K"]
     if leaves > 1:  # a step of the loop stays inside a leaf, which is a multiple of 16
         step = math.gcd(step, k // leaves)
-    rest = (m, n, k // parts, triton.cdiv(k // parts, step), *a_strides, *b_strides, row if whole else n, leaves // parts,
-            whole and bias is not None, accumulate, resumed, chosen["BLOCK_M"], chosen["BLOCK_N"], step, 8)
+    rest = (
+        m,
+        n,
+        k // parts,
+        triton.cdiv(k // parts, step),
+        *a_strides,
+        *b_strides,
+        row if whole else n,
+        leaves // parts,
+        whole and bias is not None,
+        accumulate,
+        resumed,
+        chosen["BLOCK_M"],
+        chosen["BLOCK_N"],
+        step,
+        8,
+    )
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
     product = Launch(device, _matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
     rest = (m, n, row, parts.bit_length() - 1, bias is not None, 512)
     return product, None if whole else Launch(device, _join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
 
 
-def tiles(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
-          accumulate: bool, resumed: bool = False, **schedule) -> None:
+def tiles(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    leaves: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    accumulate: bool,
+    resumed: bool = False,
+    **schedule,
+) -> None:
     """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `schedule` overrides the choice: the
     tile, and into how many parts the leaves are dealt out to blocks of their own. No choice changes a bit."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
-    product, join, parts = _choose(out.get_device(), operand(a), operand(b), operand(bias), operand(out), leaves,
-                                   accumulate, resumed, tuple(schedule.items()))
+    product, join, parts = _choose(
+        out.get_device(),
+        operand(a),
+        operand(b),
+        operand(bias),
+        operand(out),
+        leaves,
+        accumulate,
+        resumed,
+        tuple(schedule.items()),
+    )
     if join is None:
         product(a, b, out, bias)
     else:
@@ -174,8 +236,9 @@ def _chain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: tor
     tiles(a, b, 1, bias, out, accumulate, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor,
-           accumulate: bool) -> None:
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
+) -> None:
     if leaves == 1 and cublaslt.matmul(a, b, bias, out, accumulate, _chain):
         return
     if bias is not None:

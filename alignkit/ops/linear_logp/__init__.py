@@ -5,6 +5,7 @@ statistics are integers, so neither the order of a sum nor the rank that compute
 statistics, and logits only of a tile that a shard's border cuts. The [N, V] logits are taken a block of rows and columns at a
 time, and not stored unless `keep_logits` asks for it.
 """
+
 from __future__ import annotations
 
 import math
@@ -67,6 +68,7 @@ def _part(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
 @dataclass(frozen=True)
 class _Transform:
     """From a product to a logit: plus bias (fp32 [V_local]), capped, scaled; None leaves a step out."""
+
     bias: torch.Tensor | None = None
     soft_cap: float | None = None
     logit_scale: float | None = None
@@ -78,11 +80,26 @@ class _Transform:
 class _Head:
     """Where logits come from: hidden . weight^T, then `how`."""
 
-    def __init__(self, hidden, weight, how: _Transform, count: torch.Tensor | None = None,
-                 kept: torch.Tensor | None = None, filled: bool = False, workspace: int | None = None):
+    def __init__(
+        self,
+        hidden,
+        weight,
+        how: _Transform,
+        count: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
+        filled: bool = False,
+        workspace: int | None = None,
+    ):
         """count: so many rows count, the first (int32, on the device); None: all. kept: fp32 [N, V_local], where the
         products stay; `filled`, if they are there."""
-        self.hidden, self.weight, self.how, self.count, self.kept, self.filled = hidden, weight, how, count, kept, filled
+        self.hidden, self.weight, self.how, self.count, self.kept, self.filled = (
+            hidden,
+            weight,
+            how,
+            count,
+            kept,
+            filled,
+        )
         self.family = backends.family(hidden.device)
         self.backend = backends.select("linear_logp", hidden.device)
         self.workspace = WORKSPACE[self.family] if workspace is None else workspace
@@ -119,7 +136,9 @@ class _Head:
             else:
                 stop = start + min(left, width or left)
                 if own is None:
-                    own = torch.empty(rows * (stop - start + -(stop - start) % 8), dtype=dtype, device=self.weight.device)
+                    own = torch.empty(
+                        rows * (stop - start + -(stop - start) % 8), dtype=dtype, device=self.weight.device
+                    )
                 yield slice(start, stop), own
             start = stop
 
@@ -141,17 +160,36 @@ class _Head:
 
     def statistics(self, rows: slice, columns: slice, *args) -> bool:
         """Those of the products, if that takes no products in memory; see the backend."""
-        return self._fused("head_statistics", self.hidden[rows], self.weight[columns], self.how.of(columns), *args,
-                           self.count, rows.start, None if self.kept is None else self.kept[rows, columns])
+        return self._fused(
+            "head_statistics",
+            self.hidden[rows],
+            self.weight[columns],
+            self.how.of(columns),
+            *args,
+            self.count,
+            rows.start,
+            None if self.kept is None else self.kept[rows, columns],
+        )
 
     def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple, memory: torch.Tensor) -> torch.Tensor:
         """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
         n, c = rows.stop - rows.start, columns.stop - columns.start
         width = c + -c % 8
-        dz = memory[:n * width].view(n, width)[:, :c]
+        dz = memory[: n * width].view(n, width)[:, :c]
         temperature, target, *others = (_part(v, rows) for v in per_row)
-        if not self.filled and self._fused("head_gradient", self.hidden[rows], self.weight[columns], self.how.of(columns),
-                                           temperature, target, first, *others, dz, self.count, rows.start):
+        if not self.filled and self._fused(
+            "head_gradient",
+            self.hidden[rows],
+            self.weight[columns],
+            self.how.of(columns),
+            temperature,
+            target,
+            first,
+            *others,
+            dz,
+            self.count,
+            rows.start,
+        ):
             return dz
         height, step = self.blocks(n, c)
         for part in _cuts(0, n, height):
@@ -159,11 +197,21 @@ class _Head:
             each = [_part(v, here) for v in per_row]
             for cut in _cuts(0, c, None if self.filled else step):
                 ids = slice(columns.start + cut.start, columns.start + cut.stop)
-                self.backend.gradient(self.products(here, ids), self.how.of(ids), first + cut.start, dz[part, cut], *each)
+                self.backend.gradient(
+                    self.products(here, ids), self.how.of(ids), first + cut.start, dz[part, cut], *each
+                )
         return dz
 
-    def products_of(self, dz: torch.Tensor, rows: slice, columns: slice, dhidden: torch.Tensor | None,
-                    dweight: torch.Tensor | None, resume: bool, add: bool) -> None:
+    def products_of(
+        self,
+        dz: torch.Tensor,
+        rows: slice,
+        columns: slice,
+        dhidden: torch.Tensor | None,
+        dweight: torch.Tensor | None,
+        resume: bool,
+        add: bool,
+    ) -> None:
         """What the gradient dz of these rows and columns gives: for dhidden [rows, D], whose chains go on from what it holds if
         `resume`; for dweight [columns, D], where the chains are added to what it holds if `add`. Either may be None."""
         hidden, weight = self.hidden[rows], self.weight[columns]
@@ -187,6 +235,7 @@ def _head(hidden, weight, bias, soft_cap, logit_scale, *args, **options) -> _Hea
 
 class _Given:
     """Where logits come from: a tensor [N, V_local] of them, of which row order[i] is the i-th (all, if None)."""
+
     how = _Transform()
 
     def __init__(self, logits, order: torch.Tensor | None = None):
@@ -215,18 +264,27 @@ def _row_sums(source, device, n: int, target, temperature, shards: Shards, tp: T
     height, width = source.blocks(n, max(shards.sizes))
     for rows in _cuts(0, n, height):
         size = rows.stop - rows.start
-        m, q, u = (torch.empty(size, tiles if kept else 0, dtype=dtype, device=device)
-                   for dtype, kept in ((torch.float32, True), (torch.int32, True), (torch.int32, entropy)))
+        m, q, u = (
+            torch.empty(size, tiles if kept else 0, dtype=dtype, device=device)
+            for dtype, kept in ((torch.float32, True), (torch.int32, True), (torch.int32, entropy))
+        )
         z_target = None if target is None else torch.zeros(size, dtype=torch.float32, device=device)
 
         def into(first: int, last: int, rows=rows, out=(m, q, u if entropy else None)):
             """What else the statistics of the columns from `first` to `last` take, and where they go."""
             of = slice((first - lead) // VOCAB_TILE, -((lead - last) // VOCAB_TILE))
-            return (_part(temperature, rows), _part(target, rows), start + first,
-                    *(None if t is None else t[:, of] for t in out))
+            return (
+                _part(temperature, rows),
+                _part(target, rows),
+                start + first,
+                *(None if t is None else t[:, of] for t in out),
+            )
+
         if lead < tail and not source.statistics(rows, slice(lead, tail), *into(lead, tail), z_target):
             for part in _cuts(lead, tail, width, border=-start):
-                backend.statistics(source.products(rows, part), source.how.of(part), *into(part.start, part.stop), z_target)
+                backend.statistics(
+                    source.products(rows, part), source.how.of(part), *into(part.start, part.stop), z_target
+                )
         cut = shards.cut_tile(lambda part, rows=rows: source.logits(rows, part), tp)
         if tail < columns:
             backend.statistics(cut, _Transform(), *into(tail, columns), z_target)
@@ -242,8 +300,10 @@ def _row_sums(source, device, n: int, target, temperature, shards: Shards, tp: T
 def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
     """logp, lse, entropy (or None), fp32 [N], of this source on every rank."""
     backend = backends.select("linear_logp", target.device)
-    parts = [backend.finish(m, sums, target[rows], entropy) for rows, m, sums in _row_sums(
-        source, target.device, len(target), target, temperature, shards, tp, entropy)]
+    parts = [
+        backend.finish(m, sums, target[rows], entropy)
+        for rows, m, sums in _row_sums(source, target.device, len(target), target, temperature, shards, tp, entropy)
+    ]
     if len(parts) == 1:
         return parts[0]
     empty = torch.empty(0, dtype=torch.float32, device=target.device)
@@ -292,17 +352,37 @@ def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
 @differentiable_once("linear_logp")
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, temperature, ignore_index, soft_cap, logit_scale, shards, tp,
-                entropy, keep, main_grad, workspace, shape):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        target,
+        temperature,
+        ignore_index,
+        soft_cap,
+        logit_scale,
+        shards,
+        tp,
+        entropy,
+        keep,
+        main_grad,
+        workspace,
+        shape,
+    ):
         ignored = target == ignore_index
         order = _remaining(ignored)
         target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
         kept = None
         if keep:
             columns = shards.columns(tp.rank)
-            kept = torch.empty(len(target), columns + -columns % 4, dtype=torch.float32, device=hidden.device)[:, :columns]
+            kept = torch.empty(len(target), columns + -columns % 4, dtype=torch.float32, device=hidden.device)[
+                :, :columns
+            ]
         count = _count(target)
-        source = _head(_ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, count, kept, workspace=workspace)
+        source = _head(
+            _ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, count, kept, workspace=workspace
+        )
         logp, lse, ent = _statistics(source, target, temperature, shards, tp, entropy)
         ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept, count)
         ctx.args = (soft_cap, logit_scale, shards, tp, workspace)
@@ -319,16 +399,33 @@ class _LinearLogp(torch.autograd.Function):
             check_apart("main_grad", main, {"the gradient of logp": g_logp, "the gradient of entropy": g_ent})
         # The rows in order lie where the gradient will.
         given = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        source = _head(_ordered(hidden, order, target, given), weight, bias, soft_cap, logit_scale, count, kept,
-                       kept is not None, workspace)
-        per_row = (temperature, target, lse, ent, _taken(_flat(g_logp), order),
-                   None if ent is None else _taken(_flat(g_ent), order))
+        source = _head(
+            _ordered(hidden, order, target, given),
+            weight,
+            bias,
+            soft_cap,
+            logit_scale,
+            count,
+            kept,
+            kept is not None,
+            workspace,
+        )
+        per_row = (
+            temperature,
+            target,
+            lse,
+            ent,
+            _taken(_flat(g_logp), order),
+            None if ent is None else _taken(_flat(g_ent), order),
+        )
         height, width = source.slabs(len(order), max(shards.sizes), need_w and main is None)
         blocks = _cuts(0, len(order), height)
         used, start = shards.columns(tp.rank) if blocks else 0, shards.starts[tp.rank]
         dh = torch.empty(source.hidden.shape, dtype=torch.float32, device=hidden.device) if need_h else None
-        dw, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
-                  for t, need in ((weight, need_w and main is None), (bias, need_b)))
+        dw, db = (
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
+            for t, need in ((weight, need_w and main is None), (bias, need_b))
+        )
         if need_h and not used:
             dh.zero_()
         highest = max((part.stop - part.start for part in blocks), default=0)
@@ -340,8 +437,15 @@ class _LinearLogp(torch.autograd.Function):
                 dw_sum = dw[columns] if len(blocks) == 1 else torch.empty_like(dw[columns], dtype=torch.float32)
             for rows in blocks:
                 dz = source.gradient(rows, columns, start + columns.start, per_row, memory)
-                source.products_of(dz, rows, columns, None if dh is None else dh[rows], dw_sum, columns.start > 0,
-                                   main is not None or rows.start > 0)
+                source.products_of(
+                    dz,
+                    rows,
+                    columns,
+                    None if dh is None else dh[rows],
+                    dw_sum,
+                    columns.start > 0,
+                    main is not None or rows.start > 0,
+                )
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
             if dw is not None and len(blocks) > 1:
@@ -354,10 +458,12 @@ class _LinearLogp(torch.autograd.Function):
         return _returned(tp.tree_sum(dh), order, target, given) if need_h else None, dw, db, *[None] * 12
 
 
-def _ordered(hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
+def _ordered(
+    hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor | None = None
+) -> torch.Tensor:
     """The rows in `order`, in the memory of `to` if given. An ignored one may hold anything: it is taken for zeros."""
     to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if to is None else to
-    to = to[:len(order)]
+    to = to[: len(order)]
     backends.select("linear_logp", hidden.device).take(hidden, order, target, to)
     return to
 
@@ -386,10 +492,16 @@ class _LogitsLogp(torch.autograd.Function):
         logits, order, target, temperature, lse, ent = ctx.saved_tensors
         shards, tp = ctx.args
         source, columns = _Given(logits, order), slice(0, shards.columns(tp.rank))
-        per_row = (temperature, target, lse, ent, _taken(_flat(g_logp), order).contiguous(),
-                   None if ent is None else _taken(_flat(g_ent), order).contiguous())
+        per_row = (
+            temperature,
+            target,
+            lse,
+            ent,
+            _taken(_flat(g_logp), order).contiguous(),
+            None if ent is None else _taken(_flat(g_ent), order).contiguous(),
+        )
         grad = (torch.empty if order is None else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
-        grad[:, columns.stop:].zero_()
+        grad[:, columns.stop :].zero_()
         backend = backends.select("linear_logp", logits.device)
         for rows in _cuts(0, len(target), source.blocks(len(target), max(shards.sizes))[0]):
             z = source.products(rows, columns)
@@ -416,15 +528,19 @@ def _check_temperature(temperature, shape: torch.Size, device) -> None:
         check_number("temperature", temperature)
         return
     check_plain("temperature", temperature)
-    require(not temperature.is_complex() and temperature.dtype != torch.bool,
-            f"temperature: dtype {temperature.dtype} is not one of numbers")
+    require(
+        not temperature.is_complex() and temperature.dtype != torch.bool,
+        f"temperature: dtype {temperature.dtype} is not one of numbers",
+    )
     if _is_number(temperature):
         check_number("temperature", temperature.item())
         return
     if temperature.ndim:
         check_tensor("temperature", temperature, dtypes=(torch.float32,))
-        require(temperature.shape == shape,
-                f"temperature: shape {tuple(temperature.shape)} differs from the rows' {tuple(shape)}")
+        require(
+            temperature.shape == shape,
+            f"temperature: shape {tuple(temperature.shape)} differs from the rows' {tuple(shape)}",
+        )
     require(temperature.device == device, f"temperature: device {temperature.device} differs from {device}")
     bad = temperature[~(temperature > 0) | temperature.isinf()].tolist() if looks(device) else []
     require(not bad, f"temperature: {bad[:1]} is not positive and finite")
@@ -470,16 +586,32 @@ def _temperatures(temperature, shape, device) -> torch.Tensor | None:
     """fp32 [N], or None for 1."""
     if not _is_number(temperature):
         return temperature.detach().float().expand(shape).reshape(-1).contiguous()
-    return None if temperature == 1.0 else torch.full((shape.numel(),), float(temperature), dtype=torch.float32,
-                                                      device=device)
+    return (
+        None
+        if temperature == 1.0
+        else torch.full((shape.numel(),), float(temperature), dtype=torch.float32, device=device)
+    )
 
 
 @op
-def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None,
-                temperature: float | torch.Tensor = 1.0, soft_cap: float | None = None, logit_scale: float = 1.0,
-                ignore_index: int = -100, vocab_size: int | None = None, vocab_start: int = 0, tp: TP | None = None,
-                return_entropy: bool = False, keep_logits: bool = False, main_grad: torch.Tensor | None = None,
-                workspace: int | None = None):
+def linear_logp(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start: int = 0,
+    tp: TP | None = None,
+    return_entropy: bool = False,
+    keep_logits: bool = False,
+    main_grad: torch.Tensor | None = None,
+    workspace: int | None = None,
+):
     """``log_softmax(logits / temperature)[target]`` with ``logits = logit_scale * cap(hidden @ weight.T + bias)``,
     ``cap(x) = soft_cap * tanh(x / soft_cap)``; the logits are fp32, not rounded, and not stored unless `keep_logits`.
 
@@ -527,38 +659,75 @@ def linear_logp(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
         check_weight(hidden, weight, bias, "hidden")
         if main_grad is not None:
             check_tensor("main_grad", main_grad, 2, (torch.float32,))
-            require(main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous(),
-                    f"main_grad: {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}, does not fit "
-                    f"weight: {tuple(weight.shape)} on {weight.device}")
+            require(
+                main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous(),
+                f"main_grad: {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}, does not fit "
+                f"weight: {tuple(weight.shape)} on {weight.device}",
+            )
             read = {"hidden": hidden, "weight": weight, "bias": bias}
             check_plain("target", target)
             if isinstance(temperature, torch.Tensor):
                 check_plain("temperature", temperature)
-            check_apart("main_grad", main_grad, read | {"target": target, "temperature": temperature} | {
-                f"{name}.grad": t.grad for name, t in read.items() if t is not None and t.is_leaf})
+            check_apart(
+                "main_grad",
+                main_grad,
+                read
+                | {"target": target, "temperature": temperature}
+                | {f"{name}.grad": t.grad for name, t in read.items() if t is not None and t.is_leaf},
+            )
         require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
         largest = _check_rows(target, temperature, rows, hidden.device, ignore_index)
-        return Shards.describe(vocab_start, weight.shape[0], vocab_size), {
-            "hidden": (tuple(hidden.shape), str(hidden.dtype)), "bias": bias is not None,
-            "temperature": _described(temperature), "soft_cap": None if soft_cap is None else float(soft_cap),
-            "logit_scale": float(logit_scale), "ignore_index": int(ignore_index), "return_entropy": bool(return_entropy),
-            "workspace": None if workspace is None else int(workspace),
-            "requires_grad": torch.is_grad_enabled() and hidden.requires_grad}, largest
+        return (
+            Shards.describe(vocab_start, weight.shape[0], vocab_size),
+            {
+                "hidden": (tuple(hidden.shape), str(hidden.dtype)),
+                "bias": bias is not None,
+                "temperature": _described(temperature),
+                "soft_cap": None if soft_cap is None else float(soft_cap),
+                "logit_scale": float(logit_scale),
+                "ignore_index": int(ignore_index),
+                "return_entropy": bool(return_entropy),
+                "workspace": None if workspace is None else int(workspace),
+                "requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
+            },
+            largest,
+        )
+
     shards, ignore_index = Shards.agree(tp, "linear_logp", checks), int(ignore_index)
     tp.check_same_values("linear_logp", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, hidden.device, ignore_index, shards.vocab_size)
     logp, entropy = _LinearLogp.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, t, ignore_index,
-        None if soft_cap is None else float(soft_cap), None if logit_scale == 1.0 else float(logit_scale), shards, tp,
-        bool(return_entropy), bool(keep_logits) and torch.is_grad_enabled(), main_grad,
-        None if workspace is None else int(workspace), rows)
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        flat,
+        t,
+        ignore_index,
+        None if soft_cap is None else float(soft_cap),
+        None if logit_scale == 1.0 else float(logit_scale),
+        shards,
+        tp,
+        bool(return_entropy),
+        bool(keep_logits) and torch.is_grad_enabled(),
+        main_grad,
+        None if workspace is None else int(workspace),
+        rows,
+    )
     return (logp, entropy) if return_entropy else logp
 
 
 @op
-def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature: float | torch.Tensor = 1.0,
-                     ignore_index: int = -100, vocab_size: int | None = None, vocab_start: int = 0,
-                     tp: TP | None = None, return_entropy: bool = False):
+def logp_from_logits(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start: int = 0,
+    tp: TP | None = None,
+    return_entropy: bool = False,
+):
     """`linear_logp` from logits that exist already: given `head_logits`, the same bits.
 
     Args:
@@ -580,20 +749,35 @@ def logp_from_logits(logits: torch.Tensor, target: torch.Tensor, *, temperature:
         check_tensor("logits", logits)
         check_device("logits", logits)
         largest = _check_rows(target, temperature, rows, logits.device, ignore_index)
-        return Shards.describe(vocab_start, logits.shape[-1], vocab_size), {
-            "logits": (tuple(rows), str(logits.dtype)), "temperature": _described(temperature),
-            "ignore_index": int(ignore_index), "return_entropy": bool(return_entropy)}, largest
+        return (
+            Shards.describe(vocab_start, logits.shape[-1], vocab_size),
+            {
+                "logits": (tuple(rows), str(logits.dtype)),
+                "temperature": _described(temperature),
+                "ignore_index": int(ignore_index),
+                "return_entropy": bool(return_entropy),
+            },
+            largest,
+        )
+
     shards, ignore_index = Shards.agree(tp, "logp_from_logits", checks), int(ignore_index)
     tp.check_same_values("logp_from_logits", target=target, temperature=_per_row(temperature))
     flat, t = _rows(target, temperature, rows, logits.device, ignore_index, shards.vocab_size)
-    logp, entropy = _LogitsLogp.apply(logits.reshape(-1, logits.shape[-1]), flat, t, ignore_index, shards, tp,
-                                      bool(return_entropy), rows)
+    logp, entropy = _LogitsLogp.apply(
+        logits.reshape(-1, logits.shape[-1]), flat, t, ignore_index, shards, tp, bool(return_entropy), rows
+    )
     return (logp, entropy) if return_entropy else logp
 
 
 @op
-def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
-                soft_cap: float | None = None, logit_scale: float = 1.0) -> torch.Tensor:
+def head_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+) -> torch.Tensor:
     """The logits of `linear_logp` before temperature: what rollout samples from. Not differentiable.
 
     Args:
@@ -614,14 +798,20 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         z = matmul(hidden.reshape(-1, hidden.shape[-1]), weight)
         return z if hidden.ndim == 2 else z.view(*hidden.shape[:-1], len(weight))
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
-    head = _head(flat, weight.detach(), bias, None if soft_cap is None else float(soft_cap),
-                 None if logit_scale == 1.0 else float(logit_scale))
+    head = _head(
+        flat,
+        weight.detach(),
+        bias,
+        None if soft_cap is None else float(soft_cap),
+        None if logit_scale == 1.0 else float(logit_scale),
+    )
     return head.logits(slice(0, len(flat)), slice(0, len(weight))).reshape(*hidden.shape[:-1], len(weight))
 
 
 @op
-def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0,
-                vocab_size: int | None = None) -> torch.Tensor:
+def log_softmax(
+    logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0, vocab_size: int | None = None
+) -> torch.Tensor:
     """Log-probabilities of every id, each with the bits that `linear_logp` gives it. Not differentiable.
 
     Args:
@@ -644,8 +834,9 @@ def log_softmax(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
 
 
 @op
-def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
-               temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+def token_logp(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
+) -> torch.Tensor:
     """Log-probabilities of a few ids of each row: `log_softmax` gathered at `token_ids`, which is not computed whole.
     Not differentiable.
 
@@ -666,8 +857,10 @@ def token_logp(logits: torch.Tensor, token_ids: torch.Tensor, *,
     rows, (vocab, k), device = logits.shape[:-1], (logits.shape[-1], token_ids.shape[-1]), logits.device
     require(vocab > 0, "logits: the vocabulary is empty")
     if token_ids.shape[:-1] != rows or token_ids.device != device:
-        raise InputError(f"token_ids: shape {tuple(token_ids.shape)} on {token_ids.device} does not fit logits of "
-                         f"shape {tuple(logits.shape)} on {device}")
+        raise InputError(
+            f"token_ids: shape {tuple(token_ids.shape)} on {token_ids.device} does not fit logits of "
+            f"shape {tuple(logits.shape)} on {device}"
+        )
     _check_temperature(temperature, rows, device)
     backend, t = backends.select("linear_logp", device), _temperatures(temperature, rows, device)
     if looks(device):
@@ -692,7 +885,8 @@ def _whole(logits, temperature, vocab_size: int | None):
     check_device("logits", logits)
     rows = logits.shape[:-1]
     _check_temperature(temperature, rows, logits.device)
-    shards = Shards.agree(SINGLE, "log_softmax", lambda: (
-        Shards.describe(0, logits.shape[-1], vocab_size), {}, (-1, ())))
+    shards = Shards.agree(
+        SINGLE, "log_softmax", lambda: (Shards.describe(0, logits.shape[-1], vocab_size), {}, (-1, ()))
+    )
     _, t = _rows(None, temperature, rows, logits.device, -1, shards.vocab_size)
     return logits.detach().reshape(-1, logits.shape[-1]), t, shards

@@ -1,4 +1,5 @@
 """C++: a row at a time, tiles vectorised."""
+
 from __future__ import annotations
 
 import torch
@@ -73,7 +74,7 @@ def finish(m, sums, target, entropy: bool):
 def spread(z, temperature, m, sums, out) -> None:
     """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
     native.log_probs(_unit(z), temperature, native.lse(m, sums[0]), out)
-    out[:, z.shape[1]:] = -INF
+    out[:, z.shape[1] :] = -INF
 
 
 def pick(z, temperature, ids, m, q, out) -> None:
@@ -88,8 +89,14 @@ def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp,
     capped = None if how.soft_cap is None else _empty(z, *z.shape)
     native.logits(_unit(z), how.bias, how.soft_cap, how.logit_scale, temperature, x, capped)
     column = target - first
-    native.logits_grad(x, lse, entropy, g_logp.contiguous(), None if g_entropy is None else g_entropy.contiguous(),
-                       torch.where((column >= 0) & (column < x.shape[1]), column, -1))
+    native.logits_grad(
+        x,
+        lse,
+        entropy,
+        g_logp.contiguous(),
+        None if g_entropy is None else g_entropy.contiguous(),
+        torch.where((column >= 0) & (column < x.shape[1]), column, -1),
+    )
     if any(v is not None for v in (how.soft_cap, how.logit_scale, temperature)):
         native.logits_back(x, how.soft_cap, how.logit_scale, temperature, capped)
     if x is not out:

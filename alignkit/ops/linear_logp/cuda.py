@@ -1,5 +1,6 @@
 """CUDA: products and what becomes of them in one kernel (csrc/sm90), so that logits reach no memory. Everything else, and
 what these kernels do not take, is Triton's: the same bits."""
+
 from __future__ import annotations
 
 import ctypes
@@ -10,8 +11,22 @@ from ... import cuda
 from ..linear.cuda import takes
 from .triton import check_rows, finish, gradient, gradient_type, join, pick, put, spread, statistics, take, transform
 
-__all__ = ["check_rows", "finish", "gradient", "gradient_type", "head_gradient", "head_products", "head_statistics",
-           "join", "pick", "put", "spread", "statistics", "take", "transform"]
+__all__ = [
+    "check_rows",
+    "finish",
+    "gradient",
+    "gradient_type",
+    "head_gradient",
+    "head_products",
+    "head_statistics",
+    "join",
+    "pick",
+    "put",
+    "spread",
+    "statistics",
+    "take",
+    "transform",
+]
 
 FEW = 256
 """Up to so many rows a tile of the kernels is mostly empty."""
@@ -20,13 +35,26 @@ FEW = 256
 @cuda.mirrors("AlignkitHead")
 class _Head(ctypes.Structure):
     """AlignkitHead of csrc/sm90/linear_logp.cu."""
-    _fields_ = [("hidden", ctypes.c_void_p), ("weight", ctypes.c_void_p),
-                ("hidden_pitch", ctypes.c_int64), ("weight_pitch", ctypes.c_int64),
-                ("rows", ctypes.c_int), ("ids", ctypes.c_int), ("k", ctypes.c_int),
-                ("count", ctypes.c_void_p), ("before", ctypes.c_int),
-                ("bias", ctypes.c_void_p), ("temperature", ctypes.c_void_p),
-                ("cap", ctypes.c_float), ("scale", ctypes.c_float), ("capped", ctypes.c_int), ("scaled", ctypes.c_int),
-                ("target", ctypes.c_void_p), ("first", ctypes.c_int64)]
+
+    _fields_ = [
+        ("hidden", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("hidden_pitch", ctypes.c_int64),
+        ("weight_pitch", ctypes.c_int64),
+        ("rows", ctypes.c_int),
+        ("ids", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("count", ctypes.c_void_p),
+        ("before", ctypes.c_int),
+        ("bias", ctypes.c_void_p),
+        ("temperature", ctypes.c_void_p),
+        ("cap", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("capped", ctypes.c_int),
+        ("scaled", ctypes.c_int),
+        ("target", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+    ]
 
 
 def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head | None:
@@ -34,13 +62,29 @@ def _head(hidden, weight, how, temperature, target, first: int, count, before: i
     if len(hidden) <= FEW or not len(weight) or not takes(hidden) or not takes(weight):
         return None
     cap, scale = how.soft_cap, how.logit_scale
-    return _Head(hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0), len(hidden),
-                 *weight.shape, cuda.pointer(count), before, cuda.pointer(how.bias), cuda.pointer(temperature), cap or 0.0,
-                 1.0 if scale is None else scale, cap is not None, scale is not None, cuda.pointer(target), first)
+    return _Head(
+        hidden.data_ptr(),
+        weight.data_ptr(),
+        hidden.stride(0),
+        weight.stride(0),
+        len(hidden),
+        *weight.shape,
+        cuda.pointer(count),
+        before,
+        cuda.pointer(how.bias),
+        cuda.pointer(temperature),
+        cap or 0.0,
+        1.0 if scale is None else scale,
+        cap is not None,
+        scale is not None,
+        cuda.pointer(target),
+        first,
+    )
 
 
-def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, u, z_target, count=None, before: int = 0,
-                    products=None) -> bool:
+def head_statistics(
+    hidden, weight, how, temperature, target, first: int, m, q, u, z_target, count=None, before: int = 0, products=None
+) -> bool:
     """`statistics` of hidden [n, K] . weight [C, K]^T, which are also written to `products` [n, C] if that is given; False,
     and nothing done, if it is not for these operands.
 
@@ -49,34 +93,80 @@ def head_statistics(hidden, weight, how, temperature, target, first: int, m, q, 
     head = _head(hidden, weight, how, temperature, target, first, count, before)
     if head is None or (products is not None and (products.stride(0) % 4 or products.data_ptr() % 16)):
         return False
-    cuda.call("alignkit_head_statistics", hidden.device, ctypes.byref(head), m, q, u, ctypes.c_int64(m.stride(0)), z_target,
-              products, ctypes.c_int64(0 if products is None else products.stride(0)))
+    cuda.call(
+        "alignkit_head_statistics",
+        hidden.device,
+        ctypes.byref(head),
+        m,
+        q,
+        u,
+        ctypes.c_int64(m.stride(0)),
+        z_target,
+        products,
+        ctypes.c_int64(0 if products is None else products.stride(0)),
+    )
     return True
 
 
-def head_gradient(hidden, weight, how, temperature, target, first: int, lse, entropy, g_logp, g_entropy, out, count=None,
-                  before: int = 0) -> bool:
+def head_gradient(
+    hidden,
+    weight,
+    how,
+    temperature,
+    target,
+    first: int,
+    lse,
+    entropy,
+    g_logp,
+    g_entropy,
+    out,
+    count=None,
+    before: int = 0,
+) -> bool:
     """`gradient` of hidden . weight^T to out [n, C], whose rows lie C elements apart, or the next multiple of 8: those between
     are zeroed. False, and nothing done, if it is not for these operands. `count` and `before` as above; rows that are not
     computed get zeros."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
     if head is None or not takes(out) or out.stride(0) - out.shape[1] >= 8:
         return False
-    cuda.call("alignkit_head_gradient", hidden.device, ctypes.byref(head), lse, entropy, g_logp, g_entropy, out,
-              ctypes.c_int64(out.stride(0)))
+    cuda.call(
+        "alignkit_head_gradient",
+        hidden.device,
+        ctypes.byref(head),
+        lse,
+        entropy,
+        g_logp,
+        g_entropy,
+        out,
+        ctypes.c_int64(out.stride(0)),
+    )
     return True
 
 
 @cuda.mirrors("AlignkitHeadProducts")
 class _Products(ctypes.Structure):
     """AlignkitHeadProducts of csrc/sm90/gemm.cu."""
-    _fields_ = [("dz", ctypes.c_void_p), ("weight", ctypes.c_void_p), ("hidden", ctypes.c_void_p),
-                ("dz_pitch", ctypes.c_int64), ("weight_pitch", ctypes.c_int64), ("hidden_pitch", ctypes.c_int64),
-                ("rows", ctypes.c_int), ("ids", ctypes.c_int), ("d", ctypes.c_int),
-                ("count", ctypes.c_void_p), ("before", ctypes.c_int),
-                ("dhidden", ctypes.c_void_p), ("dhidden_pitch", ctypes.c_int64), ("resume", ctypes.c_int),
-                ("dweight", ctypes.c_void_p), ("dweight_pitch", ctypes.c_int64), ("rounded", ctypes.c_int),
-                ("add", ctypes.c_int)]
+
+    _fields_ = [
+        ("dz", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("dz_pitch", ctypes.c_int64),
+        ("weight_pitch", ctypes.c_int64),
+        ("hidden_pitch", ctypes.c_int64),
+        ("rows", ctypes.c_int),
+        ("ids", ctypes.c_int),
+        ("d", ctypes.c_int),
+        ("count", ctypes.c_void_p),
+        ("before", ctypes.c_int),
+        ("dhidden", ctypes.c_void_p),
+        ("dhidden_pitch", ctypes.c_int64),
+        ("resume", ctypes.c_int),
+        ("dweight", ctypes.c_void_p),
+        ("dweight_pitch", ctypes.c_int64),
+        ("rounded", ctypes.c_int),
+        ("add", ctypes.c_int),
+    ]
 
 
 def _written(out: torch.Tensor | None) -> bool:
@@ -94,11 +184,33 @@ def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool,
     None. False, and nothing done, if they are not for these operands. `count` and `before` as above; rows that do not count
     are taken for zeros."""
     (n, c), d = dz.shape, hidden.shape[1]
-    if not n or not c or d % 8 or not all(map(takes, (dz, hidden, weight))) or not _written(dhidden) or not _written(dweight):
+    if (
+        not n
+        or not c
+        or d % 8
+        or not all(map(takes, (dz, hidden, weight)))
+        or not _written(dhidden)
+        or not _written(dweight)
+    ):
         return False
     out = [(cuda.pointer(t), 0 if t is None else t.stride(0)) for t in (dhidden, dweight)]
-    products = _Products(dz.data_ptr(), weight.data_ptr(), hidden.data_ptr(), dz.stride(0), weight.stride(0), hidden.stride(0),
-                         n, c, d, cuda.pointer(count), before, *out[0], resume, *out[1],
-                         dweight is not None and dweight.dtype == torch.bfloat16, add)
+    products = _Products(
+        dz.data_ptr(),
+        weight.data_ptr(),
+        hidden.data_ptr(),
+        dz.stride(0),
+        weight.stride(0),
+        hidden.stride(0),
+        n,
+        c,
+        d,
+        cuda.pointer(count),
+        before,
+        *out[0],
+        resume,
+        *out[1],
+        dweight is not None and dweight.dtype == torch.bfloat16,
+        add,
+    )
     cuda.call("alignkit_head_products", dz.device, ctypes.byref(products))
     return True

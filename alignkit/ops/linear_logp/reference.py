@@ -1,4 +1,5 @@
 """The log-softmax over the vocabulary as the formulas, in torch: statistics of tiles, rows from these, and gradients."""
+
 from __future__ import annotations
 
 import math
@@ -23,21 +24,28 @@ def _tile_stats(z: torch.Tensor, entropy: bool):
 
     def fixed(v):
         return (v.double() * 2**23).round().to(torch.int32).sum(dim=2, dtype=torch.int32)
+
     return m, fixed(e), fixed(torch.where(e > 0, e * -d, 0.0)) if entropy else None
 
 
 def _lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """float64 m + log(2^-39 s), the logarithm of the C library."""
-    return torch.tensor([a + (math.log(b * 2.0**-39) if b > 0 else -INF)
-                         for a, b in zip(m.tolist(), s.tolist(), strict=True)],
-                        dtype=torch.float64, device=m.device)
+    return torch.tensor(
+        [a + (math.log(b * 2.0**-39) if b > 0 else -INF) for a, b in zip(m.tolist(), s.tolist(), strict=True)],
+        dtype=torch.float64,
+        device=m.device,
+    )
 
 
 def _soft_cap(z: torch.Tensor, cap: float) -> None:
     """z <- cap * tanh(z / cap), tanh in double by the C library, rounded once."""
     scaled = z / cap
-    z.copy_(torch.tensor([math.tanh(v) for v in scaled.flatten().tolist()], dtype=torch.float64,
-                         device=z.device).float().reshape(z.shape) * cap)
+    z.copy_(
+        torch.tensor([math.tanh(v) for v in scaled.flatten().tolist()], dtype=torch.float64, device=z.device)
+        .float()
+        .reshape(z.shape)
+        * cap
+    )
 
 
 def _logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
@@ -134,8 +142,8 @@ def finish(m, sums, target, entropy: bool):
 def spread(z, temperature, m, sums, out) -> None:
     """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
     z = z.float() if temperature is None else z.float() / temperature[:, None]
-    out[:, :z.shape[1]] = (z.double() - _lse(m, sums[0])[:, None]).float()
-    out[:, z.shape[1]:] = -INF
+    out[:, : z.shape[1]] = (z.double() - _lse(m, sums[0])[:, None]).float()
+    out[:, z.shape[1] :] = -INF
 
 
 @in_torch
@@ -155,8 +163,7 @@ def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp,
     if temperature is not None:
         x /= temperature[:, None]
     column = target - first
-    _logits_grad(x, lse, entropy, g_logp, g_entropy,
-                 torch.where((column >= 0) & (column < x.shape[1]), column, -1))
+    _logits_grad(x, lse, entropy, g_logp, g_entropy, torch.where((column >= 0) & (column < x.shape[1]), column, -1))
     if temperature is not None:
         x /= temperature[:, None]
     if how.logit_scale is not None:

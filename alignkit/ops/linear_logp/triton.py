@@ -1,4 +1,5 @@
 """Triton: one kernel over the logits per pass (statistics, gradient), and one over the tiles' statistics."""
+
 from __future__ import annotations
 
 import torch
@@ -46,8 +47,9 @@ def _check_rows(TARGET, TEMPERATURE, n, vocab, ignore, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if TARGET is not None:
         t = tl.load(TARGET + i, mask=i < n, other=0)
-        tl.device_assert((t == ignore) | ((t >= 0) & (t < vocab)),
-                         "target: an id is neither in [0, vocab_size) nor ignore_index")
+        tl.device_assert(
+            (t == ignore) | ((t >= 0) & (t < vocab)), "target: an id is neither in [0, vocab_size) nor ignore_index"
+        )
     if TEMPERATURE is not None:
         t = tl.load(TEMPERATURE + i, mask=i < n, other=1.0)
         tl.device_assert((t > 0) & (t < INF), "temperature: a value is not positive and finite")
@@ -57,8 +59,13 @@ def check_rows(target: torch.Tensor | None, temperature: torch.Tensor | None, vo
     """Stops the device with a message where a value is outside its range; nothing waits for that."""
     n = (target if target is not None else temperature).numel()
     if n:
-        launch(_check_rows, (triton.cdiv(n, 1024),), (target, temperature, n, vocab, ignore_index), {"debug": True},
-               BLOCK=1024)
+        launch(
+            _check_rows,
+            (triton.cdiv(n, 1024),),
+            (target, temperature, n, vocab, ignore_index),
+            {"debug": True},
+            BLOCK=1024,
+        )
 
 
 @triton.jit
@@ -84,7 +91,9 @@ def take(x, order, target, out) -> None:
     (n, cols), block = out.shape, 2048
     if out.numel():
         x, blocks = x if x.stride(1) == 1 else x.contiguous(), triton.cdiv(cols, block)
-        launch(_logp_take, (n * blocks,), (x, order, target, out, cols, blocks, x.stride(0)), {"num_warps": 8}, BLOCK=block)
+        launch(
+            _logp_take, (n * blocks,), (x, order, target, out, cols, blocks, x.stride(0)), {"num_warps": 8}, BLOCK=block
+        )
 
 
 def put(x, order, target, out) -> None:
@@ -109,13 +118,36 @@ def transform(z: torch.Tensor, how) -> None:
     cols = z.shape[1]
     if z.numel() and any(v is not None for v in (how.bias, how.soft_cap, how.logit_scale)):
         for part in z.split(65535):  # what a grid's second axis holds
-            launch(_logp_transform, (triton.cdiv(cols, 1024), len(part)),
-                   (part, how.bias, cols, z.stride(0), how.soft_cap, how.logit_scale), {"num_warps": 4}, BLOCK=1024)
+            launch(
+                _logp_transform,
+                (triton.cdiv(cols, 1024), len(part)),
+                (part, how.bias, cols, z.stride(0), how.soft_cap, how.logit_scale),
+                {"num_warps": 4},
+                BLOCK=1024,
+            )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _logp_statistics(Z, BIAS, TEMPERATURE, TARGET, M, Q, U, ZT, rows, cols, first, tiles, sz, sm, cap, scale,
-                     TILE: tl.constexpr, R: tl.constexpr):
+def _logp_statistics(
+    Z,
+    BIAS,
+    TEMPERATURE,
+    TARGET,
+    M,
+    Q,
+    U,
+    ZT,
+    rows,
+    cols,
+    first,
+    tiles,
+    sz,
+    sm,
+    cap,
+    scale,
+    TILE: tl.constexpr,
+    R: tl.constexpr,
+):
     t = tl.program_id(0) % tiles
     r = (tl.program_id(0) // tiles).to(tl.int64) * R + tl.arange(0, R)
     j = t * TILE + tl.arange(0, TILE)
@@ -151,9 +183,31 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
     if not z.numel():
         return
     r, warps = (16, 4) if rows >= 16 else (1, 1)
-    launch(_logp_statistics, (m.shape[1] * triton.cdiv(rows, r),),
-           (z, how.bias, temperature, target, m, q, u, z_target, rows, cols, first, m.shape[1], z.stride(0),
-            m.stride(0), how.soft_cap, how.logit_scale), {"num_warps": warps}, TILE=VOCAB_TILE, R=r)
+    launch(
+        _logp_statistics,
+        (m.shape[1] * triton.cdiv(rows, r),),
+        (
+            z,
+            how.bias,
+            temperature,
+            target,
+            m,
+            q,
+            u,
+            z_target,
+            rows,
+            cols,
+            first,
+            m.shape[1],
+            z.stride(0),
+            m.stride(0),
+            how.soft_cap,
+            how.logit_scale,
+        ),
+        {"num_warps": warps},
+        TILE=VOCAB_TILE,
+        R=r,
+    )
 
 
 @triton.jit
@@ -231,8 +285,9 @@ def _logp_finish(TOP, SUMS, TARGET, LOGP, LSE, ENT, n, BLOCK: tl.constexpr):
 def finish(m, sums, target, entropy: bool):
     """logp, lse and entropy (or None), fp32 [n]; logp and entropy are 0 where the target is negative."""
     n = len(target)
-    logp, lse, ent = (torch.empty(n, dtype=torch.float32, device=m.device) if wanted else None
-                      for wanted in (True, True, entropy))
+    logp, lse, ent = (
+        torch.empty(n, dtype=torch.float32, device=m.device) if wanted else None for wanted in (True, True, entropy)
+    )
     if n:
         launch(_logp_finish, (triton.cdiv(n, 128),), (m, sums, target, logp, lse, ent, n), {"num_warps": 4}, BLOCK=128)
     return logp, lse, ent
@@ -252,8 +307,13 @@ def spread(z, temperature, m, sums, out) -> None:
     """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
     (rows, width), cols = out.shape, z.shape[1]
     if rows:
-        launch(_spread, (triton.cdiv(width, 2048), rows), (z, temperature, m, sums, out, cols, width, z.stride(0)),
-               {"num_warps": 8}, BLOCK=2048)
+        launch(
+            _spread,
+            (triton.cdiv(width, 2048), rows),
+            (z, temperature, m, sums, out, cols, width, z.stride(0)),
+            {"num_warps": 8},
+            BLOCK=2048,
+        )
 
 
 @triton.jit
@@ -276,18 +336,27 @@ def pick(z, temperature, ids, m, q, out) -> None:
     an id outside [0, C)."""
     if out.numel():
         n, k = out.shape
-        launch(_logp_pick, (n,), (z, temperature, ids, m, q, out, k, z.shape[1], m.shape[1], z.stride(0)),
-               {"num_warps": 8}, BLOCK=min(next_power_of_2(m.shape[1]), 2048), PICKS=16)
+        launch(
+            _logp_pick,
+            (n,),
+            (z, temperature, ids, m, q, out, k, z.shape[1], m.shape[1], z.stride(0)),
+            {"num_warps": 8},
+            BLOCK=min(next_power_of_2(m.shape[1]), 2048),
+            PICKS=16,
+        )
 
 
 @triton.jit
-def _logp_gradient(Z, BIAS, TEMPERATURE, TARGET, LSE, ENT, GL, GE, DZ, cols, first, sz, sd, cap, scale,
-                   BLOCK: tl.constexpr):
+def _logp_gradient(
+    Z, BIAS, TEMPERATURE, TARGET, LSE, ENT, GL, GE, DZ, cols, first, sz, sd, cap, scale, BLOCK: tl.constexpr
+):
     r = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = j < cols
     g, target = tl.load(GL + r), tl.load(TARGET + r)
-    x = tl.load(Z + r * sz + j, mask=ok & (target >= 0), other=0.0).to(tl.float32)  # in others nothing may have been written
+    x = tl.load(Z + r * sz + j, mask=ok & (target >= 0), other=0.0).to(
+        tl.float32
+    )  # in others nothing may have been written
     b = None if BIAS is None else tl.load(BIAS + j, mask=ok, other=0.0)
     temperature = None if TEMPERATURE is None else tl.load(TEMPERATURE + r)
     z, capped = _logit(x, b, cap, scale, temperature)
@@ -312,9 +381,29 @@ def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp,
     `out` may be z."""
     rows, cols = z.shape
     if z.numel():
-        launch(_logp_gradient, (triton.cdiv(cols, 2048), rows),
-               (z, how.bias, temperature, target, lse, entropy, g_logp, g_entropy, out, cols, first, z.stride(0),
-                out.stride(0), how.soft_cap, how.logit_scale), {"num_warps": 8}, BLOCK=2048)
+        launch(
+            _logp_gradient,
+            (triton.cdiv(cols, 2048), rows),
+            (
+                z,
+                how.bias,
+                temperature,
+                target,
+                lse,
+                entropy,
+                g_logp,
+                g_entropy,
+                out,
+                cols,
+                first,
+                z.stride(0),
+                out.stride(0),
+                how.soft_cap,
+                how.logit_scale,
+            ),
+            {"num_warps": 8},
+            BLOCK=2048,
+        )
 
 
 def gradient_type(dtype: torch.dtype) -> torch.dtype:

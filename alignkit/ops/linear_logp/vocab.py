@@ -1,4 +1,5 @@
 """How the vocabulary is shared among ranks."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ INF = float("inf")
 @dataclass(frozen=True)
 class Shards:
     """The rows [starts[r], starts[r] + sizes[r]) of the weight live on rank r; ids below `vocab_size` count."""
+
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     vocab_size: int
@@ -34,18 +36,26 @@ class Shards:
         parts, metas, largest = zip(*tp.check(op, checks), strict=True)
         for name in ("vocab_size", *metas[0]):
             values = [p[2] for p in parts] if name == "vocab_size" else [meta[name] for meta in metas]
-            require(all(v == values[0] for v in values),
-                    f"{name}: differs between the ranks of the tensor-parallel group in {op}: {values}")
+            require(
+                all(v == values[0] for v in values),
+                f"{name}: differs between the ranks of the tensor-parallel group in {op}: {values}",
+            )
         end = 0
         for rank, (start, size, _) in enumerate(parts):
-            require(start == end, f"vocab_start: the shards {'overlap' if start < end else 'leave a hole'} at id "
-                                  f"{min(start, end)}: rank {rank} starts at {start}, expected {end}")
+            require(
+                start == end,
+                f"vocab_start: the shards {'overlap' if start < end else 'leave a hole'} at id "
+                f"{min(start, end)}: rank {rank} starts at {start}, expected {end}",
+            )
             end += size
         size = parts[0][2] if parts[0][2] is not None else end
         require(size <= end, f"vocab_size: {size} exceeds the {end} rows of all shards")
         for rank, (target, where) in enumerate(largest):
-            require(target < size, f"target: id {target} at {where} is not in [0, {size})"
-                                   + (f" (on rank {rank} of the tensor-parallel group)" if tp.size > 1 else ""))
+            require(
+                target < size,
+                f"target: id {target} at {where} is not in [0, {size})"
+                + (f" (on rank {rank} of the tensor-parallel group)" if tp.size > 1 else ""),
+            )
         return cls(tuple(p[0] for p in parts), tuple(p[1] for p in parts), size)
 
     def columns(self, rank: int) -> int:
@@ -81,6 +91,6 @@ class Shards:
         for r in range(tp.rank + 1, len(leads)):
             if end % VOCAB_TILE == 0:
                 break
-            parts.append(others[r][:, :leads[r]])
+            parts.append(others[r][:, : leads[r]])
             end += leads[r]
         return torch.cat(parts, dim=1)

@@ -1,4 +1,5 @@
 """RMSNorm, with and without a residual. docs/contract.md, "RMSNorm"."""
+
 from __future__ import annotations
 
 import torch
@@ -27,8 +28,13 @@ class _RMSNorm(torch.autograd.Function):
         if dy is None:
             return d_total, d_total if has_residual else None, None, None, None
         dx, dw = backends.select("rms_norm", dy.device).backward(
-            dy.contiguous(), total, weight.contiguous(), rstd, None if d_total is None else d_total.contiguous(),
-            ctx.zero_centered)
+            dy.contiguous(),
+            total,
+            weight.contiguous(),
+            rstd,
+            None if d_total is None else d_total.contiguous(),
+            ctx.zero_centered,
+        )
         return dx, dx if has_residual else None, rounded(dw, weight.dtype), None, None
 
 
@@ -49,8 +55,14 @@ def check(x, weight, eps: float, residual=None) -> None:
 
 
 @op
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *,
-             zero_centered: bool = False):
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    zero_centered: bool = False,
+):
     """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim; fp32 inside, one rounding.
 
     Args:

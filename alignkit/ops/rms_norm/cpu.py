@@ -1,4 +1,5 @@
 """C++: a row at a time; dw a chain over rows with columns in parallel."""
+
 from __future__ import annotations
 
 import torch
@@ -7,8 +8,9 @@ from ... import native
 from .._common import rows
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
-            zero_centered: bool = False):
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
+):
     """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
     x = x if residual is None else native.add(x, residual)
     flat = rows(x)

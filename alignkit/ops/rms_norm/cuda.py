@@ -1,5 +1,6 @@
 """CUDA: gradients of bf16 rows, and long rows without a residual, at the speed of memory (csrc/sm90/rms_norm.cu). Everything
 else is Triton's: the same bits."""
+
 from __future__ import annotations
 
 import ctypes
@@ -17,31 +18,46 @@ third; at most so many."""
 @cuda.mirrors("AlignkitNormRows")
 class _Rows(ctypes.Structure):
     """AlignkitNormRows of csrc/sm90/rms_norm.cu."""
+
     _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
 
 
 @cuda.mirrors("AlignkitNorm")
 class _Norm(ctypes.Structure):
     """AlignkitNorm of csrc/sm90/rms_norm.cu."""
-    _fields_ = [("x", _Rows), *((name, ctypes.c_void_p) for name in ("weight", "y", "rstd")),
-                *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered")), ("eps", ctypes.c_float)]
+
+    _fields_ = [
+        ("x", _Rows),
+        *((name, ctypes.c_void_p) for name in ("weight", "y", "rstd")),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered")),
+        ("eps", ctypes.c_float),
+    ]
 
 
 @cuda.mirrors("AlignkitNormGrad")
 class _NormGrad(ctypes.Structure):
     """AlignkitNormGrad of csrc/sm90/rms_norm.cu."""
-    _fields_ = [("x", _Rows),
-                *((name, ctypes.c_void_p) for name in ("dy", "d_total", "weight", "rstd", "dx", "dweight", "workspace")),
-                *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered", "rounded", "chains"))]
+
+    _fields_ = [
+        ("x", _Rows),
+        *((name, ctypes.c_void_p) for name in ("dy", "d_total", "weight", "rstd", "dx", "dweight", "workspace")),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered", "rounded", "chains")),
+    ]
 
 
 def _takes(*tensors: torch.Tensor, above: int = NARROW) -> bool:
     """Whether the kernels are for rows like the first's, of more than `above` elements, and all are bf16 that they can read 16
     bytes at a time."""
     h = tensors[0].shape[-1]
-    return (above < h <= WIDE and h % 8 == 0 and 0 < tensors[0].numel() // h <= ROWS
-            and all(t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in t.stride()[:-1])
-                    for t in tensors))
+    return (
+        above < h <= WIDE
+        and h % 8 == 0
+        and 0 < tensors[0].numel() // h <= ROWS
+        and all(
+            t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in t.stride()[:-1])
+            for t in tensors
+        )
+    )
 
 
 def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
@@ -50,8 +66,9 @@ def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
     return t, _Rows(t.data_ptr(), token, head), heads
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
-            zero_centered: bool = False):
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
+):
     """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
     if residual is not None or not _takes(x, weight, above=LONG):
         return triton.forward(x, weight, eps, residual, zero_centered)
@@ -64,8 +81,9 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
     return x, y, rstd
 
 
-def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dweight_dtype=torch.bfloat16,
-             chains: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def backward(
+    dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dweight_dtype=torch.bfloat16, chains: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. chains: a schedule, on
     which no bit depends: of how many chains of dweight one sum in memory is, 1, 2, 4 or 8, if the kernel has so many; -n: of
     n, then of fewer, as for a device that holds one block; 0: as is best."""
@@ -77,8 +95,21 @@ def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dwe
     sums = -(-len(rstd) // triton.DW_ROWS)
     workspace = torch.empty((sums + -(-sums // 128)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
     _kept, x_rows, heads = _rows(x)
-    p = _NormGrad(x_rows, dy.data_ptr(), cuda.pointer(d_total), weight.data_ptr(), rstd.data_ptr(), dx.data_ptr(),
-                  dweight.data_ptr(), workspace.data_ptr(), len(rstd), heads, h, zero_centered,
-                  dweight_dtype == torch.bfloat16, chains)
+    p = _NormGrad(
+        x_rows,
+        dy.data_ptr(),
+        cuda.pointer(d_total),
+        weight.data_ptr(),
+        rstd.data_ptr(),
+        dx.data_ptr(),
+        dweight.data_ptr(),
+        workspace.data_ptr(),
+        len(rstd),
+        heads,
+        h,
+        zero_centered,
+        dweight_dtype == torch.bfloat16,
+        chains,
+    )
     cuda.call("alignkit_rms_norm_grad", x.device, ctypes.byref(p))
     return dx, dweight

@@ -1,4 +1,5 @@
 """RMSNorm as the formula, with the contract's order of summation."""
+
 from __future__ import annotations
 
 import torch
@@ -18,8 +19,9 @@ def added(dx: torch.Tensor, d_total: torch.Tensor | None) -> torch.Tensor:
 
 
 @in_torch
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
-            zero_centered: bool = False):
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
+):
     """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
     x = x if residual is None else (x + residual).contiguous()
     v = rows(x).float()

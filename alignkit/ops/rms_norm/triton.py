@@ -1,4 +1,5 @@
 """Triton: sums over the hidden dimension by the balanced tree; dweight by chains over rows, joined by the tree."""
+
 from __future__ import annotations
 
 import torch
@@ -26,8 +27,26 @@ def _scale(W, j, H: tl.constexpr, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm(X, RESIDUAL, W, TOTAL, Y, RSTD, rows, heads, sxt, sxh, srt, srh, eps, H: tl.constexpr,
-              BLOCK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+def _rms_norm(
+    X,
+    RESIDUAL,
+    W,
+    TOTAL,
+    Y,
+    RSTD,
+    rows,
+    heads,
+    sxt,
+    sxh,
+    srt,
+    srh,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    R: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
     ok = (r < rows)[:, None] & (j < H)[None, :]
@@ -55,8 +74,9 @@ def by_head(t: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return t, 1, t.stride(0) if t.ndim == 2 else 0, 0
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None,
-            zero_centered: bool = False):
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
+):
     """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
     h = x.shape[-1]
     rows = x.numel() // h
@@ -70,24 +90,50 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
             residual, _, srt, srh = by_head(residual)
         block = next_power_of_2(h)
         r = max(1, 1024 // block)
-        launch(_rms_norm, (triton.cdiv(rows, r),),
-               (x, residual, weight, total, y, rstd, rows, heads, sxt, sxh, srt, srh, eps),
-               {"num_warps": max(1, min(16, block * r // 1024))},
-               H=h, BLOCK=block, LEVELS=block.bit_length() - 1, R=r, ZERO_CENTERED=zero_centered)
+        launch(
+            _rms_norm,
+            (triton.cdiv(rows, r),),
+            (x, residual, weight, total, y, rstd, rows, heads, sxt, sxh, srt, srh, eps),
+            {"num_warps": max(1, min(16, block * r // 1024))},
+            H=h,
+            BLOCK=block,
+            LEVELS=block.bit_length() - 1,
+            R=r,
+            ZERO_CENTERED=zero_centered,
+        )
     return total, y, rstd
 
 
 @triton.jit
 def _load(DY, X, RSTD, r, ok, j, heads, sxt, sxh, H: tl.constexpr):
     here = ok[:, None] & (j < H)[None, :]
-    return (tl.load(DY + r[:, None] * H + j[None, :], mask=here, other=0.0),
-            tl.load(X + _at(r, heads, sxt, sxh) + j[None, :], mask=here, other=0.0),
-            tl.load(RSTD + r, mask=ok, other=0.0))
+    return (
+        tl.load(DY + r[:, None] * H + j[None, :], mask=here, other=0.0),
+        tl.load(X + _at(r, heads, sxt, sxh) + j[None, :], mask=here, other=0.0),
+        tl.load(RSTD + r, mask=ok, other=0.0),
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "chains"])
-def _rms_norm_grad(DY, X, W, RSTD, DX, PART, rows, chains, heads, sxt, sxh, H: tl.constexpr, BLOCK: tl.constexpr,
-                   LEVELS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+def _rms_norm_grad(
+    DY,
+    X,
+    W,
+    RSTD,
+    DX,
+    PART,
+    rows,
+    chains,
+    heads,
+    sxt,
+    sxh,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
     chain = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
     w = _scale(W, j, H, ZERO_CENTERED)[None, :]
@@ -129,13 +175,28 @@ def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> 
     r = max(1, 1024 // block)
     parts = torch.empty(chains, h, dtype=torch.float32, device=x.device)
     x, heads, sxt, sxh = by_head(x)
-    launch(_rms_norm_grad, (triton.cdiv(chains, r),),
-           (dy, x, weight, rstd, dx, parts, rows, chains, heads, sxt, sxh),
-           {"num_warps": max(1, min(16, r * block // 512))},
-           H=h, BLOCK=block, LEVELS=block.bit_length() - 1, ROWS=DW_ROWS, R=r, ZERO_CENTERED=zero_centered)
+    launch(
+        _rms_norm_grad,
+        (triton.cdiv(chains, r),),
+        (dy, x, weight, rstd, dx, parts, rows, chains, heads, sxt, sxh),
+        {"num_warps": max(1, min(16, r * block // 512))},
+        H=h,
+        BLOCK=block,
+        LEVELS=block.bit_length() - 1,
+        ROWS=DW_ROWS,
+        R=r,
+        ZERO_CENTERED=zero_centered,
+    )
     while len(parts) > 1:
         joined = parts.new_empty(triton.cdiv(len(parts), 64), h)
-        launch(_rms_norm_join, (triton.cdiv(h, 32), len(joined)), (parts, joined, len(parts)), {"num_warps": 4},
-               H=h, BLOCK=32, LEVELS=6)
+        launch(
+            _rms_norm_join,
+            (triton.cdiv(h, 32), len(joined)),
+            (parts, joined, len(parts)),
+            {"num_warps": 4},
+            H=h,
+            BLOCK=32,
+            LEVELS=6,
+        )
         parts = joined
     return added(dx, d_total), parts[0]

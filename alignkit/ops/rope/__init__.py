@@ -1,4 +1,5 @@
 """Rotary position embedding (neox halves). docs/contract.md, "RoPE"."""
+
 from __future__ import annotations
 
 import functools
@@ -88,5 +89,7 @@ def check(x, positions, table, name: str = "x") -> None:
     require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from {name}'s {x.shape[2]}")
     if positions.numel() and looks(positions.device):
         low, high = int(positions.min()), int(positions.max())
-        require(0 <= low and high < table.shape[0],
-                f"positions: {low} to {high} leave the table of {table.shape[0]} positions")
+        require(
+            0 <= low and high < table.shape[0],
+            f"positions: {low} to {high} leave the table of {table.shape[0]} positions",
+        )

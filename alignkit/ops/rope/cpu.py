@@ -1,4 +1,5 @@
 """C++: a token at a time."""
+
 from __future__ import annotations
 
 import torch
@@ -18,7 +19,8 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse
     return y
 
 
-def apply_qk(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor,
-             table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def apply_qk(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply` to both."""
     return apply(q, positions, table, False), apply(k, positions, table, False)

@@ -1,4 +1,5 @@
 """Rotation of pairs, and the table by Python's own math library."""
+
 from __future__ import annotations
 
 import math
@@ -12,8 +13,11 @@ from .._common import fma
 @in_torch
 def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
     freq = [base ** (-2.0 * j / head_dim) for j in range(head_dim // 2)]
-    return torch.tensor([[math.cos(t * f) for f in freq] + [math.sin(t * f) for f in freq]
-                         for t in range(max_position)], dtype=torch.float64, device="cpu").float()
+    return torch.tensor(
+        [[math.cos(t * f) for f in freq] + [math.sin(t * f) for f in freq] for t in range(max_position)],
+        dtype=torch.float64,
+        device="cpu",
+    ).float()
 
 
 @in_torch
@@ -25,7 +29,8 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse
     return torch.cat([fma(a, cos, -(b * sin)), fma(b, cos, a * sin)], dim=-1).to(x.dtype)
 
 
-def apply_qk(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor,
-             table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def apply_qk(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply` to both."""
     return apply(q, positions, table, False), apply(k, positions, table, False)

@@ -1,4 +1,5 @@
 """SwiGLU's activation. docs/contract.md, "SiLU times up"."""
+
 from __future__ import annotations
 
 import torch

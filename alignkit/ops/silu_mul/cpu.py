@@ -1,4 +1,5 @@
 """C++: elementwise over rows."""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
 """silu(gate) * up as the formula."""
+
 from __future__ import annotations
 
 import torch

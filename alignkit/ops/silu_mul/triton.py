@@ -1,4 +1,5 @@
 """Triton: elementwise."""
+
 from __future__ import annotations
 
 import torch
@@ -33,8 +34,13 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
         rows, n = gate.shape
-        launch(_silu_mul, (rows, triton.cdiv(n, 1024)), (gate, up, y, n, gate.stride(0), up.stride(0)),
-               {"num_warps": 4}, BLOCK=1024)
+        launch(
+            _silu_mul,
+            (rows, triton.cdiv(n, 1024)),
+            (gate, up, y, n, gate.stride(0), up.stride(0)),
+            {"num_warps": 4},
+            BLOCK=1024,
+        )
     return y
 
 
@@ -42,6 +48,11 @@ def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dy.numel():
         rows, n = gate.shape
-        launch(_silu_mul_grad, (rows, triton.cdiv(n, 1024)),
-               (gate, up, dy, dgate, dup, n, gate.stride(0), up.stride(0)), {"num_warps": 4}, BLOCK=1024)
+        launch(
+            _silu_mul_grad,
+            (rows, triton.cdiv(n, 1024)),
+            (gate, up, dy, dgate, dup, n, gate.stride(0), up.stride(0)),
+            {"num_warps": 4},
+            BLOCK=1024,
+        )
     return dgate, dup
