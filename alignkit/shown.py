@@ -25,7 +25,10 @@ from . import _sources, cuda, native
 from .contract import contract_id
 from .errors import BackendError
 
-SHOWN = {"cpu": ({"torch": "2.13.0+cpu"},), "sm90": ({"torch": "2.11.0+cu130", "triton": "3.6.0"},)}
+SHOWN = {
+    "cpu": ({"torch": "2.13.0+cpu"}, {"torch": "2.13.0+cu130"}),
+    "sm90": ({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
+}
 """By device family: each combination of versions."""
 
 _lock = threading.Lock()

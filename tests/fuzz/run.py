@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from alignkit import shown
+
 from . import draw, faults, pair, pool
 from .judge import GOOD, VERDICTS
 
@@ -71,6 +73,8 @@ class Tally:
 
 def calls(seed: int, numbers: Iterable[int], workers: int | None = None, done: Callable = lambda: None) -> Tally:
     """Calls `numbers` of the population `seed`, in a process for each core or `workers`; `done()` after each."""
+    for backend in ("cpu", "reference"):  # with a torch that no bits were shown with, the first call tests them all
+        shown.require(torch.device("cpu"), backend)
     tally, started = Tally("--only"), time.monotonic()
     jobs, workers = ((seed, i) for i in numbers), workers or len(os.sched_getaffinity(0))
     for job, how, value in pool.outcomes("tests.fuzz.judge:judge", jobs, workers, CALL_LIMIT):
