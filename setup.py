@@ -45,7 +45,7 @@ CPU = Extension(
 )
 SM90 = Extension(
     "alignkit._sm90",
-    sources=sorted(glob("csrc/sm90/*.cu")),
+    sources=sorted(glob("csrc/sm90/**/*.cu", recursive=True)),
     extra_compile_args=[
         "-gencode=arch=compute_90a,code=sm_90a",
         "-O3",

@@ -16,16 +16,16 @@ def files(part: str) -> list[Path]:
     return [
         ROOT / "setup.py",
         ROOT / "csrc/interface.h",
-        *sorted(file for file in (ROOT / "csrc" / part).iterdir() if file.suffix in SUFFIXES),
+        *sorted(file for file in (ROOT / "csrc" / part).rglob("*") if file.suffix in SUFFIXES),
     ]
 
 
 def digest(found: list[Path]) -> str:
-    """Of the names and contents of files."""
+    """Of the places and contents of files."""
     total = hashlib.sha256()
     for file in found:
         content = file.read_bytes()
-        total.update(f"{file.name} {len(content)} ".encode() + content)
+        total.update(f"{file.relative_to(ROOT)} {len(content)} ".encode() + content)
     return total.hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""Sums over ranks in memory that the GPUs of one host read over NVLink, torch's symmetric memory (csrc/sm90/tree_sum.cu).
+"""Sums over ranks in memory that the GPUs of one host read over NVLink, torch's symmetric memory: the kernel is
+csrc/sm90/rank_sum/all_reduce.cu.
 
 A group has a workspace of one size, made when it is first asked for by all ranks together: larger sums take several pieces.
 So nothing grows or waits later, and a CUDA graph may hold its addresses. Plain loads and stores; NVLink's multicast is off.

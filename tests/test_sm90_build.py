@@ -118,7 +118,7 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
 
 
 def test_machine_code(tmp_path):
-    log, kernels = compiled(sorted((ROOT / "csrc/sm90").glob("*.cu")), tmp_path)
+    log, kernels = compiled(sorted((ROOT / "csrc/sm90").rglob("*.cu")), tmp_path)
     assert any(TENSOR_CORES.search(name) for name in own_names(list(kernels)))
     assert not faults(log, kernels)
 

@@ -1,4 +1,4 @@
-"""CUDA: the tensor core and the copy engine (csrc/sm90/gated_delta_rule.cu). fp32 is Triton's."""
+"""CUDA: the tensor core and the copy engine (csrc/sm90/delta/gated_delta_rule.cu). fp32 is Triton's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import triton
 
 @cuda.mirrors("AlignkitDelta")
 class _Delta(ctypes.Structure):
-    """AlignkitDelta of csrc/sm90/gated_delta_rule.cu."""
+    """AlignkitDelta of csrc/sm90/delta/gated_delta_rule.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "w", "d_o", "dv")),

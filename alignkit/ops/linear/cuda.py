@@ -1,5 +1,5 @@
-"""CUDA: products of few rows, as fast as the weight can be read: logits (csrc/sm90/few.cu), long chains with a narrow weight
-(narrow.cu) and k-trees (tree.cu). Everything else is Triton's: the same bits."""
+"""CUDA: products of few rows, as fast as the weight can be read (csrc/sm90/gemm): logits (few_rows_wide.cu), long chains
+with a narrow weight (few_rows_narrow.cu) and k-trees (few_rows_split_k.cu). Everything else is Triton's: the same bits."""
 
 from __future__ import annotations
 

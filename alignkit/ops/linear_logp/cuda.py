@@ -1,5 +1,5 @@
-"""CUDA: products and what becomes of them in one kernel (csrc/sm90), so that logits reach no memory. Everything else, and
-what these kernels do not take, is Triton's: the same bits."""
+"""CUDA: products and what becomes of them in one kernel (csrc/sm90/head), so that logits reach no memory. Everything else,
+and what these kernels do not take, is Triton's: the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEW = 256
 
 @cuda.mirrors("AlignkitHead")
 class _Head(ctypes.Structure):
-    """AlignkitHead of csrc/sm90/linear_logp.cu."""
+    """AlignkitHead of csrc/sm90/head/linear_logp.cu."""
 
     _fields_ = [
         ("hidden", ctypes.c_void_p),
@@ -145,7 +145,7 @@ def head_gradient(
 
 @cuda.mirrors("AlignkitHeadProducts")
 class _Products(ctypes.Structure):
-    """AlignkitHeadProducts of csrc/sm90/gemm.cu."""
+    """AlignkitHeadProducts of csrc/sm90/head/linear_logp_backward.cu."""
 
     _fields_ = [
         ("dz", ctypes.c_void_p),

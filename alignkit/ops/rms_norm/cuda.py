@@ -1,5 +1,5 @@
-"""CUDA: gradients of bf16 rows, and long rows without a residual, at the speed of memory (csrc/sm90/rms_norm.cu). Everything
-else is Triton's: the same bits."""
+"""CUDA: gradients of bf16 rows, and long rows without a residual, at the speed of memory
+(csrc/sm90/rms_norm/rms_norm.cu). Everything else is Triton's: the same bits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ third; at most so many."""
 
 @cuda.mirrors("AlignkitNormRows")
 class _Rows(ctypes.Structure):
-    """AlignkitNormRows of csrc/sm90/rms_norm.cu."""
+    """AlignkitNormRows of csrc/sm90/rms_norm/rms_norm.cu."""
 
     _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
 
 
 @cuda.mirrors("AlignkitNorm")
 class _Norm(ctypes.Structure):
-    """AlignkitNorm of csrc/sm90/rms_norm.cu."""
+    """AlignkitNorm of csrc/sm90/rms_norm/rms_norm.cu."""
 
     _fields_ = [
         ("x", _Rows),
@@ -36,7 +36,7 @@ class _Norm(ctypes.Structure):
 
 @cuda.mirrors("AlignkitNormGrad")
 class _NormGrad(ctypes.Structure):
-    """AlignkitNormGrad of csrc/sm90/rms_norm.cu."""
+    """AlignkitNormGrad of csrc/sm90/rms_norm/rms_norm.cu."""
 
     _fields_ = [
         ("x", _Rows),

@@ -7,7 +7,11 @@
 #pragma once
 #include <algorithm>
 
-#include "hopper.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/copy.cuh"
+#include "../ptx/dependent_launch.cuh"
+#include "../ptx/wgmma.cuh"
 
 namespace alignkit {
 namespace {
@@ -73,14 +77,6 @@ struct Tiles {
   }
 };
 
-template <int kDepth = kStages>
-__device__ __forceinline__ void step(int& stage, int& phase) {
-  if (++stage == kDepth) {
-    stage = 0;
-    phase ^= 1;
-  }
-}
-
 template <Layout kA, Layout kB, class Epilogue>
 __device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, const Shape& s, const Epilogue& epilogue,
                      int rank) {
@@ -96,7 +92,7 @@ __device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, con
     if (Epilogue::kResumes && i == first) epilogue.prefetch(s, row, column);
     column += rank * half;
 #pragma unroll 1
-    for (int k = 0; k < tiles.steps * kStep; k += kStep, step(stage, phase)) {
+    for (int k = 0; k < tiles.steps * kStep; k += kStep, step<kStages>(stage, phase)) {
       if (k == early && tiles.at(Epilogue::kResumes ? i + clusters : i, soon_row, soon_column))
         epilogue.prefetch(s, soon_row + rank * kRows, soon_column);
       barrier_wait(&sh.empty[stage], phase ^ 1);
@@ -236,7 +232,7 @@ __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilo
         if (threadIdx.x % 32 < kBlocks) barrier_arrive(&sh.empty[before], threadIdx.x % 32);
       }
       before = stage;
-      step(stage, phase);
+      step<kStages>(stage, phase);
     }
     products_wait<0>();
     products_taken(sums);
@@ -280,20 +276,6 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 // Host.
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-inline Encode encode() {
-  static Encode found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-    return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  return found;
-}
 
 // bf16, `pitch` elements from one row of memory to the next.
 struct Matrix {

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "../interface.h"
-#include "product.cuh"
+#include "../../interface.h"
+#include "../gemm/gemm.cuh"
 
 namespace alignkit {
 namespace {

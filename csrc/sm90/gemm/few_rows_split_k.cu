@@ -2,12 +2,11 @@
 // k, joined by the balanced tree. Few rows make few tiles, so the leaves of a tile are dealt out to blocks, until all
 // multiprocessors read b at once.
 //
-// Rows of b are rows to the tensor core, as in few.cu; of the warps of a block one copies and eight multiply. There are
+// Rows of b are rows to the tensor core, as in few_rows_wide.cu; of the warps of a block one copies and eight multiply. There are
 // two ways. Up to 64 rows a cluster of two blocks has all leaves of a tile, a quarter of them for each group of four warps,
 // and joins them in shared memory. With more rows a block sums some leaves of a larger tile and writes the sums to memory,
 // and a second kernel joins them; there the two blocks of a cluster share one of the operands.
-#include "tensors.cuh"
-#include "wide.cuh"
+#include "few_rows.cuh"
 
 namespace alignkit {
 namespace {

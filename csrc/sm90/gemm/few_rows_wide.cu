@@ -2,7 +2,7 @@
 //
 // A block takes 128 of n at a time, which are rows to the tensor core; the rows of a are its columns. One warp copies operands
 // to shared memory, far ahead; two groups of four warps multiply 64 of n each by all of a. One chain for each output.
-#include "wide.cuh"
+#include "few_rows.cuh"
 
 namespace alignkit {
 namespace {

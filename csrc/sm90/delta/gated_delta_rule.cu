@@ -19,9 +19,13 @@
 // and take parts of states: in turn, or, where lengths differ, the next when they are done.
 #include <mutex>
 
-#include "../interface.h"
-#include "product.cuh"
-#include "tensors.cuh"
+#include "../../interface.h"
+#include "../ptx/barrier.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/copy.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/pack.cuh"
+#include "../ptx/wgmma.cuh"
 
 // The arguments, as alignkit/ops/gated_delta_rule/cuda.py fills them. Strides are in elements.
 struct AlignkitDelta {

@@ -1,7 +1,7 @@
 // What products of few rows have in common where the weight is wide: rows of b are rows to the tensor core, 128 to a block, and
 // the rows of a are its columns.
 #pragma once
-#include "product.cuh"
+#include "gemm.cuh"
 
 namespace alignkit {
 namespace {

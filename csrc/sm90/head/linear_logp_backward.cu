@@ -1,6 +1,6 @@
 // The products of the head's backward pass, over the rows that count: the device knows how many these are, the host does not.
-#include "../interface.h"
-#include "product.cuh"
+#include "../../interface.h"
+#include "../gemm/gemm.cuh"
 
 namespace alignkit {
 namespace {

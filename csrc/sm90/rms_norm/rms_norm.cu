@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "../interface.h"
-#include "tensors.cuh"
+#include "../../interface.h"
+#include "../ptx/copy.cuh"
+#include "../ptx/dependent_launch.cuh"
+#include "../ptx/pack.cuh"
 
 // Row r is head r % heads of token r / heads; strides are in elements. What has no strides is dense.
 struct AlignkitNormRows {

@@ -3,8 +3,8 @@
 //
 // A block takes 16 of n, which are rows to the tensor core, so that many multiprocessors read b. One warp copies operands to
 // shared memory, far ahead; each other warp multiplies by eight rows of a, and has what it multiplies next in registers.
-#include "product.cuh"
-#include "tensors.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "gemm.cuh"
 
 namespace alignkit {
 namespace {

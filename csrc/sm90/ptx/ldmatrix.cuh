@@ -1,0 +1,36 @@
+// ldmatrix and stmatrix: matrices of 8 by 8 between shared memory and registers.
+#pragma once
+#include "shared_address.cuh"
+
+namespace alignkit {
+
+// Four matrices of 8 rows of 16 bytes. Lane l names row l % 8 of matrix l / 8; of matrix i a thread has in m[i] the
+// numbers 2 (l % 4) and the next of row l / 4, or, kTransposed, of column l / 4.
+
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+  if (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(row)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+template <bool kTransposed>
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {
+  if (kTransposed)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]),
+                 "r"(m[1]), "r"(m[2]), "r"(m[3])
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
+                 "r"(m[2]), "r"(m[3])
+                 : "memory");
+}
+
+}  // namespace alignkit
