@@ -3,10 +3,12 @@ compile them. Those for the CPU take a C++17 compiler, those for Hopper GPUs nvc
 package installs all the same; `alignkit doctor` says what is missing. An nvcc that is there but fails, fails the
 installation.
 
-A library is built again when it is not of the sources that are here: it says of which it is, by their hash."""
+A library is built again when it is not of the sources that are here: it says of which it is, by their hash. Of its files,
+only those are compiled again that changed, or whose headers, options or compiler did: Objects."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -14,6 +16,9 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
@@ -21,6 +26,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 OLDEST_NVCC = (12, 8)
+OBJECTS = Path("build/objects")
 # As a file: to import the package takes torch.
 SPEC = importlib.util.spec_from_file_location("alignkit_sources", "alignkit/_sources.py")
 hashes = importlib.util.module_from_spec(SPEC)
@@ -28,7 +34,7 @@ SPEC.loader.exec_module(hashes)
 
 CPU = Extension(
     "alignkit._cpu",
-    sources=[f"csrc/cpu/{name}.cpp" for name in ("api", "isa_generic", "isa_avx2", "isa_avx512")],
+    sources=sorted(glob("csrc/cpu/*.cpp")),
     # No contraction: a multiply-add is fused where the source says so and nowhere else.
     extra_compile_args=[
         "-O3",
@@ -54,10 +60,8 @@ SM90 = Extension(
         "--fmad=false",  # no contraction, as above
         "-Xcompiler",
         "-fPIC",
-        "-shared",
-        "-cudart",
-        "static",
-    ],  # beside the runtime of any torch
+    ],
+    extra_link_args=["-shared", "-cudart", "static"],  # beside the runtime of any torch
 )
 
 
@@ -73,11 +77,18 @@ def nvcc_places() -> list[str]:
     ]
 
 
+def version(compiler: str) -> str:
+    """What a compiler says of itself; nothing if it is broken or not there."""
+    if not shutil.which(compiler):
+        return ""
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
 def nvcc_version(nvcc: str) -> tuple[int, int]:
     """(0, 0) for what is not an nvcc, or a broken one."""
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
-    return (int(found[1]), int(found[2])) if found and done.returncode == 0 else (0, 0)
+    found = re.search(r"release (\d+)\.(\d+)", version(nvcc))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def find_nvcc() -> str | None:
@@ -86,11 +97,14 @@ def find_nvcc() -> str | None:
     return next((nvcc for nvcc in found if nvcc and nvcc_version(nvcc) >= OLDEST_NVCC), None)
 
 
-def nvcc_command(nvcc: str, sources: list[str], library: str) -> list[str]:
-    """Compiles `sources` to the shared library `library`."""
+def nvcc_compile(nvcc: str, source: str, compiled: Path, more: list[str]) -> list[str]:
+    return [nvcc, *SM90.extra_compile_args, *more, "-c", source, "-o", str(compiled)]
+
+
+def nvcc_link(nvcc: str, objects: list[str], library: Path) -> list[str]:
     libraries = Path(nvcc).resolve().parents[1] / "lib"  # the packages have no lib64, the only one where nvcc looks
     found = [f"-L{libraries}"] if (libraries / "libcudart_static.a").exists() else []
-    return [nvcc, *SM90.extra_compile_args, *found, *sources, "-o", library]
+    return [nvcc, *SM90.extra_compile_args, *SM90.extra_link_args, *found, *objects, "-o", str(library)]
 
 
 def part(ext: Extension) -> str:
@@ -101,6 +115,42 @@ def part(ext: Extension) -> str:
 def current(library: Path, ext: Extension) -> bool:
     """Whether `library` is there, and of the sources that are here."""
     return library.exists() and hashes.of(part(ext)).encode() in library.read_bytes()
+
+
+class Object:
+    """A compiled source. Beside it lie what the compiler read, by its own word, and a hash of that, of the options and of
+    the compiler."""
+
+    def __init__(self, source: str, options: list[str], compiler: list[str]):
+        self.source, self.options, self.compiler = source, options, compiler
+        self.path = OBJECTS / Path(source).relative_to(Path(source).anchor).with_suffix(".o")  # as setuptools names it
+        self.read, self.hash = self.path.with_suffix(".d"), self.path.with_suffix(".hash")
+
+    def files(self) -> list[Path]:
+        """What the compiler read, perhaps without its own headers: a rule of make."""
+        _, _, files = self.read.read_text().replace("\\\n", " ").partition(": ")
+        return [Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", files.strip())]
+
+    def now(self) -> str:
+        total = hashlib.sha256(json.dumps([self.options, self.compiler]).encode())
+        for file in self.files():
+            total.update(hashlib.sha256(file.read_bytes()).digest())
+        return total.hexdigest()
+
+    def current(self) -> bool:
+        try:
+            return self.path.exists() and self.hash.read_text() == self.now()
+        except OSError:  # compiled never, or only in part, or from a file that is gone
+            return False
+
+    def compile(self, run: Callable[[Object, list[str]], None]) -> None:
+        """run(self, more options) compiles."""
+        self.hash.unlink(missing_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        began = time.time_ns()
+        run(self, [*self.options, "-MMD", "-MF", str(self.read)])
+        if all(file.stat().st_mtime_ns < began for file in self.files()):  # else it may be of what was there before
+            self.hash.write_text(self.now())
 
 
 class BuildKernels(build_ext):
@@ -128,14 +178,40 @@ class BuildKernels(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         if not self.force and current(library, ext):
             return
-        sources = f"ALIGNKIT_SOURCES={hashes.of(part(ext))}"
         library.parent.mkdir(parents=True, exist_ok=True)
         if ext.name == SM90.name:
-            self.spawn([*nvcc_command(self.nvcc, ext.sources, str(library)), f"-D{sources}"])
+            objects = self.compile(ext, [*SM90.extra_compile_args, version(self.nvcc)], self.compile_cuda)
+            self.spawn(nvcc_link(self.nvcc, objects, library))
         else:
-            library.unlink(missing_ok=True)  # else one that is newer than the sources would stay
-            ext.define_macros = [tuple(sources.split("="))]
-            super().build_extension(ext)
+            program = self.compiler.compiler_so_cxx
+            objects = self.compile(ext, [*program, *CPU.extra_compile_args, version(program[0])], self.compile_cpp)
+            self.compiler.link_shared_object(
+                objects, str(library), extra_postargs=CPU.extra_link_args, target_lang=CPU.language
+            )
+
+    def compile_cuda(self, compiled, more):
+        self.spawn(nvcc_compile(self.nvcc, compiled.source, compiled.path, more))
+
+    def compile_cpp(self, compiled, more):
+        options = [*CPU.extra_compile_args, *more]
+        self.compiler.compile([compiled.source], output_dir=str(OBJECTS), extra_postargs=options)
+
+    def compile(self, ext, compiler, run) -> list[str]:
+        """The objects of `ext`; of those to compile, as many at a time as there are cores."""
+        said = f"-DALIGNKIT_SOURCES={hashes.of(part(ext))}"
+        objects = [
+            Object(source, [said] if Path(source).stem == "identity" else [], compiler) for source in ext.sources
+        ]
+        stale = [each for each in objects if self.force or not each.current()]
+        stale.sort(key=lambda each: -os.path.getsize(each.source))  # what takes longest begins first
+
+        def one(i: int) -> None:
+            print(f"alignkit: compiles {stale[i].source} ({i + 1} of {len(stale)})", flush=True)
+            stale[i].compile(run)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(one, range(len(stale))))
+        return [str(each.path) for each in objects]
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"  # one for every version of Python

@@ -9,7 +9,7 @@
 #define ALIGNKIT_TEXT_(x) #x
 #define ALIGNKIT_TEXT(x) ALIGNKIT_TEXT_(x)
 
-// Once in a library.
+// Once in a library, in a file identity.*: only that one is compiled again where any source changed.
 #define ALIGNKIT_IDENTITY \
     extern "C" const char* alignkit_sources() { return ALIGNKIT_TEXT(ALIGNKIT_SOURCES); }
 

@@ -1,12 +1,17 @@
-"""The CUDA kernels, without a GPU: which nvcc builds them, what becomes of an installation without one, and that their
-machine code keeps the tensor cores fed: loops of asynchronous products whose sums stay in registers."""
+"""The CUDA kernels, without a GPU: which nvcc builds them and what it is that is built again, what becomes of an installation
+without one, and that their machine code keeps the tensor cores fed: loops of asynchronous products whose sums stay in registers."""
 
+import ctypes
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,28 +53,34 @@ def compiled(sources: list[Path], folder: Path) -> tuple[str, dict[str, Code]]:
     """What nvcc said, and the code of each kernel by its mangled name."""
     nvcc = setup.find_nvcc()
     assert nvcc, "no nvcc: the requirements of `make test` hold one"
-    library = folder / "sm90.so"
-    done = subprocess.run(
-        [*setup.nvcc_command(nvcc, [*map(str, sources)], str(library)), "-Xptxas=-v"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
     disassembler = shutil.which("cuobjdump") or (
         Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
     )
-    sass = subprocess.run([disassembler, "-sass", library], capture_output=True, text=True, check=True).stdout
+
+    def one(source: Path) -> tuple[str, str]:
+        compiled = folder / f"{source.stem}.o"
+        done = subprocess.run(
+            setup.nvcc_compile(nvcc, str(source), compiled, ["-Xptxas=-v"]),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        sass = subprocess.run([disassembler, "-sass", compiled], capture_output=True, text=True, check=True).stdout
+        return done.stdout, sass
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        logs, sass = zip(*pool.map(one, sources), strict=True)
     kernels = {}
-    for function in sass.split("Function : ")[1:]:
+    for function in "".join(sass).split("Function : ")[1:]:
         name, _, body = function.partition("\n")
         kernels[name.strip()] = [
             (int(address, 16), opcode, operands)
             for address, opcode, operands in re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\w+)([^;]*);", body)
         ]
-    return done.stdout, kernels
+    return "".join(logs), kernels
 
 
 def own_names(mangled: list[str]) -> list[str]:
@@ -180,9 +191,16 @@ def test_an_old_or_strange_nvcc_is_none(places, monkeypatch, version):
     assert setup.find_nvcc() == newer
 
 
-def build(source: Path | None, folder: Path) -> Path:
-    """Runs build_ext with one source of the CUDA kernels, or none; returns where their library would be."""
-    sources = [str(source)] if source else []
+@pytest.fixture(autouse=True)
+def objects(tmp_path, monkeypatch) -> Path:
+    """None of the checkout's."""
+    monkeypatch.setattr(setup, "OBJECTS", tmp_path / "objects")
+    return setup.OBJECTS
+
+
+def build(sources: list[Path], folder: Path) -> Path:
+    """Runs build_ext with these sources of the CUDA kernels; returns where their library would be."""
+    sources = [str(source) for source in sources]
     command = setup.BuildKernels(Distribution({"ext_modules": [Extension(setup.SM90.name, sources)]}))
     command.build_lib = str(folder)
     command.ensure_finalized()
@@ -194,7 +212,7 @@ def test_without_nvcc(places, monkeypatch, capsys):
     stale = places / "alignkit/_sm90.so"
     stale.parent.mkdir()
     stale.write_text("of an earlier build")
-    library = build(None, places)
+    library = build([], places)
     assert library == stale and not library.exists()
     assert "no nvcc 12.8 or newer was found" in capsys.readouterr().out
 
@@ -208,27 +226,27 @@ def test_without_nvcc(places, monkeypatch, capsys):
 
 def test_with_nvcc(tmp_path, monkeypatch):
     """A library is built again if it is of other sources than those that are here, however old they are."""
-    source = tmp_path / "kernel.cu"
+    source = tmp_path / "identity.cu"
     source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
-    library = build(source, tmp_path)
+    library = build([source], tmp_path)
     built.load(library, "sm90")
     said = json.loads(library.with_name("built.json").read_text())
     assert said == {part: _sources.of(part) for part in ("cpu", "sm90")}
     made = library.stat().st_mtime_ns
-    build(source, tmp_path)
+    build([source], tmp_path)
     assert library.stat().st_mtime_ns == made
 
     monkeypatch.setattr(setup.hashes, "of", lambda part: f"1e{part}0")
-    build(source, tmp_path)
+    build([source], tmp_path)
     assert library.stat().st_mtime_ns > made and b"1esm900" in library.read_bytes()
     made = library.stat().st_mtime_ns
-    build(source, tmp_path)
+    build([source], tmp_path)
     assert library.stat().st_mtime_ns == made
 
 
 def test_the_cpu_kernels_are_built_by_their_sources(tmp_path, monkeypatch):
     """One library for every Python; one of other sources in the checkout goes, though it is newer than those."""
-    source, package = tmp_path / "kernel.cpp", tmp_path / "alignkit"
+    source, package = tmp_path / "identity.cpp", tmp_path / "alignkit"
     source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
     package.mkdir()
     library = package / "_cpu.so"
@@ -263,5 +281,68 @@ def test_an_error_of_nvcc_fails_the_build(tmp_path, capfd):
     source = tmp_path / "kernel.cu"
     source.write_text("no C++")
     with pytest.raises(ExecError, match="nvcc"):
-        build(source, tmp_path)
+        build([source], tmp_path)
     assert "kernel.cu(1): error" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("extension,suffix", [(setup.CPU, "cpp"), (setup.SM90, "cu")])
+def test_what_changed_is_compiled_again(extension, suffix, objects, tmp_path, monkeypatch, capfd):
+    """A file, or each that includes it, or is compiled otherwise; the identity whenever anything changed."""
+    sources = {name: tmp_path / f"{name}.{suffix}" for name in ("one", "two", "identity")}
+    header = tmp_path / "a header.h"
+    header.write_text("inline int three() { return 3; }\n")
+    sources["one"].write_text('extern "C" int one() { return 1; }\n')
+    sources["two"].write_text('#include "a header.h"\nextern "C" int two() { return three(); }\n')
+    sources["identity"].write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
+    of = iter(range(100))
+
+    def compiled(force: bool = False) -> set[str]:
+        hashed = f"{next(of)}of{suffix}"
+        monkeypatch.setattr(setup.hashes, "of", lambda part: hashed)
+        command = setup.BuildKernels(
+            Distribution({"ext_modules": [Extension(extension.name, [*map(str, sources.values())], language="c++")]})
+        )
+        command.build_lib, command.force = str(tmp_path / "lib"), force
+        command.ensure_finalized()
+        command.run()
+        library = tmp_path / f"lib/alignkit/_{setup.part(extension)}.so"
+        assert hashed.encode() in library.read_bytes()
+        said = capfd.readouterr().out
+        return {name for name, source in sources.items() if f"compiles {source} " in said}
+
+    assert compiled() == {"one", "two", "identity"}
+    assert compiled() == {"identity"}
+    sources["one"].touch()  # of the same content
+    assert compiled() == {"identity"}
+    sources["one"].write_text('extern "C" int one() { return 11; }\n')
+    assert compiled() == {"one", "identity"}
+    header.write_text("inline int three() { return 33; }\n")
+    assert compiled() == {"two", "identity"}
+    library = ctypes.CDLL(str(tmp_path / f"lib/alignkit/_{setup.part(extension)}.so"))
+    assert (library.one(), library.two()) == (11, 33)
+    next(objects.rglob("one.o")).unlink()
+    assert compiled() == {"one", "identity"}
+    assert compiled(force=True) == {"one", "two", "identity"}
+    monkeypatch.setattr(extension, "extra_compile_args", [*extension.extra_compile_args, "-DOTHER"])
+    assert compiled() == {"one", "two", "identity"}
+    monkeypatch.setattr(setup, "version", lambda compiler, version=setup.version: version(compiler) + "newer")
+    assert compiled() == {"one", "two", "identity"}
+    assert compiled() == {"identity"}
+
+
+def test_what_changes_while_it_is_compiled_is_compiled_again(objects, tmp_path):
+    """The object may be of either content."""
+    source = tmp_path / "one.cpp"
+    source.write_text("int one;\n")
+    one = setup.Object(str(source), [], [])
+
+    def compiler(compiled, options, *, meanwhile):
+        subprocess.run(["c++", *options, "-c", source, "-o", compiled.path], check=True)
+        if meanwhile:
+            time.sleep(0.05)  # clocks of files are coarse
+            source.write_text(meanwhile)
+
+    one.compile(partial(compiler, meanwhile="int two;\n"))
+    assert not one.current()
+    one.compile(partial(compiler, meanwhile=None))
+    assert one.current()

@@ -20,7 +20,6 @@ static const Kernels* pick(const char* name) {
 
 static const Kernels* current = pick(nullptr);
 
-ALIGNKIT_IDENTITY
 ALIGNKIT_LAYOUT(Attention, dtype, threads, heads_q, heads_kv, dim, seqs, scale, q, k, v, q_row, q_head, k_row, k_head,
                 v_row, v_head, q_start, kv_start, kv_rows)
 

@@ -1,0 +1,3 @@
+#include "../interface.h"
+
+ALIGNKIT_IDENTITY
