@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class Inputs:
         out = out if isinstance(out, tuple) else (out,)
         grads = [self.values(*o.shape, dtype=o.dtype, seed=90 + i) for i, o in enumerate(out)]
         torch.autograd.backward(out, grads)
-        return [*(o.detach() for o in out), *(t.grad for t in leaves)]
+        return [*(o.detach() for o in out), *(cast(torch.Tensor, t.grad) for t in leaves)]
 
 
 def linears(given: Inputs) -> list[torch.Tensor]:

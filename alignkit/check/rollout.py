@@ -20,6 +20,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,9 +94,8 @@ def engine(job: dict, **overrides):
     from vllm import LLM
 
     longest = max(len(p) for p in job["prompts"]) + job["max_tokens"] + 1
-    return LLM(
-        job["model"],
-        **dict(
+    arguments: dict[str, Any] = (
+        dict(
             dtype=job["dtype"],
             tensor_parallel_size=job["tp"],
             seed=job["seed"],
@@ -109,8 +109,9 @@ def engine(job: dict, **overrides):
             kv_cache_memory_bytes=cache_bytes(job["model"], job["dtype"], len(job["prompts"]), longest),
             gpu_memory_utilization=GPU_SHARE,
         )
-        | overrides,
+        | overrides
     )
+    return LLM(job["model"], **arguments)
 
 
 def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:

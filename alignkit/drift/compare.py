@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -155,7 +156,7 @@ def compare_tensors(
     return _report(rollout, training, sequence, position, None, worst)
 
 
-def finite_or_none(value):
+def finite_or_none(value: Any) -> Any:
     """`value` with each float that JSON cannot hold replaced by None, in lists and dicts too."""
     if isinstance(value, dict):
         return {k: finite_or_none(v) for k, v in value.items()}

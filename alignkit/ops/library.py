@@ -9,6 +9,8 @@ could differ between two calls, shapes and types, and leaves the rest of its che
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from .. import backends
@@ -108,11 +110,10 @@ def _add_rms_norm_to(x, residual, weight, eps):
     return _add_rms_norm(x, residual, weight, eps)
 
 
-def _refuse_none(**tensors):
-    """torch's dispatcher takes None for any tensor."""
-    for name, t in tensors.items():
-        if t is None:
-            raise InputError(f"{name}: expected a tensor, got None")
+def _refuse_none(**tensors) -> NoReturn:
+    """One of them is None: torch's dispatcher takes that for any tensor."""
+    name = next(name for name, t in tensors.items() if t is None)
+    raise InputError(f"{name}: expected a tensor, got None")
 
 
 def _rms_norm(x, weight, eps):

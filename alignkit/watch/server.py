@@ -169,7 +169,7 @@ def _value(x: float | None) -> str:
     return "not finite" if x is None else f"{x:.9g}"
 
 
-def _bytes(x: int) -> str:
+def _bytes(x: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if x < 1024:
             return f"{x:.4g} {unit}"

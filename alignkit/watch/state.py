@@ -11,9 +11,12 @@ import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ..drift.monitor.records import RECORDS, REPLAY, Lines, opened, parse
 from ..errors import InputError
+
+T = TypeVar("T")
 
 MAX_RANKS = 1024
 MAX_POINTS = 512
@@ -190,20 +193,26 @@ class Watched:
         return refused, not left
 
 
+def _there(value: T | None) -> T:
+    """Of a rank that has records."""
+    assert value is not None
+    return value
+
+
 def summary(ranks: dict[int, Rank], replays: list[dict], refused: list[str], behind: bool) -> dict:
     """As values that JSON can hold. behind: whether there is more to read."""
     known = [rank for rank in ranks.values() if rank.records]
     differences = [rank.first_difference for rank in known if rank.first_difference is not None]
     first = min(differences, key=lambda found: (found.step, found.rank), default=None)
-    latest = max(known, key=lambda rank: rank.last_time, default=None)
+    latest = max(known, key=lambda rank: _there(rank.last_time), default=None)
     return {
         "tokens": sum(rank.tokens for rank in known),
         "unequal": sum(rank.unequal for rank in known),
         "max_abs": _finite(_largest(rank.max_abs for rank in known)),
         "records": sum(rank.records for rank in known),
         "damaged": sum(rank.damaged for rank in ranks.values()),
-        "last_step": max((rank.last_step for rank in known), default=None),
-        "contracts": sorted({rank.contract for rank in known}),
+        "last_step": max((_there(rank.last_step) for rank in known), default=None),
+        "contracts": sorted({_there(rank.contract) for rank in known}),
         "behind": behind,
         "read_bytes": sum(rank.lines.offset for rank in ranks.values()),
         "all_bytes": sum(rank.size for rank in ranks.values()),

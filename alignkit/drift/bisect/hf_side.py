@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -19,13 +20,10 @@ def main(arguments: list[str]) -> None:
     job = jobs.read(arguments[0])
     arch = read_architecture(job["model"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = (
-        transformers.AutoModelForCausalLM.from_pretrained(
-            job["model"], dtype=getattr(torch, job["dtype"]), local_files_only=True
-        )
-        .to(device)
-        .eval()
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=getattr(torch, job["dtype"]), local_files_only=True
     )
+    model = loaded.to(device).eval()
     recorder = jobs.recorder(job)
     if job["swap"]:
         swap(model, job["swap"], arch)
@@ -79,7 +77,7 @@ def _hook(model, recorder) -> None:
             before(module, f"layers.{i}.{point}")
     after(model.model.norm, "final_norm")
     # There is no module that gives the rotated queries and keys, only a function of the model's file.
-    code = sys.modules[type(model).__module__]
+    code: Any = sys.modules[type(model).__module__]
     rotate = code.apply_rotary_pos_emb
 
     def rotated(*args, **kwargs):
@@ -109,7 +107,7 @@ def _before(recorder):
 
 def swap(model, op: str, arch) -> None:
     """Exchanges what computes one op, in this process, for alignkit's."""
-    code = sys.modules[type(model).__module__]
+    code: Any = sys.modules[type(model).__module__]
     norm, mlp = type(model.model.norm), type(model.model.layers[0].mlp)
     if op == "rms_norm":
         norm.forward = lambda self, x: ops.rms_norm(x, self.weight, self.variance_epsilon)
@@ -118,7 +116,8 @@ def swap(model, op: str, arch) -> None:
             if type(module) is torch.nn.Linear:
                 # Those that tensor parallelism cuts along their sum have another order of it, also on one rank.
                 product = ops.row_parallel_linear if name.endswith(("o_proj", "down_proj")) else ops.linear
-                module.forward = lambda x, m=module, product=product: product(x, m.weight, m.bias)
+                linear: Any = module
+                linear.forward = lambda x, m=module, product=product: product(x, m.weight, m.bias)
     elif op == "head":
         head = model.lm_head
         head.forward = lambda x: ops.head_logits(x, head.weight, head.bias)

@@ -104,7 +104,7 @@ class Recorder:
 def digests(rows: torch.Tensor, pieces: int) -> np.ndarray:
     """int64 [rows, pieces]: of 8 bytes each, by BLAKE2b."""
     values = rows.to(torch.float32).contiguous().numpy().view(np.uint8)
-    flat = memoryview(values.reshape(-1))
+    flat = values.reshape(-1).data
     size = values.size // (len(rows) * pieces)
     joined = b"".join(
         hashlib.blake2b(flat[i * size : (i + 1) * size], digest_size=8).digest() for i in range(len(rows) * pieces)
@@ -336,5 +336,5 @@ def weights_digest(model: Path) -> str:
     for name in sorted(checkpoint):
         tensor = checkpoint[name].contiguous()
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        whole.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        whole.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return whole.hexdigest()

@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     for prompt, output in zip(job["sequences"], outputs, strict=True):
         drawn = list(output.outputs[0].token_ids)[:decode]
         sequence = prompt + drawn
-        steps = output.prompt_logprobs[1:] + list(output.outputs[0].logprobs)[:decode]
+        steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[:decode]]
         values = [step[token].logprob for step, token in zip(steps, sequence[1:], strict=True)]
         if values:
             recorder.put("logprob", torch.tensor(values), start + np.arange(len(values)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ LAYERS = {
 
 class Recording:
     """Methods for ``collective_rpc``."""
+
+    model_runner: Any  # vLLM's, of the worker that these are methods of
 
     def alignkit_record(self, job_file: str) -> None:
         self._alignkit_job = jobs.read(job_file)
@@ -119,6 +122,7 @@ class _Hooks:
         if output is None:  # gathered on another rank
             return
         asked, hidden = inputs[1], self._hidden
+        assert hidden is not None  # a step's come before its logits
         offset, rest = divmod(asked.data_ptr() - hidden.data_ptr(), hidden.stride(0) * hidden.element_size())
         if rest == 0 and 0 <= offset <= len(hidden) - len(asked):
             index = self.recorder.index[offset : offset + len(asked)]

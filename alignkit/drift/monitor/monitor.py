@@ -188,6 +188,7 @@ class Monitor:
         """What went wrong with it, or None: the alarm is raised all the same, and says so."""
         from ...check.machine import machine
 
+        assert report.first_difference is not None  # what raises the alarm
         digest = None
         if weights is not None:
             try:
@@ -235,7 +236,7 @@ class Monitor:
             raise error
         if self._on_difference == "warn":
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
-        else:
+        elif callable(self._on_difference):
             self._on_difference(error)
 
 
@@ -259,7 +260,7 @@ def _one_contract(contract: str | tuple[str, str]) -> str:
         )
     if len(set(ids)) > 1:
         raise InputError(
-            f"contract: rollout has {ids[0]!r}, training {ids[1]!r}; bits of different contracts are not comparable"
+            f"contract: rollout has {ids[0]!r}, training {ids[-1]!r}; bits of different contracts are not comparable"
         )
     return ids[0]
 

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,7 +141,7 @@ def opened(folder: int, name: str) -> Iterator[BinaryIO]:
     followed, and a pipe not waited for."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with open(descriptor, "rb") as file:
-        if not os.path.stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", name)
         yield file
 

@@ -141,10 +141,11 @@ def weights_digest(weights: Weights) -> dict:
         if not isinstance(tensor, torch.Tensor):
             continue
         tensor = tensor.detach()
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = getattr(tensor, "to_local", None)
+        tensor = tensor if local is None else local()
         total = hashlib.sha256(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
         for chunk in _chunks(tensor):
-            total.update(chunk.cpu().contiguous().view(torch.uint8).numpy())
+            total.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
         digests[name] = total.hexdigest()
         size += tensor.numel() * tensor.element_size()
     whole = hashlib.sha256("\n".join(digests[name] for name in sorted(digests)).encode())

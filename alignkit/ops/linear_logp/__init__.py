@@ -372,7 +372,8 @@ class _LinearLogp(torch.autograd.Function):
     ):
         ignored = target == ignore_index
         order = _remaining(ignored)
-        target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
+        target, temperature = target.masked_fill(ignored, -1), _taken(temperature, order)
+        target = target if order is None else target.index_select(0, order)
         kept = None
         if keep:
             columns = shards.columns(tp.rank)

@@ -20,7 +20,8 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _apply(dy, *(t.contiguous() for t in ctx.saved_tensors), True), None, None
+        positions, table = ctx.saved_tensors
+        return _apply(dy, positions.contiguous(), table.contiguous(), True), None, None
 
 
 def _apply(x, positions, table, inverse):
