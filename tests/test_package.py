@@ -81,19 +81,24 @@ def test_no_code_is_shared_between_instruction_sets():
     assert not shared, shared
 
 
-# Builds in the folder it runs in; nvcc, which takes minutes, is not found.
+# Builds in the folder it runs in, without nvcc if so asked.
 BUILD = """
 import shutil, sys
 which = shutil.which
-shutil.which = lambda name, *args, **kwargs: None if name.endswith("nvcc") else which(name, *args, **kwargs)
+if sys.argv[3] == "without nvcc":
+    shutil.which = lambda name, *args, **kwargs: None if name.endswith("nvcc") else which(name, *args, **kwargs)
 from setuptools import build_meta
 print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
 
 
-def build(what: str, sources: Path, out: Path) -> Path:
+def build(what: str, sources: Path, out: Path, nvcc: bool = False) -> Path:
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, what, out], cwd=sources, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", BUILD, what, out, "with nvcc" if nvcc else "without nvcc"],
+        cwd=sources,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out / done.stdout.splitlines()[-1]
@@ -110,7 +115,11 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
     with tarfile.open(build("build_sdist", checkout, tmp_path)) as sdist:
         sdist.extractall(tmp_path / "sdist", filter="data")
     (unpacked,) = (tmp_path / "sdist").iterdir()
-    wheel = build("build_wheel", unpacked, tmp_path)
+    # nvcc takes minutes, but not where the checkout has what it compiled.
+    cuda = (ROOT / "build/objects/csrc/sm90/identity.hash").exists()
+    if cuda:
+        shutil.copytree(ROOT / "build/objects", unpacked / "build/objects")
+    wheel = build("build_wheel", unpacked, tmp_path, nvcc=cuda)
     inside = set(zipfile.ZipFile(wheel).namelist())
     assert {
         "alignkit/_cpu.so",
@@ -118,18 +127,20 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
         "alignkit/golden_cpu.json",
         "alignkit/check/report.html.j2",
     } <= inside
-    assert not [name for name in inside if name.startswith(("tests", "csrc", "benchmarks"))]
+    assert ("alignkit/_sm90.so" in inside) == cuda
+    assert not [name for name in inside if name.startswith(("tests", "csrc", "benchmarks", "build"))]
 
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
-    # Without pip: a wheel of this layout is unpacked. A .pth file in a folder that a .pth file names is not read, so the
-    # editable installation that the tests run from stays out.
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, wheel], check=True)
+    # A .pth file in a folder that a .pth file names is not read, so the editable installation that the tests run from
+    # stays out.
     folder = Path(sysconfig.get_path("purelib", vars={"base": tmp_path / "venv", "platbase": tmp_path / "venv"}))
-    zipfile.ZipFile(wheel).extractall(folder)
     needed = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("torch", "numpy", "click")}
     (folder / "needed.pth").write_text("\n".join(sorted(needed)) + "\n")
     done = subprocess.run(
-        [python, "-m", "alignkit.cli", "doctor"],
+        [python.with_name("alignkit"), "doctor"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -137,6 +148,7 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert ("built for sm_90a" in done.stdout) == cuda
     where = subprocess.run(
         [python, "-c", "import alignkit; print(alignkit.__file__)"],
         cwd=tmp_path,

@@ -147,7 +147,7 @@ def test_nothing_else_is_read(tmp_path):
     os.mkfifo(directory / records_name(2))
     (directory / records_name(3)).mkdir()
     (directory / "monitor-rank00004.jsonl.bak").write_text((secret / records_name(0)).read_text())
-    (directory / "monitor-rank" + "\N{ARABIC-INDIC DIGIT ZERO}" * 5 + ".jsonl").write_text(
+    (directory / ("monitor-rank" + "\N{ARABIC-INDIC DIGIT ZERO}" * 5 + ".jsonl")).write_text(
         (secret / records_name(0)).read_text()
     )
     (directory / replay_name(0, 1)).symlink_to(secret / replay_name(0, 1))
