@@ -663,7 +663,7 @@ def test_replays_that_are_refused(tmp_path):
         with pytest.raises(InputError, match=match):
             drift.load_replay(path)
 
-    refused("no such replay")
+    refused("no such file, it should be a replay")
     for cut in (0, 7, 100, len(good) - 1):
         path.write_bytes(good[:cut])
         refused("truncated")
