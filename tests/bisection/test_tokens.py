@@ -66,7 +66,9 @@ def test_another_contract_is_refused_before_an_engine_starts(tmp_path):
 
 def test_a_replay_is_run(tmp_path):
     path = kept(tmp_path / "run", {"input_ids": IDS, "attention_mask": MASK})
-    result = bisect.bisect(bisect.Options("stock-megatron", "hf", tmp_path / "out", arch="llama", tokens=path))
+    result = bisect.bisect(
+        bisect.Options("stock-megatron", "hf", str(tmp_path / "out"), arch="llama", tokens=str(path))
+    )
     assert result.a.sequences == result.b.sequences == [IDS[1].tolist(), IDS[2, :4].tolist()]
 
 

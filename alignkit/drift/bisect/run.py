@@ -109,6 +109,11 @@ class Options:
     seed: int = 0
     timeout: float = 1800.0
 
+    def __post_init__(self) -> None:
+        for name in ("out", "model", "tokens"):  # strings are paths too
+            if isinstance(path := getattr(self, name), str):
+                object.__setattr__(self, name, Path(path))
+
 
 @dataclass
 class Result:
