@@ -112,7 +112,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("out", "model", "tokens"):  # strings are paths too
             if isinstance(path := getattr(self, name), str):
-                object.__setattr__(self, name, Path(path))
+                setattr(self, name, Path(path))
 
 
 @dataclass
