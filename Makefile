@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
 
-.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables clean
+.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -89,6 +89,11 @@ $(ENGINES)/.fetched: tests/fetch_engines.py | setup
 # The tables of README.md and docs, and the plots, from the files under benchmarks/results.
 tables: setup
 	$(VENV)/bin/python benchmarks/tables.py
+
+# The pictures of docs/bisect.md and docs/monitor.md; they need chromium.
+screenshots: setup
+	$(VENV)/bin/python -m tests.bisection.screenshot
+	$(VENV)/bin/python -m tests.watch.screenshot
 
 setup: $(STAMP)
 

@@ -165,7 +165,7 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 @click.option(
     "--tokens",
     type=click.Path(path_type=Path),
-    help="A logprob file whose sequences are run.  [default: random ones, or a recording's]",
+    help="A logprob file, or a monitor's replay, whose sequences are run.  [default: random ones, or a recording's]",
 )
 @click.option(
     "--decode",

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..contract import contract_id
 from ..errors import InputError
+from . import bounded
 
 FORMAT = "alignkit-logprobs"
 FORMAT_VERSION = "1"
@@ -28,7 +29,7 @@ MAX_SEQUENCES = 2**20
 MAX_CONTRACT = 200
 MAX_META = 2**16
 """Most characters of `Logprobs.meta` as JSON."""
-_MAX_HEADER = 2**20
+MAX_HEADER = 2**20
 """Bytes of a safetensors header; all but some hundreds are `Logprobs.meta`, escaped once more."""
 _DTYPES = {
     "prompt_tokens": torch.int64,
@@ -108,22 +109,14 @@ def load(path: str | os.PathLike) -> Logprobs:
     not a logprob file, of another format version, or inconsistent in itself.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such logprob file")
-    try:
-        with open(path, "rb") as f:
-            header = int.from_bytes(f.read(8), "little")
-        if _MAX_HEADER < header <= path.stat().st_size:
-            raise InputError(f"{path}: its header takes {header} bytes, more than the {_MAX_HEADER} of a logprob file")
-        with safe_open(path, framework="pt") as f:
-            metadata = f.metadata() or {}
-            _check_metadata(path, metadata)
-            # Only what is known to be small enough is read: the file may be any model's weights.
-            for name in _DTYPES:
-                _check_tensor(path, f, name)
-            tensors = {name: f.get_tensor(name) for name in _DTYPES}
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: truncated, or not a safetensors file ({e})") from None
+    with bounded.opened(path, "a logprob file", MAX_HEADER) as (f, metadata):
+        bounded.check_format(path, metadata, "a logprob file", FORMAT, FORMAT_VERSION)
+        if "contract" not in metadata:
+            raise InputError(f"{path}: the contract id is missing")
+        # Only what is known to be small enough is read: the file may be any model's weights.
+        for name in _DTYPES:
+            _check_tensor(path, f, name)
+        tensors = {name: f.get_tensor(name) for name in _DTYPES}
     try:
         meta = json.loads(metadata.get("meta", "{}"))
     except (ValueError, RecursionError) as e:
@@ -145,18 +138,6 @@ def load(path: str | os.PathLike) -> Logprobs:
     except InputError as e:
         raise InputError(f"{path}: {e}") from None
     return logprobs
-
-
-def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
-        raise InputError(f"{path}: a safetensors file, but not a logprob file (its metadata has no format={FORMAT!r})")
-    if metadata.get("format_version") != FORMAT_VERSION:
-        raise InputError(
-            f"{path}: format version {metadata.get('format_version')!r:.50}; "
-            f"this alignkit reads version {FORMAT_VERSION!r}"
-        )
-    if "contract" not in metadata:
-        raise InputError(f"{path}: the contract id is missing")
 
 
 def _check_tensor(path: Path, f: safe_open, name: str) -> None:

@@ -11,6 +11,7 @@ from alignkit.check import train
 from alignkit.drift.bisect import hf_side, megatron_side
 from alignkit.drift.bisect import job as jobs
 from alignkit.drift.bisect.points import OPS
+from alignkit.megatron import modules
 
 
 def main(path):
@@ -62,6 +63,12 @@ def faults(rank, job, model, contract):
         with torch.no_grad():
             layer.self_attention.linear_qkv.weight[0] *= 1.5
     record(rank, job, model, contract, "stale-shard")
+
+    # One rank's module is the stock one again. A forward takes it over, as it does those of a new model.
+    if rank == 1:
+        module = layer.mlp.linear_fc2
+        module.__class__ = modules.stock_class(type(module))
+    record(rank, job, model, contract, "lost-patch")
 
 
 def swaps(rank, job, model, contract):

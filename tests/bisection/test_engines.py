@@ -113,7 +113,7 @@ def test_a_recording_of_another_model_or_other_tokens_is_refused_before_an_engin
     assert (aligned[0] / "recordings/a/recording.json").exists()
 
 
-def run_faulty(path, tmp_path, **job):
+def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
     job = {
         "weights": "w",
         "model": str(path),
@@ -131,7 +131,7 @@ def run_faulty(path, tmp_path, **job):
     } | job
     (tmp_path / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.bisection.faulty", str(tmp_path / "job.json")],
+        [sys.executable, "-W", "ignore", "-m", f"tests.bisection.{script}", str(tmp_path / "job.json"), *arguments],
         capture_output=True,
         text=True,
         timeout=400,
@@ -153,6 +153,27 @@ def test_planted_faults_are_found_at_the_right_point(model, tmp_path):
     # Position 0 turns by nothing.
     assert (0, 0) not in found["rope-base"].tokens and rope.differing == rope.compared - len(LENGTHS)
     assert found["stale-shard"].suspect.pieces == [1]  # the second rank's KV head
+    assert between(at / "stale-shard", at / "lost-patch", tmp_path).suspect is None
+
+
+def test_keys_and_values_of_old_weights_are_found_in_the_attention_that_reads_them(model, tmp_path):
+    """Tokens that are found in the prefix cache are not computed again; those after them, in their blocks' company, are."""
+    at = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stale-cache", engine="vllm", patched=True)
+    c = between(at / "good", at / "stale", tmp_path)
+    assert c.suspect.point == "layers.0.attention"
+    assert c.tokens == [(1, 8), (1, 9), (1, 10), (2, 32)]  # of 11 and 33 tokens, in blocks of 8
+
+
+def test_a_stock_layer_in_one_worker_is_found_there(model, tmp_path):
+    for name in ("faulty", "reference"):
+        (tmp_path / name).mkdir()
+    faulty = run_faulty(
+        model("qwen3"), tmp_path / "faulty", "faulty_vllm", "stock-layer", engine="vllm", patched=True, tp=2
+    )
+    good = run_faulty(model("qwen3"), tmp_path / "reference", engine="megatron", patched=True)
+    result = bisect.bisect(bisect.Options(str(good / "good"), str(faulty / "good"), tmp_path / "out"))
+    assert result.comparison.suspect.point == "layers.1.down"
+    assert result.b.settings["replaced"].startswith("worker 1: ") and "down_proj" in result.b.settings["replaced"]
 
 
 @pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), ("hf", "llama")])

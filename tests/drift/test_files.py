@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from alignkit.drift import Logprobs, files, load, save
+from alignkit.drift import Logprobs, bounded, files, load, save
 from alignkit.errors import InputError
 
 
@@ -63,7 +63,7 @@ def test_truncated_anywhere(path):
 
 
 def test_absent(tmp_path):
-    with pytest.raises(InputError, match="nowhere: no such logprob file"):
+    with pytest.raises(InputError, match="nowhere: no such file, it should be a logprob file"):
         load(tmp_path / "nowhere")
 
 
@@ -178,7 +178,7 @@ def test_only_what_belongs_to_the_format_is_read(path, change, read, monkeypatch
             seen.append(name)
             return self.file.get_tensor(name)
 
-    monkeypatch.setattr(files, "safe_open", Recorded)
+    monkeypatch.setattr(bounded, "safe_open", Recorded)
     with contextlib.nullcontext() if read else pytest.raises(InputError):
         load(path)
     assert sorted(seen) == (sorted(files._DTYPES) if read else [])

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -483,7 +484,7 @@ def test_a_function_and_wandb_and_tensorboard(tmp_path, monkeypatch):
         def flush(self):
             written.append("flushed")
 
-    run = types.SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
+    run = types.SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)), step=0)
     wandb = types.SimpleNamespace(run=None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
@@ -493,12 +494,47 @@ def test_a_function_and_wandb_and_tensorboard(tmp_path, monkeypatch):
         assert not logged  # imported, but no run is active: none is begun
         wandb.run = run
         metrics = watching.log(2, rollout, rollout, mask)
-    assert logged == [(metrics, 2)]
+    assert logged == [(metrics | {"drift/step": 2}, 2)]
     assert (str(tmp_path / "tensorboard" / "rank00002"), "drift/max_abs", 0.0, 2) in written
     assert written[-1] == "flushed"
     with monitor(tmp_path, sinks=[lambda step, m: called.append((step, m))]) as watching:
         metrics = watching.log(3, rollout, rollout, mask)
     assert called == [(3, metrics)] and len(logged) == 1
+
+
+REAL = """
+import sys
+import torch, wandb
+from alignkit import contract_id
+from alignkit.drift import Monitor
+
+wandb.init(project="drift", dir=sys.argv[1])
+rollout = torch.zeros(2, 3)
+with Monitor(sys.argv[1], sinks=["tensorboard", "wandb"], contract=contract_id("cpu"), on_difference=None) as monitor:
+    for step in range(3):
+        monitor.log(step, rollout, rollout + step / 4, torch.ones(2, 3, dtype=torch.bool))
+        if step == 1:
+            for other in range(3):  # the loop's own, which are ahead of the monitor then
+                wandb.log({"loss": other})
+wandb.log({})  # what was logged for a step counts when the next begins
+summary = dict(wandb.run.summary)
+assert (summary["drift/max_abs"], summary["drift/step"], summary["loss"]) == (0.5, 2, 2), summary
+wandb.finish()
+"""
+
+
+def test_the_real_tensorboard_and_wandb(tmp_path):
+    """In a process of its own, and offline."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REAL, tmp_path], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    events = EventAccumulator(str(tmp_path / "tensorboard/rank00000"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("drift/max_abs")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
 
 
 def test_without_wandb_and_tensorboard(tmp_path, monkeypatch):
@@ -627,7 +663,7 @@ def test_replays_that_are_refused(tmp_path):
         with pytest.raises(InputError, match=match):
             drift.load_replay(path)
 
-    refused("no such replay")
+    refused("no such file, it should be a replay")
     for cut in (0, 7, 100, len(good) - 1):
         path.write_bytes(good[:cut])
         refused("truncated")

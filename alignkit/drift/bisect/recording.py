@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ...convert import Architecture, Checkpoint
 from ...errors import InputError
+from .. import bounded
 from ..files import MAX_CONTRACT, MAX_SEQUENCES, MAX_TOKENS
 from .points import Point, points
 
@@ -217,30 +218,21 @@ def load(path: str | os.PathLike) -> Recording:
     recording = Recording(digests={}, seen={}, **{k: about[k] for k in _ABOUT})
     rows = recording.rows
     file = path / TENSORS
-    if not file.is_file():
-        raise InputError(f"{file}: no such file")
-    with open(file, "rb") as f:
-        header = int.from_bytes(f.read(8), "little")
-    if MAX_HEADER < header <= file.stat().st_size:
-        raise InputError(f"{file}: its header takes {header} bytes, more than the {MAX_HEADER} of a recording")
-    try:
-        with safe_open(file, framework="pt") as f:
-            # All of it by the header alone, before anything is read.
-            shapes = {key: _shape(file, f, key, known, rows) for key in f.keys()}
-            _complete(file, shapes)
-            for key in shapes:
-                kind, _, name = key.partition("/")
-                value = f.get_tensor(key)
-                target = {
-                    "digest": recording.digests,
-                    "seen": recording.seen,
-                    "ranks_differ": recording.ranks_differ,
-                    "kept": recording.kept,
-                    "value": recording.values,
-                }[kind]
-                target[name] = value if kind == "value" else value.numpy()
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{file}: truncated, or not a safetensors file ({e})") from None
+    with bounded.opened(file, "a recording", MAX_HEADER) as (f, _):
+        # All of it by the header alone, before anything is read.
+        shapes = {key: _shape(file, f, key, known, rows) for key in f.keys()}
+        _complete(file, shapes)
+        for key in shapes:
+            kind, _, name = key.partition("/")
+            value = f.get_tensor(key)
+            target = {
+                "digest": recording.digests,
+                "seen": recording.seen,
+                "ranks_differ": recording.ranks_differ,
+                "kept": recording.kept,
+                "value": recording.values,
+            }[kind]
+            target[name] = value if kind == "value" else value.numpy()
     for name, kept in recording.kept.items():
         if len(kept) and not 0 <= kept.min() <= kept.max() < rows:
             raise InputError(f"{file}: kept/{name} names rows that are not there")

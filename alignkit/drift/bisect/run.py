@@ -16,8 +16,7 @@ from ...check.plan import Job
 from ...check.run import Progress, WorkerError
 from ...convert import Architecture, Checkpoint, check_weights, read_architecture
 from ...errors import InputError, UnsupportedError
-from .. import files
-from . import recording
+from . import recording, tokens
 from .comparison import STOCK, Comparison, add_values, check_comparable, choose, compare
 from .points import OPS, points
 from .recording import Recording
@@ -91,7 +90,7 @@ def parse_side(text: str) -> Side:
 class Options:
     """a, b: as `parse_side` takes them. out: directory for what is written.
     model: HF checkpoint directory; None makes a small random one of the family `arch` ("qwen3", "qwen2", "llama").
-    tokens: a logprob file whose sequences, prompts and samples, are run; None draws random ones.
+    tokens: a logprob file, or a monitor's replay, whose sequences, prompts and samples, are run; None draws random ones.
     decode: tokens that the first vLLM side samples after each sequence, so that its steps are decodes.
     swap: an op to exchange for alignkit's on every stock side, in a run of its own. budget: bytes of tensors a side.
     timeout: seconds that one engine's process may take.
@@ -109,6 +108,11 @@ class Options:
     budget: int = BUDGET
     seed: int = 0
     timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("out", "model", "tokens"):  # strings are paths too
+            if isinstance(path := getattr(self, name), str):
+                setattr(self, name, Path(path))
 
 
 @dataclass
@@ -164,7 +168,7 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
     _check(options, sides)
     given = {i: recording.load(side.directory) for i, side in enumerate(sides) if side.directory}
     arch = _model_of(options, sides)
-    sequences = _sequences(options, given, arch)
+    sequences = _sequences(options, sides, given, arch)
     checks.prepare(options.out, FILES, FOLDERS)
     out = options.out.resolve()
     weights, model = next(iter(given.values())).weights if given else "", options.model
@@ -268,10 +272,13 @@ def _model_of(options: Options, sides: list[Side]) -> Architecture | None:
     return arch
 
 
-def _sequences(options: Options, given: dict[int, Recording], arch: Architecture | None) -> list[list[int]]:
+def _sequences(
+    options: Options, sides: list[Side], given: dict[int, Recording], arch: Architecture | None
+) -> list[list[int]]:
     if options.tokens is not None:
-        read = files.load(options.tokens)
-        sequences = [p + t for p, t in zip(read.prompts, read.tokens, strict=True)]
+        sequences, replay = tokens.read(options.tokens)
+        if replay is not None:
+            tokens.check_contract(options.tokens, replay, any(side.engine and not side.stock for side in sides))
         if any(one.sequences != sequences for one in given.values()):
             raise InputError(f"tokens: {options.tokens} holds others than the recording")
     elif given:

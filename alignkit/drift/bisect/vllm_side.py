@@ -19,7 +19,13 @@ from . import job as jobs
 
 def main(arguments: list[str]) -> None:
     job = jobs.read(arguments[0])
-    decode = job["decode"]
+    llm = engine(job)
+    record(llm, job)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def engine(job: dict, **options):
+    """The job's engine; `options` are arguments of ``vllm.LLM``."""
     asked = {
         "model": job["model"],
         "dtype": job["dtype"],
@@ -28,7 +34,7 @@ def main(arguments: list[str]) -> None:
         "eager": True,
         "runner": "v1",
         "prompts": job["sequences"],
-        "max_tokens": max(decode, 1),
+        "max_tokens": max(job["decode"], 1),
         "seed": job["seed"],
         "max_num_batched_tokens": job["chunk"] or max(2048, sum(map(len, job["sequences"]))),
     }
@@ -39,31 +45,47 @@ def main(arguments: list[str]) -> None:
     overrides = {"worker_extension_cls": f"{module}.Recording", "enable_prefix_caching": False}
     if job["swap"]:
         overrides |= {"worker_cls": f"{module}.SwappedWorker", "additional_config": {vllm_worker.SWAP: job["swap"]}}
-    llm = rollout.engine(asked, **overrides)
+    return rollout.engine(asked, **overrides | options)
+
+
+def record(llm, job: dict, *, prompts: bool = True) -> None:
+    """Send the job's sequences and write the recording. prompts: also the logprobs of the prompts' tokens, for which vLLM
+    computes every prompt anew."""
     import vllm
     from vllm import SamplingParams
 
     from alignkit.vllm import worker_status
 
+    from . import vllm_worker
+
+    decode = job["decode"]
     for_workers = vllm_worker.write_job(job, Path(job["runs"][0]["out"]).parent / "workers.json")
     llm.collective_rpc("alignkit_record", args=(for_workers,))
     params = SamplingParams(
-        max_tokens=max(decode, 1), temperature=1.0, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
+        max_tokens=max(decode, 1),
+        temperature=1.0,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if prompts else None,
+        detokenize=False,
     )
     outputs = llm.generate([{"prompt_token_ids": s} for s in job["sequences"]], params, use_tqdm=False)
-    contract = worker_status(llm)[0].get("contract", "stock")
+    workers = worker_status(llm)
+    contract = next((status["contract"] for status in workers if "contract" in status), "stock")
+    replaced = [f"worker {i}: {status['replaced']}" for i, status in enumerate(workers) if "replaced" in status]
     llm.collective_rpc("alignkit_save")
-    llm.llm_engine.engine_core.shutdown()
 
     recorder = jobs.recorder(job)
     sequences, start = [], 0
     for prompt, output in zip(job["sequences"], outputs, strict=True):
         drawn = list(output.outputs[0].token_ids)[:decode]
         sequence = prompt + drawn
-        steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[:decode]]
-        values = [step[token].logprob for step, token in zip(steps, sequence[1:], strict=True)]
+        given = output.prompt_logprobs[1:] if prompts else []
+        steps = [*given, *output.outputs[0].logprobs[:decode]]
+        first = len(sequence) - len(steps)  # the token of the first step
+        values = [step[token].logprob for step, token in zip(steps, sequence[first:], strict=True)]
         if values:
-            recorder.put("logprob", torch.tensor(values), start + np.arange(len(values)))
+            recorder.put("logprob", torch.tensor(values), start + first - 1 + np.arange(len(values)))
         sequences.append(sequence)
         start += len(sequence)
     driver = jobs.part(job, job["tp"])
@@ -74,7 +96,8 @@ def main(arguments: list[str]) -> None:
         f"vllm {vllm.__version__}",
         contract,
         sequences,
-        {"eager": True, "runner": "v1", "chunk": job["chunk"], "decode": decode},
+        {"eager": True, "runner": "v1", "chunk": job["chunk"], "decode": decode}
+        | ({"replaced": "; ".join(replaced)} if replaced else {}),
         extra=driver,
     )
 

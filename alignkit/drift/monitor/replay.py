@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ...errors import InputError
+from .. import bounded
 from ..compare import DriftReport, compare_tensors
 
 FORMAT = "alignkit-replay"
@@ -93,31 +94,14 @@ def load_replay(path: str | os.PathLike) -> Replay:
     replay, of another format version, or too large.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such replay")
+    with bounded.opened(path, "a replay", _MAX_HEADER) as (file, metadata):
+        bounded.check_format(path, metadata, "a replay", FORMAT, FORMAT_VERSION)
+        _check_header(path, file)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     try:
-        with open(path, "rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-        if _MAX_HEADER < header <= path.stat().st_size:
-            raise InputError(f"{path}: its header takes {header} bytes, more than the {_MAX_HEADER} of a replay")
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise InputError(
-                    f"{path}: a safetensors file, but not a replay (its metadata has no format={FORMAT!r})"
-                )
-            if metadata.get("format_version") != FORMAT_VERSION:
-                raise InputError(
-                    f"{path}: format version {metadata.get('format_version')!r:.50}; "
-                    f"this alignkit reads version {FORMAT_VERSION!r}"
-                )
-            _check_header(path, file)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
         info = json.loads(metadata.get("info", "null"))
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: truncated, or not a safetensors file ({e})") from None
     except (ValueError, RecursionError) as e:
-        raise InputError(str(e) if isinstance(e, InputError) else f"{path}: info is not JSON ({e})") from None
+        raise InputError(f"{path}: info is not JSON ({e})") from None
     if not isinstance(info, dict):
         raise InputError(f"{path}: info is not a JSON object")
     context = {name.removeprefix(_CONTEXT): x for name, x in tensors.items() if name.startswith(_CONTEXT)}

@@ -51,7 +51,8 @@ def _tensorboard(directory: Path, rank: int) -> Sink | None:
 
 
 def _wandb(step: int, metrics: dict[str, float]) -> None:
-    """To the active run, if the loop has imported wandb and begun one: it is never begun here."""
+    """To the active run, if the loop has imported wandb and begun one: it is never begun here. wandb drops what is logged
+    for a step before its own, which loops that log several times in a step are ahead by: that joins wandb's own step."""
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None:
-        run.log(metrics, step=step)
+        run.log(metrics | {"drift/step": step}, step=max(step, run.step))

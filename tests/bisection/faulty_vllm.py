@@ -1,0 +1,66 @@
+"""Recordings of vLLM with a fault planted: ``python -m tests.bisection.faulty_vllm JOB.json FAULT``."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from alignkit.drift.bisect import job as jobs
+from alignkit.drift.bisect import vllm_side
+from alignkit.drift.bisect.vllm_worker import Recording
+
+BLOCK = 8
+
+
+class Faulty(Recording):
+    """Methods for ``collective_rpc``."""
+
+    def new_weights(self, seed: int) -> None:
+        """As a trainer would send them, without a word to the cache: the first layer's keys and values of before are
+        of other weights now."""
+        weight = self.model_runner.get_model().model.layers[0].self_attn.qkv_proj.weight
+        with torch.no_grad():
+            weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).to(weight.dtype) / 64
+
+    def stock_layer(self) -> None:
+        """In the second rank only."""
+        from vllm.distributed import get_tp_group
+        from vllm.model_executor.layers.linear import RowParallelLinear
+
+        if get_tp_group().rank_in_group == 1:
+            self.model_runner.get_model().model.layers[1].mlp.down_proj.__class__ = RowParallelLinear
+
+
+def main(path: str, fault: str) -> None:
+    job = jobs.read(path)
+    cached = fault == "stale-cache"
+    llm = vllm_side.engine(
+        job, worker_extension_cls="tests.bisection.faulty_vllm.Faulty", enable_prefix_caching=cached, block_size=BLOCK
+    )
+    if fault == "stale-cache":
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": s} for s in job["sequences"]]
+        llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        llm.collective_rpc("new_weights", args=(1,))
+        vllm_side.record(llm, named(job, "stale"), prompts=False)
+        llm.reset_prefix_cache()  # what was forgotten
+        vllm_side.record(llm, named(job, "good"), prompts=False)
+    else:
+        llm.collective_rpc("stock_layer")
+        vllm_side.record(llm, job)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def named(job: dict, name: str) -> dict:
+    """The job, with its recording in another directory."""
+    out = Path(job["runs"][0]["out"])
+    out = out.parent.parent / name / out.name
+    out.parent.mkdir(exist_ok=True)
+    return job | {"runs": [{"out": str(out)}]}
+
+
+if __name__ == "__main__":
+    from tests.bisection import faulty_vllm  # not of __main__, which the workers cannot import
+
+    faulty_vllm.main(*sys.argv[1:])

@@ -1,0 +1,29 @@
+"""The screenshot of docs/bisect.md: `python -m tests.bisection.screenshot [FILE]`. Needs chromium.
+
+Stock vLLM and stock Megatron-core on the small model that the command makes by itself.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from tests.watch import browser
+
+
+def main(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        found = subprocess.run(
+            [sys.executable, "-m", "alignkit.cli", "bisect", "stock-vllm", "stock-megatron", "--out", scratch]
+        )
+        if found.returncode != 1:
+            raise SystemExit(f"the stock engines should differ; exit status {found.returncode}")
+        picture, url = f"{scratch}/report.png", f"file://{scratch}/report.html"
+        browser.chromium(f"--screenshot={picture}", "--window-size=1040,1500", url=url)
+        Image.open(picture).convert("RGB").quantize(256).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/bisect.png"))
