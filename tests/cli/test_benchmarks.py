@@ -779,7 +779,7 @@ def test_tables(tables):
     text = tables.e2e(e2e)
     assert "| qwen3 | batch | TP 1: one; TP 2 SP: packed | **20 of 20** | 1 of 10 | 2.5e-01 |" in text
     assert "| qwen3 | batch, eager | TP 1: one | **10 of 10** |  |  |" in text
-    assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; commit abc; 2030-01-01)" in text
+    assert tables._made_on([INFO]) == "(torch 2.11.0, vllm 0.26.0; 1 NVIDIA H200; commit abc; 2030-01-01)"
     assert "| rollout, 64 requests | 2000 output tokens/s |  | **0.90** |" in tables.cost(cost)
     cost["rows"].append(cost["rows"][0] | {"engine": "hf_compiled", "ratio_to_stock": 1.4})
     assert "| rollout, 64 requests | 2000 output tokens/s |  | 1.40 | **0.90** |" in tables.cost(cost)
@@ -793,7 +793,7 @@ def test_tables(tables):
     assert "| none | dense | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
     assert "| g | packed | **4.00x** (4.00 to 4.00); 3.00 floors |  |" in gdn
     assert "| all |  | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
-    assert "(torch 2.11.0, fla-core 0.6.0; NVIDIA H200; commit abc; 2030-01-01)" in gdn
+    assert "torch 2.11.0, fla-core 0.6.0; 1" in tables._made_on(gdn_sample()["runs"].values())
     rms = tables.rms_norm(rms_sample())
     assert "| backward | rows | H | alignkit | torch |" in rms
     assert "| 64 MiB | 8192 | 4096 | **0.95** | 0.50 |" in rms
@@ -815,6 +815,58 @@ def test_tables(tables):
         assert len(widths) <= 1
     assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp
     assert "| n=8 | 5.000 ms | 1.05x |" in logp
+
+
+def test_a_table_a_commit(tables, monkeypatch):
+    """Figures of two commits never stand in one table; the newer commit's come first."""
+    runs = {
+        "2030-01-01T10": INFO | {"commit": "a" * 40},
+        "2030-01-02T10": INFO | {"commit": "b" * 40, "date": "2030-01-02"},
+        "2030-01-02T11": INFO | {"commit": "b" * 40, "date": "2030-01-02"},
+        "2030-01-03T10": INFO | {"commit": "c" * 40, "date": "2030-01-03"},
+    }
+    rows = [row(run=run, rollout=rollout) for run, rollout in zip(runs, ("batch", "eager", "one"), strict=False)]
+    parts = tables.by_commit({"runs": runs, "rows": rows})
+    assert [[r["rollout"] for r in part["rows"]] for part in parts] == [[], ["eager", "one"], ["batch"]]
+    assert [[r["commit"][0] for r in part["runs"].values()] for part in parts] == [["c"], ["b", "b"], ["a"]]
+    again = tables.by_commit({"meta": {"runs": runs | {"x": INFO | {"contract": "2"}}}, "rows": rows})
+    assert len(again) == 4  # a contract of its own is a table of its own
+
+    results = {"runs": {k: runs[k] for k in list(runs)[:3]}, "rows": rows}
+    monkeypatch.setattr(tables, "_read", lambda name: results if name == "h200/e2e.json" else None)
+    newer, both, older, batch = tables.tables()["e2e-h200"].split("\n\n")
+    assert "commit bbbbbbb; 2030-01-02)" in newer and "commit aaaaaaa; 2030-01-01)" in older
+    assert "one request" in both and "eager" in both and "| batch |" not in both and "| batch |" in batch
+
+
+def test_the_cost_table_says_its_noise(tables):
+    """Each share comes with those of the slowest and the fastest repeat."""
+
+    def one(engine, seconds, ratio, unit="output tokens/s"):
+        case = {"what": "rollout", "case": "64 requests", "engine": engine, "value": 2000, "unit": unit, "run": "a"}
+        return case | {"ratio_to_stock": ratio} | ({"seconds": seconds} if seconds else {})
+
+    text = tables.cost(
+        {
+            "runs": {"a": INFO},
+            "rows": [
+                one("stock", [1.0, 2.0, 4.0], 1.0),
+                one("aligned", [1.6, 4.0, 5.0], 0.5),
+                one("stock", None, 1.0, "GiB, peak"),
+                one("aligned", None, 0.25, "GiB, peak"),
+            ],
+        }
+    )
+    assert "| rollout, 64 requests | 2000 output tokens/s (0.50 to 2.00) |  | **0.50** (0.40 to 1.25) |" in text
+    assert "| rollout, 64 requests | 2000 GiB, peak |  | **0.25** |" in text
+
+
+def test_a_size_that_one_implementation_lacks(tables):
+    rows = [
+        {"case": "all_reduce", "pass": "tp2", "impl": impl, "m": m, "ms": 0.01, "x": 0.5}
+        for impl, m in (("alignkit", 1 << 16), ("alignkit", 1 << 20), ("nccl", 1 << 20))
+    ]
+    assert "| alignkit | 10.0 (0.50) | 10.0 (0.50) |\n| nccl |  | 10.0 (0.50) |" in tables.tree_sum({"rows": rows})
 
 
 def test_a_page_is_filled(tables):
