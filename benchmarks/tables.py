@@ -78,6 +78,15 @@ def by_commit(results: dict) -> list[dict]:
     ]
 
 
+def gpu_test(results: dict) -> str:
+    """A line for each suite."""
+    lines = ["| suite | passed | failed | skipped | minutes |", "|---|---|---|---|---|"]
+    for row in sorted(results["rows"], key=lambda row: row["suite"]):
+        counts = [str(row[k]) for k in ("passed", "failed", "skipped")]
+        lines.append(f"| {row['suite']} | {' | '.join(counts)} | {row['seconds'] / 60:.1f} |")
+    return "\n".join(lines)
+
+
 def e2e(results: dict) -> str:
     """A line for each model and rollout, over all trainings that it was compared with."""
     groups: dict[tuple[str, str], dict[bool, list[dict]]] = {}
@@ -542,6 +551,7 @@ def tables() -> dict[str, str]:
         if rows and run:
             made[f"check-{machine}"] = check(rows, run)
     writers: dict[str, Callable[[dict], str]] = {
+        "gpu_test": gpu_test,
         "e2e": e2e,
         "cost": cost,
         "profile": profile,

@@ -861,6 +861,11 @@ def test_the_cost_table_says_its_noise(tables):
     assert "| rollout, 64 requests | 2000 GiB, peak |  | **0.25** |" in text
 
 
+def test_the_table_of_gpu_tests(tables):
+    rows = [{"suite": "vllm", "passed": 49, "failed": 0, "skipped": 1, "seconds": 246.4}]
+    assert "| vllm | 49 | 0 | 1 | 4.1 |" in tables.gpu_test({"rows": rows})
+
+
 def test_a_size_that_one_implementation_lacks(tables):
     rows = [
         {"case": "all_reduce", "pass": "tp2", "impl": impl, "m": m, "ms": 0.01, "x": 0.5}
