@@ -105,15 +105,15 @@ def row(**change):
 
 
 def test_parts_merge_into_one_file(e2e):
-    first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")])
-    second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")])
+    first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")], e2e.KEY)
+    second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")], e2e.KEY)
     assert [(r["model"], r["rollout"], r["bit_equal"], r["run"]) for r in second["rows"]] == [
         ("qwen3", "one", 10, "a"),
         ("qwen3", "batch", 10, "b"),
         ("llama-tied", "batch", 10, "b"),
     ]
     assert second["runs"] == {"a": {"commit": "1"}, "b": {"commit": "2"}}
-    third = e2e.merge(second, "c", {"commit": "3"}, [row(rollout="one")])
+    third = e2e.merge(second, "c", {"commit": "3"}, [row(rollout="one")], e2e.KEY)
     assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
 
 
@@ -172,7 +172,7 @@ def test_rollout_cases(cost):
 
 
 def test_profile_summary(module):
-    profiles = module("profiles")
+    profiles = module("lib.profiles")
     kernels = [
         {"name": "void cutlass::gemm<int>(int)", "calls": 2, "ms": 3.0},
         {"name": "ncclDevKernel_AllGather", "calls": 1, "ms": 1.0},
@@ -200,14 +200,14 @@ def test_profile_summary(module):
     ],
 )
 def test_names_with_template_arguments(module, name, short, family):
-    profiles = module("profiles")
+    profiles = module("lib.profiles")
     assert (profiles.shorten(name), profiles.family(name)) == (short, family)
 
 
 def test_profile_counts_what_ran(module):
     import torch
 
-    profiles = module("profiles")
+    profiles = module("lib.profiles")
     running = profiles.start()
     torch.ones(8, 8) @ torch.ones(8, 8)
     names = {kernel["name"]: kernel for kernel in profiles.stop(running)}
@@ -371,7 +371,7 @@ def test_sanitizers_say_what_was_not_clean(module, tmp_path, monkeypatch, capsys
 
 
 def test_parts_are_all_of_the_tests(module, monkeypatch):
-    select, seen = module("own_kernels").pytest_collection_modifyitems, []
+    select, seen = module("lib.own_kernels").pytest_collection_modifyitems, []
     for part in range(3):
         monkeypatch.setenv("ALIGNKIT_PART", f"{part}/3")
         items = list(range(8))
