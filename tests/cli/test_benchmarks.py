@@ -270,6 +270,7 @@ def test_of_more(): pytest.skip("needs {more} GPUs")
 def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
     """Suites join those of the same commit and of no other; what could have run is a failure."""
     tests, out, commit = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what is installed here takes seconds to start
     for name, more in (("first", 4), ("second", 2)):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
     monkeypatch.setattr(tests, "ROOT", tmp_path)

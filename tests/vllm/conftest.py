@@ -21,10 +21,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 class VllmProcess:
     """Runs functions ``f(state, *args)`` in one process; `state` keeps what they put there (an engine)."""
 
-    def __init__(self, **env: str):
-        # Without a GPU, a fork of a process that has imported vLLM, which takes ten seconds, and has done nothing else.
-        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        if context.get_start_method() == "forkserver":
+    def __init__(self, fork: bool = not torch.cuda.is_available(), **env: str):
+        """fork: of a process that has imported vLLM, which takes ten seconds, and has done nothing else. What a fork
+        prints goes where that process's output goes."""
+        context = multiprocessing.get_context("forkserver" if fork else "spawn")
+        if fork:
             context.set_forkserver_preload(["tests.vllm.preload"])
         self._connection, child = context.Pipe()
         before = dict(os.environ)
@@ -85,8 +86,8 @@ def vllm_process():
     """Starts a `VllmProcess`; it ends with the module."""
     started = []
 
-    def start(**env):
-        started.append(VllmProcess(**env))
+    def start(**options):
+        started.append(VllmProcess(**options))
         return started[-1]
 
     yield start
