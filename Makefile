@@ -18,7 +18,8 @@ check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
 test: setup $(ENGINES)/.fetched
-	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest \
+	  -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 # Mistakes, layout, types. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` mend what can be mended.
 lint: setup

@@ -14,7 +14,6 @@ fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -22,16 +21,17 @@ import sys
 import time
 from pathlib import Path
 
-import profiles
 import torch
-from e2e import ROOT, SIZES, draw_lengths, merge
+from lib import profiles
+from lib.models import SIZES, draw_lengths
+from lib.options import parser as options_parser
+from lib.results import H200, made_on, merge, read, run_name, write
 
-from alignkit.check.machine import family, gpus, machine
+from alignkit.check.machine import gpus
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job
-from alignkit.check.run import Progress, execute, prepare, write_json
+from alignkit.check.run import Progress, execute, prepare
 from alignkit.check.terminal import interrupted_by_sigterm
-from alignkit.contract import contract_id
 
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
@@ -128,15 +128,10 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.out = options.out.resolve()
-        self.name = datetime.datetime.now().isoformat(timespec="seconds")
-        self.info = machine() | {
-            "contract": contract_id(family()),
-            "size": options.size,
-            "max_tokens": options.max_tokens,
-            "repeats": options.repeats,
-            "seconds": {},
-            "engines": {},
-        }
+        self.name = run_name()
+        self.info = made_on(
+            size=options.size, max_tokens=options.max_tokens, repeats=options.repeats, seconds={}, engines={}
+        )
         self.failures: list[str] = []
 
     def run(self, specs: dict[str, dict], module: str) -> dict[str, dict]:
@@ -221,9 +216,7 @@ class Bench:
         folder = self.options.json
         for path, made, key in ((folder / "cost.json", rows, KEY), (folder / "profile.json", profiled, PROFILE_KEY)):
             if made:
-                folder.mkdir(parents=True, exist_ok=True)
-                old = json.loads(path.read_text()) if path.exists() else {}
-                write_json(path, merge(old, self.name, self.info, made, key))
+                write(path, merge(read(path), self.name, self.info, made, key))
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -233,7 +226,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 if an engine failed, after all others have run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200, json="folder of the results")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--engines",
@@ -262,7 +255,6 @@ def main(arguments: list[str] | None = None) -> int:
         help="vLLM without torch.compile and CUDA graphs",
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200", help="folder of the results")
     parser.add_argument("--out", type=Path, default=Path("check-results/cost"), help="logs")
     options = parser.parse_args(arguments)
     if options.turns is None:

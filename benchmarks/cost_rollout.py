@@ -154,13 +154,13 @@ def run(job: dict) -> None:
 
 
 def _start(worker) -> None:
-    import profiles
+    from lib import profiles
 
     worker.running_profile = profiles.start()
 
 
 def _stop(worker) -> list[dict]:
-    import profiles
+    from lib import profiles
 
     return profiles.stop(worker.running_profile)
 

@@ -27,7 +27,7 @@ _WARM_UP = 3
 
 def run(job: dict) -> None:
     """Builds the model, times every case, and writes the result."""
-    import profiles
+    from lib import profiles
 
     from alignkit.convert import read_architecture
 

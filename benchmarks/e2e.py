@@ -10,9 +10,6 @@ The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``training
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,47 +17,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from lib.models import SIZES, draw_lengths
+from lib.options import parser as options_parser
+from lib.results import H200, made_on, merge, read, run_name, write
 
 from alignkit.check import plan
-from alignkit.check.machine import family, gpus, machine
+from alignkit.check.machine import gpus
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job, Row
-from alignkit.check.run import Compared, WorkerError, compare_rows, execute, prepare, write_json
+from alignkit.check.run import Compared, WorkerError, compare_rows, execute, prepare
 from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
-from alignkit.contract import contract_id
 from alignkit.convert import read_architecture
 
-ROOT = Path(__file__).parents[1]
 DTYPE = "bfloat16"
-SIZES = {
-    "large": {
-        "hidden": 1024,
-        "layers": 8,
-        "heads": 16,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "intermediate": 3072,
-        "vocab": 151936,
-    },
-    "qwen3-8b": {
-        "hidden": 4096,
-        "layers": 36,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "intermediate": 12288,
-        "vocab": 151936,
-    },
-    "small": {
-        "hidden": 256,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 4,
-        "head_dim": 64,
-        "intermediate": 512,
-        "vocab": 2000,
-    },
-}
 MODELS = {"qwen3": {"arch": "qwen3"}, "llama-tied": {"arch": "llama", "tied": True}}
 PARTS = ("modes", "tp", "stock")
 """Every mode of rollout and training on one rank; the tensor-parallel sizes crossed; some pairs of stock engines, for
@@ -94,23 +63,6 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
     return [Row(DTYPE, *row) for row in dict.fromkeys(chosen)]
 
 
-def draw_lengths(count: int, longest: int) -> tuple[int, ...]:
-    """Lengths of `count` prompts, from 5 to `longest` tokens, both of which occur."""
-    drawn = torch.randint(5, longest + 1, (count - 2,), generator=torch.Generator().manual_seed(0))
-    return 5, longest, *drawn.tolist()
-
-
-def merge(old: dict, name: str, info: dict, new: list[dict], key: tuple[str, ...] = KEY) -> dict:
-    """The contents of a result file after run `name` made the rows `new`; `key`: what tells rows apart."""
-    made = [row | {"run": name} for row in new]
-    keys = {tuple(row[k] for k in key) for row in made}
-    kept = [row for row in old.get("rows", []) if tuple(row[k] for k in key) not in keys]
-    merged = kept + made
-    runs = old.get("runs", {}) | {name: info}
-    used = {row["run"] for row in merged}
-    return {"runs": {k: v for k, v in runs.items() if k in used}, "rows": merged}
-
-
 def to_json(model: str, compared: Compared) -> dict:
     """A row of e2e.json."""
     row = compared.row
@@ -129,7 +81,7 @@ class Harvest(Terminal):
         self, screen, path: Path, info: dict, waiting: dict[str, list[Row]], out: Path, prompts: list[list[int]]
     ):
         super().__init__(screen)
-        self.name = datetime.datetime.now().isoformat(timespec="seconds")
+        self.name = run_name()
         self.info, self.rows, self.problems = info, [], []
         self._path, self._waiting, self._out, self._prompts = path, waiting, out, prompts
 
@@ -153,15 +105,13 @@ class Harvest(Terminal):
 
     def save(self) -> None:
         if self.rows:
-            old = json.loads(self._path.read_text()) if self._path.exists() else {}
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, merge(old, self.name, self.info, self.rows))
+            write(self._path, merge(read(self._path), self.name, self.info, self.rows, KEY))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 if every patched row is equal to the last bit, 1 if one is not, 2 if an engine
     failed, after all others have run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "e2e.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; stock for the first model only")
     parser.add_argument("--rollouts", nargs="+", help="only rows of these, as in the file; default: all")
@@ -172,7 +122,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
     parser.add_argument("--per-gpu", type=int, default=2, help="engines that share a GPU")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/e2e.json")
     parser.add_argument("--out", type=Path, default=Path("check-results/e2e"), help="logprob files and logs")
     options = parser.parse_args(arguments)
     if gpus() and options.tp > len(gpus()):
@@ -217,20 +166,19 @@ def main(arguments: list[str] | None = None) -> int:
         f"{' and '.join(options.models)}: {sum(map(len, wanted.values()))} rows; the models are made "
         f"({time.monotonic() - started:.0f} s)"
     )
-    info = machine() | {
-        "contract": contract_id(family()),
-        "models": shapes,
-        "parts": parts,
-        "tp": options.tp,
-        "prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
-        "longest_prompt": options.longest,
-        "max_tokens": options.max_tokens,
-        "temperature": 1.0,
-        "seed": 0,
-        "chunk": CHUNK,
-        "micro_batch": MICRO_BATCH,
-    }
+    info = made_on(
+        models=shapes,
+        parts=parts,
+        tp=options.tp,
+        prompts=len(prompts),
+        prompt_tokens=sum(map(len, prompts)),
+        longest_prompt=options.longest,
+        max_tokens=options.max_tokens,
+        temperature=1.0,
+        seed=0,
+        chunk=CHUNK,
+        micro_batch=MICRO_BATCH,
+    )
     harvest = Harvest(screen, options.json, info, {k: list(v) for k, v in wanted.items()}, out, prompts)
     with interrupted_by_sigterm(), harvest:
         seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True, per_gpu=options.per_gpu)

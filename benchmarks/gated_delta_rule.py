@@ -18,10 +18,8 @@ the least of its rows' ``x``. A row:
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import itertools
-import json
 import math
 import os
 import subprocess
@@ -29,16 +27,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from e2e import ROOT, merge
-from stopwatch import Stopwatch, copy_speed
+from lib.options import parser as options_parser
+from lib.options import time_is_up, told
+from lib.results import H200, backend, keys, made_on, merge, read, run_name, write
+from lib.stopwatch import Stopwatch, copy_speed
 
-from alignkit import backends
-from alignkit.check.machine import family, machine, version
-from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
 
 KEY = ("b", "t", "h", "mode", "layout")
@@ -150,7 +145,7 @@ def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
         theirs()
         runs.append(theirs)
     except Exception as e:  # a peer may raise whatever it likes
-        print(f"flash-linear-attention failed: {type(e).__name__}: {str(e)[:300]}", flush=True)
+        print(f"flash-linear-attention failed: {told(e)}", flush=True)
     ms, *fla = watch.medians(runs, seconds)
     return case.key() | {
         "ms": ms,
@@ -168,15 +163,11 @@ def summary(rows: list[dict]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "gdn_bwd_dhu.json", seconds=0.2, resume=True)
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64])
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
-    parser.add_argument("--minutes", type=float, help="after which no measurement is begun")
-    parser.add_argument("--resume", action="store_true", help="only rows that the file does not have yet")
     parser.add_argument(
         "--compile", nargs=3, help=argparse.SUPPRESS
     )  # heads, mode, sequences: one call of the peer's kernel
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gdn_bwd_dhu.json")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
@@ -186,26 +177,24 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     watch = Stopwatch(device)
     speed = copy_speed(watch)
-    name = datetime.datetime.now().isoformat(timespec="seconds")
-    info = machine() | {
-        "contract": contract_id(family()),
-        "seconds": options.seconds,
-        "copy_tb_s": speed / 1e12,
-        "backend": backends.select("gated_delta_rule", device).__name__.rpartition(".")[2],
-    }
-    info["versions"]["fla-core"] = version("fla-core")
-    old = json.loads(options.json.read_text()) if options.json.exists() else {}
-    had = {tuple(row[k] for k in KEY) for row in old.get("rows", [])} if options.resume else set()
+    name = run_name()
+    info = made_on(
+        packages=["fla-core"],
+        seconds=options.seconds,
+        copy_tb_s=speed / 1e12,
+        backend=backend("gated_delta_rule", device),
+    )
+    old = read(options.json)
+    had = keys(old, KEY) if options.resume else set()
     todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]
     compile_peer(todo)
     rows: list[dict] = []
     for case in todo:
-        if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+        if time_is_up(options, started):
             break
         rows.append(measure(case, watch, options.seconds, speed))
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, merge(old, name, info | summary(rows), rows, KEY))
+        write(options.json, merge(old, name, info | summary(rows), rows, KEY))
     print(f"{len(rows)} of {len(todo)} rows, {summary(rows)}; {options.json}")
     return 0
 

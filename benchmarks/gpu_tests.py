@@ -17,10 +17,7 @@ Exit status 1 if a test failed, none ran, or one was skipped that could have run
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -32,10 +29,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from e2e import ROOT, merge
+from lib.options import parser as options_parser
+from lib.results import H200, ROOT, merge, read, run_name, write
 
 from alignkit.check.machine import machine
-from alignkit.check.run import write_json
 
 CUDA = {"ALIGNKIT_TEST_DEVICE": "cuda"}
 """The default device of the whole process is the GPU."""
@@ -154,19 +151,17 @@ def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int) -> dict
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "gpu_test.json")
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
     parser.add_argument("--at-once", type=int, default=10, help="test files of the ops at a time")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/gpu_test.json")
     options, rest = parser.parse_known_args(arguments)
-    name, info, rows = datetime.datetime.now().isoformat(timespec="seconds"), machine(), []
-    old = of_commit(json.loads(options.json.read_text()) if options.json.exists() else {}, info["commit"])
-    options.json.parent.mkdir(parents=True, exist_ok=True)
+    name, info, rows = run_name(), machine(), []
+    old = of_commit(read(options.json), info["commit"])
     for suite in options.suites:
         rows.append(run_suite(suite, options.at_once, rest, len(info["gpus"])))
         made = merge(old, name, info, rows, ("suite",))
         made["not_run"] = [suite for suite in SUITES if suite not in {row["suite"] for row in made["rows"]}]
-        write_json(options.json, made)
+        write(options.json, made)
     for row in rows:
         print(
             f"{row['suite']:<10} {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped, "

@@ -33,9 +33,7 @@ sum. "+entropy": the entropy comes out too and has a gradient. verl's kernel alw
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
 import math
 import os
 import sys
@@ -43,17 +41,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
-from e2e import ROOT, merge
-from stopwatch import Stopwatch
+from lib.options import parser as options_parser
+from lib.options import time_is_up
+from lib.results import H200, backend, keys, made_on, merge, read, run_name, write
+from lib.stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
-from alignkit import backends
-from alignkit.check.machine import family, machine, version
-from alignkit.check.run import write_json
-from alignkit.contract import contract_id
+from alignkit.check.machine import version
 from alignkit.ops import head_logits, linear_logp, token_logp
 
 Shape = tuple[int, int, int]
@@ -372,21 +368,16 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device, self.watch = options, device, Stopwatch(device)
-        self.name = datetime.datetime.now().isoformat(timespec="seconds")
-        self.info = machine() | {
-            "contract": contract_id(family()),
-            "seconds": options.seconds,
-            "backend": backends.select("linear_logp", device).__name__.rpartition(".")[2],
-        }
+        self.name = run_name()
+        self.info = made_on(seconds=options.seconds, backend=backend("linear_logp", device))
         self.info["versions"] |= packages()
-        self.old = json.loads(options.json.read_text()) if options.json.exists() else {}
+        self.old = read(options.json)
         self.rows: list[dict] = []
         self.errors: list[dict] = []
         self.absent: set[str] = set()
 
     def save(self) -> None:
-        self.options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.options.json, contents(self.old, self.name, self.info, self.rows, self.errors))
+        write(self.options.json, contents(self.old, self.name, self.info, self.rows, self.errors))
 
     def _failed(self, error: dict, e: Exception) -> None:
         lines = str(e).strip().splitlines()
@@ -420,7 +411,7 @@ class Bench:
     def run(self, wanted: list[tuple[Shape, tuple[str, ...]]], names: list[str]) -> None:
         began = time.monotonic()
         names = [name for name in names if self.starts(name)]
-        had = {tuple(row[k] for k in KEY) for row in self.old.get("rows", [])} if self.options.resume else set()
+        had = keys(self.old, KEY) if self.options.resume else set()
         todo = [
             (
                 size,
@@ -437,7 +428,7 @@ class Bench:
         for size, mine in todo:
             problem = Problem(size, self.device) if mine else None
             for name, which in mine:
-                if self.options.minutes is not None and time.monotonic() - began > 60 * self.options.minutes:
+                if time_is_up(self.options, began):
                     print(f"out of time: {len(self.rows)} of {count} rows", flush=True)
                     return
                 self.one(problem, name, which)
@@ -452,15 +443,11 @@ def _warm(device: torch.device) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 1 if an implementation of this project failed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "linear_logp.json", seconds=0.5, resume=True)
     parser.add_argument("--shapes", nargs="+", type=shape, help="n, d, v as 4096x2048x151936; default: see above")
     parser.add_argument("--sweep", action="store_true", help="n, d, v and shards of v as well: it may take an hour")
     parser.add_argument("--impl", nargs="+", choices=IMPLS, default=list(IMPLS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, help="default: all; of --shapes, without decode")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
-    parser.add_argument("--minutes", type=float, help="after which no measurement is begun")
-    parser.add_argument("--resume", action="store_true", help="only rows that the file does not have yet")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/linear_logp.json")
     options = parser.parse_args(arguments)
     if options.shapes and options.sweep:
         parser.error("--sweep has shapes of its own")

@@ -21,10 +21,7 @@ bf16, the layers of Qwen3-8B, and a rank's of Llama-70B at TP 8. The file (bench
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -32,16 +29,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
-from e2e import ROOT, merge
-from stopwatch import Stopwatch
+from lib.options import parser as options_parser
+from lib.options import time_is_up, told
+from lib.results import H200, backend, made_on, merge, read, run_name, write
+from lib.stopwatch import Stopwatch
 
-from alignkit import backends
-from alignkit.check.machine import family, machine, version
-from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.ops.linear import matmul
 
 KEY = ("case", "impl", "pass", "m")
@@ -204,10 +198,7 @@ def measure(
             watch.synchronize()
         except Exception as e:  # a peer may raise whatever it likes
             runs.pop(name, None)
-            print(
-                f"FAILED: {case.name}, {problem.m} rows, {which}, {name}: {type(e).__name__}: {str(e)[:200]}",
-                flush=True,
-            )
+            print(f"FAILED: {case.name}, {problem.m} rows, {which}, {name}: {told(e, 200)}", flush=True)
     times = watch.medians([*runs.values()], seconds) if runs else []
     ms = {name: t / len(problem.weights) for name, t in zip(runs, times, strict=True)}
     return [
@@ -253,7 +244,7 @@ def loaded(names: list[str]) -> dict[str, dict[str, Product]]:
         try:
             found[name] = IMPLS[name]()
         except Exception as e:  # as in measure()
-            print(f"without {name}: {type(e).__name__}: {str(e)[:200]}", flush=True)
+            print(f"without {name}: {told(e, 200)}", flush=True)
     return found
 
 
@@ -264,26 +255,17 @@ def described(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "matmul.json", seconds=0.1, resume=True)
     parser.add_argument("--cases", nargs="+", help="beginnings of their names; default: all")
     parser.add_argument("--impl", nargs="+", choices=IMPLS, default=list(IMPLS))
     parser.add_argument("--starved", action="store_true", help="afterwards cublas without a workspace too")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of each measurement")
-    parser.add_argument("--minutes", type=float, help="after which no measurement is begun")
-    parser.add_argument("--resume", action="store_true", help="only what the file does not have yet")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/matmul.json")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    name = datetime.datetime.now().isoformat(timespec="seconds")
-    info = machine() | {
-        "contract": contract_id(family()),
-        "seconds": options.seconds,
-        "backend": backends.select("linear", device).__name__.rpartition(".")[2],
-    }
-    info["versions"]["deep-gemm"] = version("deep-gemm")
-    old = json.loads(options.json.read_text()) if options.json.exists() else {}
+    name = run_name()
+    info = made_on(packages=["deep-gemm"], seconds=options.seconds, backend=backend("linear", device))
+    old = read(options.json)
     hungry = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == STARVED
     watch, impls = Stopwatch(device), loaded(["cublas"] if hungry else options.impl)
     own = "cublas-starved" if hungry else "cublas"
@@ -292,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict] = []
     problem, done = None, 0
     for case, m, which in todo:
-        if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+        if time_is_up(options, started):
             break
         if problem is None or (problem.case, problem.m) != (case, m):
             problem = Problem(case, m, device)
@@ -300,8 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows += starved(found, old.get("rows", [])) if hungry else found
         if found:
             print(described(found), flush=True)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, merge(old, name, info, rows, KEY))
+        write(options.json, merge(old, name, info, rows, KEY))
     print(f"{done} of {len(todo)} measurements, {len(rows)} rows, {time.monotonic() - started:.0f} s; {options.json}")
     if not options.starved or hungry:
         return 0

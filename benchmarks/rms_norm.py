@@ -18,25 +18,20 @@ is named, and the others go on. The file (benchmarks/results/h200/rms_norm.json)
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from e2e import ROOT, merge
-from stopwatch import Stopwatch, copy_speed
+from lib.options import parser as options_parser
+from lib.options import time_is_up, told
+from lib.results import H200, backend, made_on, merge, read, run_name, write
+from lib.stopwatch import Stopwatch, copy_speed
 from torch.nn.functional import rms_norm as torch_norm
 
 from alignkit import backends
-from alignkit.check.machine import family, machine, version
-from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.ops import rms_norm
 
 KEY = ("case", "m", "n", "k", "impl", "pass")
@@ -166,10 +161,10 @@ def measure(
         runs = {}
         for name in impls:
             try:
-                backend = BACKENDS.get(name, "auto")
-                runs[name] = within(backend, within(backend, inputs.call)(IMPLS[name](), which))
+                chosen = BACKENDS.get(name, "auto")
+                runs[name] = within(chosen, within(chosen, inputs.call)(IMPLS[name](), which))
             except Exception as e:  # a peer may raise whatever it likes
-                print(f"{name} failed, {case}, {which}: {type(e).__name__}: {str(e)[:300]}", flush=True)
+                print(f"{name} failed, {case}, {which}: {told(e)}", flush=True)
         floor = MOVED[which] * inputs.dy.nbytes / speed * 1e3
         for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True):
             rows.append(case.key() | {"impl": name, "pass": which, "ms": ms, "x": floor / ms})
@@ -182,34 +177,29 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "rms_norm.json", seconds=0.1)
     parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
     parser.add_argument("--passes", nargs="+", choices=MOVED, default=list(MOVED))
-    parser.add_argument("--seconds", type=float, default=0.1, help="of each pass of each case")
-    parser.add_argument("--minutes", type=float, help="after which no case is begun")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/rms_norm.json")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
     watch = Stopwatch(device)
     speed = copy_speed(watch)
-    name = datetime.datetime.now().isoformat(timespec="seconds")
-    info = machine() | {
-        "contract": contract_id(family()),
-        "seconds": options.seconds,
-        "copy_tb_s": speed / 1e12,
-        "backend": backends.select("rms_norm", device).__name__.rpartition(".")[2],
-    }
-    info["versions"] |= {package: version(package) for package in ("liger-kernel", "quack-kernels")}
-    old = json.loads(options.json.read_text()) if options.json.exists() else {}
+    name = run_name()
+    info = made_on(
+        packages=["liger-kernel", "quack-kernels"],
+        seconds=options.seconds,
+        copy_tb_s=speed / 1e12,
+        backend=backend("rms_norm", device),
+    )
+    old = read(options.json)
     rows: list[dict] = []
     for case in cases():
-        if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+        if time_is_up(options, started):
             print(f"no time for {case}")
             continue
         rows += measure(case, options.impls, options.passes, watch, options.seconds, speed)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, merge(old, name, info, rows, KEY))
+        write(options.json, merge(old, name, info, rows, KEY))
     print(f"{len(rows)} rows, a copy {speed / 1e12:.2f} TB/s, {time.monotonic() - started:.0f} s; {options.json}")
     return 0
 

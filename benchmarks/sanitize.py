@@ -17,8 +17,6 @@ warp, racecheck orders what that lane did and not what the 31 others did.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import os
 import queue
@@ -31,10 +29,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e import ROOT, merge
+from lib.options import parser as options_parser
+from lib.results import H200, ROOT, keys, merge, read, run_name, write
 
 from alignkit.check.machine import gpus, machine
-from alignkit.check.run import stop, write_json
+from alignkit.check.run import stop
 from alignkit.check.terminal import interrupted_by_sigterm
 
 KEY = ("tool", "tests", "part")
@@ -152,7 +151,7 @@ class Job:
                 "-p",
                 "no:cacheprovider",
                 "-p",
-                "own_kernels",
+                "lib.own_kernels",
                 "-k",
                 f"not ({skipped})",
                 self.tests,
@@ -163,7 +162,7 @@ class Job:
                 "ALIGNKIT_PART": self.part,
             }
         else:
-            command = ["benchmarks/planted.py", self.tool]
+            command = ["benchmarks/lib/planted.py", self.tool]
         status, errors, line = check(self.tool, log, command, max(min(options.timeout, end - started), 0.0), env)
         clean = errors > 0 if not self.part else status == _NO_TESTS or (status == 0 and errors == 0)
         if self.part and errors > 0:
@@ -208,7 +207,7 @@ def not_clean(rows: list[dict], asked: list[Job]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "sanitize.json")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--examples", type=int, default=1, help="drawn for each test")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a tool and a part of a file of tests")
@@ -216,7 +215,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="only what the file does not have as clean")
     parser.add_argument("--at-once", type=int, default=6, help="processes for each GPU")
     parser.add_argument("--parts", type=int, default=4, help="that the tests of a file are dealt out to")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/sanitize.json")
     parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="logs")
     parser.add_argument("tests", nargs="*", default=TESTS)
     options = parser.parse_args(arguments)
@@ -228,11 +226,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("no GPU", file=sys.stderr)
         return 2
     options.out = options.out.resolve()
-    for folder in (options.out, options.json.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    name, info = datetime.datetime.now().isoformat(timespec="seconds"), machine() | {"examples": options.examples}
-    contents = json.loads(options.json.read_text()) if options.json.exists() else {}
-    had = {tuple(row[k] for k in KEY) for row in contents.get("rows", []) if row["clean"]} if options.resume else set()
+    options.out.mkdir(parents=True, exist_ok=True)
+    name, info = run_name(), machine() | {"examples": options.examples}
+    contents = read(options.json)
+    clean = [row for row in contents.get("rows", []) if row["clean"]]
+    had = keys({"rows": clean}, KEY) if options.resume else set()
     waiting = [job for job in jobs(options) if (job.tool, job.tests, job.part) not in had]
     end, rows = time.monotonic() + 60 * options.minutes, []
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -251,7 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
         with interrupted_by_sigterm():
             for done in as_completed([pool.submit(run, job) for job in waiting]):
                 rows.append(done.result())
-                write_json(options.json, merge(contents, name, info, rows, KEY))
+                write(options.json, merge(contents, name, info, rows, KEY))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(_running):

@@ -2,6 +2,9 @@
 
 ``python benchmarks/tables.py``. A table stands between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->``, in any of the
 pages; the plots are SVG files beside their results. What was not measured yet is left as it is.
+
+Figures that stand together come from one commit: a file whose rows are of several gives a table for each, newest first,
+under a line that says what it was made on.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -59,7 +63,28 @@ def check(rows: list[dict], run: dict) -> str:
             f"| {dtype} | {rollout} | {training} | {stock['bit_equal']} of {stock['tokens']} | "
             f"{stock['max_abs']:.1e} | **{row['bit_equal']} of {row['tokens']}** |"
         )
-    return "\n".join([*lines, "", _made_on([run])])
+    return "\n".join([_made_on([run]), "", *lines])
+
+
+def by_commit(results: dict) -> list[dict]:
+    """The results of each commit and contract by themselves, newest first."""
+    runs = results["meta"]["runs"] if "meta" in results else results["runs"]
+    found: dict[tuple, list[str]] = {}
+    for name in sorted(runs, key=lambda name: (runs[name]["date"], name), reverse=True):
+        found.setdefault((runs[name].get("commit"), runs[name].get("contract")), []).append(name)
+    return [
+        {"runs": {name: runs[name] for name in names}, "rows": [r for r in results["rows"] if r["run"] in names]}
+        for names in found.values()
+    ]
+
+
+def gpu_test(results: dict) -> str:
+    """A line for each suite."""
+    lines = ["| suite | passed | failed | skipped | minutes |", "|---|---|---|---|---|"]
+    for row in sorted(results["rows"], key=lambda row: row["suite"]):
+        counts = [str(row[k]) for k in ("passed", "failed", "skipped")]
+        lines.append(f"| {row['suite']} | {' | '.join(counts)} | {row['seconds'] / 60:.1f} |")
+    return "\n".join(lines)
 
 
 def e2e(results: dict) -> str:
@@ -79,7 +104,7 @@ def e2e(results: dict) -> str:
             f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} "
             f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
         )
-    return "\n".join([*lines, "", _made_on(results["runs"].values())])
+    return "\n".join(lines)
 
 
 def _place(model: str, rollout: str) -> tuple[str, int]:
@@ -104,7 +129,7 @@ def _trainings(rows: list[dict]) -> str:
 
 
 def cost(results: dict) -> str:
-    """A line for each case and unit: what stock has, and the others as shares of it."""
+    """A line for each case and unit: what stock has, and the others as shares of it, with the range of their repeats."""
     neighbour = any(row["engine"] == "hf_compiled" for row in results["rows"])
     names = ["stock", "stock, with its own option", *(["Hugging Face, compiled"] if neighbour else []), "**aligned**"]
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
@@ -113,19 +138,33 @@ def cost(results: dict) -> str:
         if row["unit"] != "total tokens/s":  # the same ratio again
             cases.setdefault((row["what"], row["case"], row["unit"]), {})[row["engine"]] = row
 
-    def share(row: dict | None) -> str:
-        return "" if row is None or row["ratio_to_stock"] is None else f"{row['ratio_to_stock']:.2f}"
-
     for (what, case, unit), by in cases.items():
         stock, option = by.get("stock"), by.get("batch_invariant") or by.get("stock_fused")
-        has = f"{_three(stock['value'])} {unit}" if stock else ""
         shares = [
-            share(option),
-            *([share(by.get("hf_compiled"))] if neighbour else []),
-            f"**{share(by.get('aligned'))}**",
+            _share(option),
+            *([_share(by.get("hf_compiled"))] if neighbour else []),
+            _share(by.get("aligned"), "**{:.2f}**"),
         ]
+        has = _share(stock, f"{_three(stock['value'])} {unit}") if stock else ""
         lines.append(f"| {what}, {case} | {has} | {' | '.join(shares)} |")
-    return "\n".join([*lines, "", _made_on(results["runs"].values())])
+    return "\n".join(lines)
+
+
+def _share(row: dict | None, text: str = "{:.2f}") -> str:
+    """``1.06 (0.57 to 1.06)``: the middle and the range of the repeats, as shares of stock's middle."""
+    if row is None or row["ratio_to_stock"] is None:
+        return ""
+    spread = _spread(row)
+    return text.format(row["ratio_to_stock"]) + (f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "")
+
+
+def _spread(row: dict) -> tuple[float, float] | None:
+    """The slowest and the fastest repeat's throughput, as shares of stock's middle; None of what has no repeats."""
+    seconds = row.get("seconds")
+    if not seconds:
+        return None
+    middle = row["ratio_to_stock"] * median(seconds)
+    return middle / max(seconds), middle / min(seconds)
 
 
 def linear_logp(results: dict) -> str:
@@ -168,7 +207,7 @@ def linear_logp(results: dict) -> str:
             cells = [_cell(of[0], "ms", "{:.3f} ms"), *(_cell(row, "x_copy", "{:.2f}x") for row in of[1:])]
             lines.append(f"| n={n} | {' | '.join(cells)} |")
         lines.append("")
-    return "\n".join([*lines, _made_on(results["meta"]["runs"].values())])
+    return "\n".join(lines).rstrip()
 
 
 def _cell(row: dict, key: str, text: str) -> str:
@@ -186,7 +225,7 @@ def gdn_bwd_dhu(results: dict) -> str:
     for (mode, layout), rows in groups.items():
         cells = [_faster([r for r in rows if r["h"] == h]) for h in heads]
         lines.append(f"| {mode} | {layout} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _made_on(results["runs"].values())])
+    return "\n".join(lines)
 
 
 def _faster(rows: list[dict]) -> str:
@@ -212,7 +251,7 @@ def rms_norm(results: dict) -> str:
             cells = ["" if i not in x else f"**{x[i]:.2f}**" if i == "alignkit" else f"{x[i]:.2f}" for i in impls]
             lines.append(f"| {case} | {m} | {n} | {' | '.join(cells)} |")
         lines.append("")
-    return "\n".join([*lines, _made_on(results["runs"].values())])
+    return "\n".join(lines).rstrip()
 
 
 def tree_sum(results: dict) -> str:
@@ -224,10 +263,11 @@ def tree_sum(results: dict) -> str:
         titles = " | ".join(f"{m >> 10} KiB" if m < 1 << 20 else f"{m >> 20} MiB" for m in sizes)
         lines += [f"| {case}, {ranks} | {titles} |", "|---" * (len(sizes) + 1) + "|"]
         for impl in dict.fromkeys(impl for impl, _ in rows):
-            cells = [f"{rows[impl, m]['ms'] * 1e3:.1f} ({rows[impl, m]['x']:.2f})" for m in sizes]
+            of = [rows.get((impl, m)) for m in sizes]
+            cells = [f"{row['ms'] * 1e3:.1f} ({row['x']:.2f})" if row else "" for row in of]
             lines.append(f"| {impl} | {' | '.join(cells)} |")
         lines.append("")
-    return "\n".join([*lines, _made_on(results["runs"].values())])
+    return "\n".join(lines).rstrip()
 
 
 def matmul(results: dict) -> str:
@@ -257,7 +297,7 @@ def matmul(results: dict) -> str:
             cells = [f"{join(by[label][column]):.2f}" if column in by[label] else "" for column in columns]
             lines.append(f"| {label} | {' | '.join(cells)} |")
         lines.append("")
-    return "\n".join([*lines, _made_on(results["runs"].values())])
+    return "\n".join(lines).rstrip()
 
 
 def profile(results: dict) -> str:
@@ -279,7 +319,7 @@ def profile(results: dict) -> str:
         cells = {family: [by[e]["families"].get(family, 0.0) for e in engines] for family in families}
         cells |= {"all kernels": [by[e]["gpu_ms"] for e in engines], "elapsed": [by[e]["wall_ms"] for e in engines]}
         lines += [f"| {name} | {' | '.join(_three(v) for v in values)} |" for name, values in cells.items()] + [""]
-    return "\n".join([*lines, _made_on(results["runs"].values())])
+    return "\n".join(lines).rstrip()
 
 
 def _three(value: float) -> str:
@@ -291,8 +331,8 @@ def _three(value: float) -> str:
 
 
 def _made_on(runs) -> str:
-    """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; commit 52e6b37; 2026-11-20)``, each once over all
-    runs: so it says where rows are of several commits."""
+    """``(contract alignkit-4/...; torch 2.11.0, ...; 4 NVIDIA H200; commit 52e6b37; 2026-11-20)``, each once over the
+    runs."""
     runs = list(runs)
     names = (
         "torch",
@@ -306,12 +346,16 @@ def _made_on(runs) -> str:
         "deep-gemm",
     )
     versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
-    devices = [", ".join(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
+    devices = [_devices(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
     contracts = [f"contract {run['contract']}" for run in runs if "contract" in run]
     commits = [f"commit {run['commit'][:7]}" for run in runs if "commit" in run]
     parts = (", ".join(dict.fromkeys(part)) for part in (contracts, versions, devices, commits, dates))
     return f"({'; '.join(filter(None, parts))})"
+
+
+def _devices(gpus: list[str]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in Counter(gpus).items())
 
 
 # Plots.
@@ -351,7 +395,9 @@ def e2e_plot(results: dict, path: Path) -> None:
         ax.tick_params(length=0)
         ax.set_facecolor("#f3f4f6")
         ax.set_title(
-            f"{title}: bit-equal logprobs" + (", largest difference" if "stock" in title else ""),
+            f"{title}: bit-equal logprobs"
+            + (", largest difference" if "stock" in title else "")
+            + _commits(results["runs"], rows),
             fontsize=9,
             loc="left",
         )
@@ -359,14 +405,7 @@ def e2e_plot(results: dict, path: Path) -> None:
 
 
 def cost_plot(results: dict, path: Path) -> None:
-    """Throughput as a share of stock's."""
-    rows = [
-        r for r in results["rows"] if r["ratio_to_stock"] is not None and r["unit"] in ("output tokens/s", "tokens/s")
-    ]
-    cases = sorted(dict.fromkeys((r["what"], r["case"]) for r in rows), key=lambda case: case[0])
-    shown = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
-    figure, (ax,) = _figure(1, 1, (9.5, 0.9 + 0.62 * len(cases)))
-    height = 0.8 / len(shown)
+    """Throughput as a share of stock's: the middle, and a whisker over the range of the repeats. A panel a commit."""
     colors = {
         "stock": GREY,
         "batch_invariant": STOCK,
@@ -374,23 +413,56 @@ def cost_plot(results: dict, path: Path) -> None:
         "hf_compiled": "#0e7490",
         "aligned": ALIGNED,
     }
-    for k, engine in enumerate(shown):
-        mine = [(cases.index((r["what"], r["case"])), r) for r in rows if r["engine"] == engine]
-        bars = ax.barh(
-            [i + k * height for i, _ in mine],
-            [r["ratio_to_stock"] for _, r in mine],
-            height=height * 0.92,
-            color=colors[engine],
-            label=ENGINES[engine].strip("*"),
+    units = ("output tokens/s", "tokens/s")
+    rows = [r for r in results["rows"] if r["ratio_to_stock"] is not None and r["unit"] in units]
+    panels = [part for part in by_commit(results | {"rows": rows}) if part["rows"]]
+    shown = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
+    counts = [len({(r["what"], r["case"]) for r in part["rows"]}) for part in panels]
+    figure, axes = _figure(len(panels), 1, (9.5, 0.9 * len(panels) + 0.8 * sum(counts)), heights=counts)
+    height = 0.8 / len(shown)
+    for ax, part in zip(axes, panels, strict=True):
+        cases = sorted(dict.fromkeys((r["what"], r["case"]) for r in part["rows"]), key=lambda case: case[0])
+        there = {(r["what"], r["case"], r["engine"]) for r in part["rows"]}
+        places = {}  # within its case, without gaps
+        for case in cases:
+            places |= {(*case, engine): k for k, engine in enumerate(e for e in shown if (*case, e) in there)}
+        for engine in shown:
+            mine = [r for r in part["rows"] if r["engine"] == engine]
+            shares = [r["ratio_to_stock"] for r in mine]
+            spreads = [_spread(r) or (r["ratio_to_stock"],) * 2 for r in mine]
+            bars = ax.barh(
+                [places[r["what"], r["case"], engine] * height + cases.index((r["what"], r["case"])) for r in mine],
+                shares,
+                height=height * 0.92,
+                color=colors[engine],
+                label=ENGINES[engine].strip("*"),
+                xerr=[
+                    [share - low for share, (low, _) in zip(shares, spreads, strict=True)],
+                    [high - share for share, (_, high) in zip(shares, spreads, strict=True)],
+                ],
+                error_kw={"elinewidth": 0.8, "ecolor": "#111827"},
+            )
+            ax.bar_label(bars, [f"{share:.2f}" for share in shares], padding=2, fontsize=7)
+        ax.set_yticks(
+            [i + 0.4 - height / 2 for i in range(len(cases))], [f"{what}: {case}" for what, case in cases], fontsize=8
         )
-        ax.bar_label(bars, [f"{r['ratio_to_stock']:.2f}" for _, r in mine], padding=2, fontsize=7)
-    ax.set_yticks(
-        [i + 0.4 - height / 2 for i in range(len(cases))], [f"{what}: {case}" for what, case in cases], fontsize=8
+        ax.set_ylim(len(cases) - 0.1, -0.2)
+        ax.set_title(
+            "throughput, share of stock: median, slowest to fastest repeat" + _commits(part["runs"], part["rows"]),
+            fontsize=9,
+            loc="left",
+        )
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), frameon=False, fontsize=7, ncols=len(shown), loc="outside upper center"
     )
-    ax.invert_yaxis()
-    ax.set_xlabel("throughput, share of stock", fontsize=8)
-    ax.legend(frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown))
     figure.savefig(path, metadata={"Date": None})
+
+
+def _commits(runs: dict[str, dict], rows: list[dict]) -> str:
+    """``; commit d9ea3fe``: those that the rows are of, newest first."""
+    made = (runs[name] for name in sorted({row["run"] for row in rows}, reverse=True))
+    commits = dict.fromkeys(run["commit"][:7] for run in made if "commit" in run)
+    return f"; commit {', '.join(commits)}" if commits else ""
 
 
 def linear_logp_plot(results: dict, path: Path) -> None:
@@ -445,13 +517,13 @@ def _color(impl: str, impls: list[str]) -> str:
     return f"C{1 + [i for i in impls if i not in own].index(impl)}"
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]):
+def _figure(rows: int, columns: int, size: tuple[float, float], heights: list[int] | None = None):
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "alignkit"  # the same numbers give the same file
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel()
     for ax in axes:
         ax.spines[:].set_visible(False)
     return figure, axes
@@ -479,6 +551,7 @@ def tables() -> dict[str, str]:
         if rows and run:
             made[f"check-{machine}"] = check(rows, run)
     writers: dict[str, Callable[[dict], str]] = {
+        "gpu_test": gpu_test,
         "e2e": e2e,
         "cost": cost,
         "profile": profile,
@@ -491,7 +564,8 @@ def tables() -> dict[str, str]:
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")
         if results:
-            made[f"{name}-h200"] = write(results)
+            apart = [(_made_on(part["runs"].values()), write(part)) for part in by_commit(results)]
+            made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
     return made
 
 

@@ -23,24 +23,19 @@ they are not. The file (benchmarks/results/h200/tree_sum.json) is ``{"runs": {..
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from e2e import ROOT, merge
+from lib.options import parser as options_parser
+from lib.results import H200, made_on, merge, read, run_name, write
 
 from alignkit import symmetric
-from alignkit.check.machine import family, machine
-from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.testing import bitwise_equal, free_port
 from alignkit.tp import TP
 
@@ -155,7 +150,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     dist.init_process_group(
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, device_id=torch.device("cuda", rank)
     )
-    name = datetime.datetime.now().isoformat(timespec="seconds")
+    name = run_name()
     rows = []
     # The largest first: ranks that were in different groups before get no symmetric memory.
     for size in reversed([n for n in symmetric.SIZES if n <= world]):
@@ -170,20 +165,17 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
             ]
         dist.barrier()
     if rank == 0:
-        old = json.loads(options.json.read_text()) if options.json.exists() else {}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        info = machine() | {"contract": contract_id(family()), "seconds": round(time.monotonic() - started, 1)}
-        write_json(options.json, merge(old, name, info, rows, KEY))
+        info = made_on(seconds=round(time.monotonic() - started, 1))
+        write(options.json, merge(read(options.json), name, info, rows, KEY))
         print(f"{len(rows)} rows, {info['seconds']} s; {options.json}")
     dist.destroy_process_group()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options_parser(__doc__, H200 / "tree_sum.json")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="so many at most")
     parser.add_argument("--kib", nargs="+", type=int, default=list(KIB), help="of a rank's values if they were bf16")
     parser.add_argument("--forms", action="store_true", help="both forms of ours, at every size")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/h200/tree_sum.json")
     options = parser.parse_args(arguments)
     world = max((n for n in symmetric.SIZES if n <= options.gpus), default=0)
     if not world:

@@ -4,8 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:  # torch reads it when it is imported, here and in the processes that tests start
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
 settings.register_profile(
@@ -36,6 +41,7 @@ def ranks():
 STARTS_AN_ENGINE = {"world", "pair", "vllm_process", "rollout"}
 """Fixtures."""
 ENGINES = (
+    "e2e/test_benchmarks.py",
     "e2e/test_check.py",
     "e2e/test_grpo.py",
     "megatron/test_cuda.py",
@@ -52,14 +58,36 @@ SEVERAL_GPUS = (
     "ops/test_tp_cuda.py",
     "ops/test_tp_faults_cuda.py",
 )
-SLOW = ("e2e/test_check.py", "fuzz/test_fuzz.py", "vllm/test_processes.py")
+SLOW = (
+    "e2e/test_benchmarks.py",
+    "e2e/test_check.py",
+    "fuzz/test_fuzz.py",
+    "test_sm90_build.py",
+    "vllm/test_processes.py",
+)
+LONGEST = (
+    "e2e/test_check.py",
+    "vllm/test_processes.py",
+    "fuzz/test_fuzz.py",
+    "e2e/test_benchmarks.py",
+    "test_sm90_build.py",
+    "bisection/test_engines.py",
+    "vllm/test_serve.py",
+    "vllm/test_live.py",
+    "e2e/test_grpo.py",
+    "vllm/test_engine.py",
+    "test_package.py",
+)
+"""Files that take longest: they come first, so that several workers end at much the same time."""
 GPU = ("ops/test_linear_logp_sm90.py", "ops/test_schedules.py")
 
 
 def pytest_collection_modifyitems(items):
     """Marks by file, and by the fixtures that a test asks for. Tests of other files that need a GPU mark themselves."""
+    places = {}
     for item in items:
         file = item.path.relative_to(Path(__file__).parent).as_posix()
+        places[item] = LONGEST.index(file) if file in LONGEST else len(LONGEST)
         if file in ENGINES or STARTS_AN_ENGINE & set(item.fixturenames):
             item.add_marker("engine")
         if file.endswith("_cuda.py") or file in GPU:
@@ -68,3 +96,4 @@ def pytest_collection_modifyitems(items):
             item.add_marker("gpus")
         if file in SLOW:
             item.add_marker("slow")
+    items.sort(key=places.get)

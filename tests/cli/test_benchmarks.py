@@ -105,15 +105,15 @@ def row(**change):
 
 
 def test_parts_merge_into_one_file(e2e):
-    first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")])
-    second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")])
+    first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")], e2e.KEY)
+    second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")], e2e.KEY)
     assert [(r["model"], r["rollout"], r["bit_equal"], r["run"]) for r in second["rows"]] == [
         ("qwen3", "one", 10, "a"),
         ("qwen3", "batch", 10, "b"),
         ("llama-tied", "batch", 10, "b"),
     ]
     assert second["runs"] == {"a": {"commit": "1"}, "b": {"commit": "2"}}
-    third = e2e.merge(second, "c", {"commit": "3"}, [row(rollout="one")])
+    third = e2e.merge(second, "c", {"commit": "3"}, [row(rollout="one")], e2e.KEY)
     assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
 
 
@@ -172,7 +172,7 @@ def test_rollout_cases(cost):
 
 
 def test_profile_summary(module):
-    profiles = module("profiles")
+    profiles = module("lib.profiles")
     kernels = [
         {"name": "void cutlass::gemm<int>(int)", "calls": 2, "ms": 3.0},
         {"name": "ncclDevKernel_AllGather", "calls": 1, "ms": 1.0},
@@ -200,14 +200,14 @@ def test_profile_summary(module):
     ],
 )
 def test_names_with_template_arguments(module, name, short, family):
-    profiles = module("profiles")
+    profiles = module("lib.profiles")
     assert (profiles.shorten(name), profiles.family(name)) == (short, family)
 
 
 def test_profile_counts_what_ran(module):
     import torch
 
-    profiles = module("profiles")
+    profiles = module("lib.profiles")
     running = profiles.start()
     torch.ones(8, 8) @ torch.ones(8, 8)
     names = {kernel["name"]: kernel for kernel in profiles.stop(running)}
@@ -270,6 +270,7 @@ def test_of_more(): pytest.skip("needs {more} GPUs")
 def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
     """Suites join those of the same commit and of no other; what could have run is a failure."""
     tests, out, commit = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what is installed here takes seconds to start
     for name, more in (("first", 4), ("second", 2)):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
@@ -371,7 +372,7 @@ def test_sanitizers_say_what_was_not_clean(module, tmp_path, monkeypatch, capsys
 
 
 def test_parts_are_all_of_the_tests(module, monkeypatch):
-    select, seen = module("own_kernels").pytest_collection_modifyitems, []
+    select, seen = module("lib.own_kernels").pytest_collection_modifyitems, []
     for part in range(3):
         monkeypatch.setenv("ALIGNKIT_PART", f"{part}/3")
         items = list(range(8))
@@ -779,7 +780,7 @@ def test_tables(tables):
     text = tables.e2e(e2e)
     assert "| qwen3 | batch | TP 1: one; TP 2 SP: packed | **20 of 20** | 1 of 10 | 2.5e-01 |" in text
     assert "| qwen3 | batch, eager | TP 1: one | **10 of 10** |  |  |" in text
-    assert "(torch 2.11.0, vllm 0.26.0; NVIDIA H200; commit abc; 2030-01-01)" in text
+    assert tables._made_on([INFO]) == "(torch 2.11.0, vllm 0.26.0; 1 NVIDIA H200; commit abc; 2030-01-01)"
     assert "| rollout, 64 requests | 2000 output tokens/s |  | **0.90** |" in tables.cost(cost)
     cost["rows"].append(cost["rows"][0] | {"engine": "hf_compiled", "ratio_to_stock": 1.4})
     assert "| rollout, 64 requests | 2000 output tokens/s |  | 1.40 | **0.90** |" in tables.cost(cost)
@@ -793,7 +794,7 @@ def test_tables(tables):
     assert "| none | dense | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
     assert "| g | packed | **4.00x** (4.00 to 4.00); 3.00 floors |  |" in gdn
     assert "| all |  | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
-    assert "(torch 2.11.0, fla-core 0.6.0; NVIDIA H200; commit abc; 2030-01-01)" in gdn
+    assert "torch 2.11.0, fla-core 0.6.0; 1" in tables._made_on(gdn_sample()["runs"].values())
     rms = tables.rms_norm(rms_sample())
     assert "| backward | rows | H | alignkit | torch |" in rms
     assert "| 64 MiB | 8192 | 4096 | **0.95** | 0.50 |" in rms
@@ -815,6 +816,63 @@ def test_tables(tables):
         assert len(widths) <= 1
     assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp
     assert "| n=8 | 5.000 ms | 1.05x |" in logp
+
+
+def test_a_table_a_commit(tables, monkeypatch):
+    """Figures of two commits never stand in one table; the newer commit's come first."""
+    runs = {
+        "2030-01-01T10": INFO | {"commit": "a" * 40},
+        "2030-01-02T10": INFO | {"commit": "b" * 40, "date": "2030-01-02"},
+        "2030-01-02T11": INFO | {"commit": "b" * 40, "date": "2030-01-02"},
+        "2030-01-03T10": INFO | {"commit": "c" * 40, "date": "2030-01-03"},
+    }
+    rows = [row(run=run, rollout=rollout) for run, rollout in zip(runs, ("batch", "eager", "one"), strict=False)]
+    parts = tables.by_commit({"runs": runs, "rows": rows})
+    assert [[r["rollout"] for r in part["rows"]] for part in parts] == [[], ["eager", "one"], ["batch"]]
+    assert [[r["commit"][0] for r in part["runs"].values()] for part in parts] == [["c"], ["b", "b"], ["a"]]
+    again = tables.by_commit({"meta": {"runs": runs | {"x": INFO | {"contract": "2"}}}, "rows": rows})
+    assert len(again) == 4  # a contract of its own is a table of its own
+
+    results = {"runs": {k: runs[k] for k in list(runs)[:3]}, "rows": rows}
+    monkeypatch.setattr(tables, "_read", lambda name: results if name == "h200/e2e.json" else None)
+    newer, both, older, batch = tables.tables()["e2e-h200"].split("\n\n")
+    assert "commit bbbbbbb; 2030-01-02)" in newer and "commit aaaaaaa; 2030-01-01)" in older
+    assert "one request" in both and "eager" in both and "| batch |" not in both and "| batch |" in batch
+
+
+def test_the_cost_table_says_its_noise(tables):
+    """Each share comes with those of the slowest and the fastest repeat."""
+
+    def one(engine, seconds, ratio, unit="output tokens/s"):
+        case = {"what": "rollout", "case": "64 requests", "engine": engine, "value": 2000, "unit": unit, "run": "a"}
+        return case | {"ratio_to_stock": ratio} | ({"seconds": seconds} if seconds else {})
+
+    text = tables.cost(
+        {
+            "runs": {"a": INFO},
+            "rows": [
+                one("stock", [1.0, 2.0, 4.0], 1.0),
+                one("aligned", [1.6, 4.0, 5.0], 0.5),
+                one("stock", None, 1.0, "GiB, peak"),
+                one("aligned", None, 0.25, "GiB, peak"),
+            ],
+        }
+    )
+    assert "| rollout, 64 requests | 2000 output tokens/s (0.50 to 2.00) |  | **0.50** (0.40 to 1.25) |" in text
+    assert "| rollout, 64 requests | 2000 GiB, peak |  | **0.25** |" in text
+
+
+def test_the_table_of_gpu_tests(tables):
+    rows = [{"suite": "vllm", "passed": 49, "failed": 0, "skipped": 1, "seconds": 246.4}]
+    assert "| vllm | 49 | 0 | 1 | 4.1 |" in tables.gpu_test({"rows": rows})
+
+
+def test_a_size_that_one_implementation_lacks(tables):
+    rows = [
+        {"case": "all_reduce", "pass": "tp2", "impl": impl, "m": m, "ms": 0.01, "x": 0.5}
+        for impl, m in (("alignkit", 1 << 16), ("alignkit", 1 << 20), ("nccl", 1 << 20))
+    ]
+    assert "| alignkit | 10.0 (0.50) | 10.0 (0.50) |\n| nccl |  | 10.0 (0.50) |" in tables.tree_sum({"rows": rows})
 
 
 def test_a_page_is_filled(tables):

@@ -13,39 +13,25 @@ import torch
 
 from alignkit.check.model import make_checkpoint
 from alignkit.drift import load
+from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-
-ENV = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "ALIGNKIT_VLLM": "",
-}
-ENGINE = {
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 64 << 20,
-}
 
 
 class VllmProcess:
     """Runs functions ``f(state, *args)`` in one process; `state` keeps what they put there (an engine)."""
 
-    def __init__(self, **env: str):
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, fork: bool = not torch.cuda.is_available(), **env: str):
+        """fork: of a process that has imported vLLM, which takes ten seconds, and has done nothing else. What a fork
+        prints goes where that process's output goes."""
+        context = multiprocessing.get_context("forkserver" if fork else "spawn")
+        if fork:
+            context.set_forkserver_preload(["tests.vllm.preload"])
         self._connection, child = context.Pipe()
         before = dict(os.environ)
         os.environ.update(ENV | env)
         try:
-            self._process = context.Process(target=_serve, args=(child,))
+            self._process = context.Process(target=_serve, args=(child, dict(os.environ)))
             self._process.start()
         finally:
             os.environ.clear()
@@ -73,7 +59,9 @@ class VllmProcess:
             self._process.join()
 
 
-def _serve(connection):
+def _serve(connection, env):
+    os.environ.clear()
+    os.environ.update(env)
     state = SimpleNamespace(llm=None)
     while (call := connection.recv()) is not None:
         function, args = call
@@ -98,8 +86,8 @@ def vllm_process():
     """Starts a `VllmProcess`; it ends with the module."""
     started = []
 
-    def start(**env):
-        started.append(VllmProcess(**env))
+    def start(**options):
+        started.append(VllmProcess(**options))
         return started[-1]
 
     yield start

@@ -180,7 +180,7 @@ def test_what_a_worker_refuses_is_not_served(vllm_process, checkpoint, tmp_path,
     weights = load_file(model / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 2}, model / "model.safetensors")
     with pytest.raises(BackendError, match="did not start"):
-        vllm_process()(refused, [str(model), *OPTIONS, "--skip-tokenizer-init", "--port", "0"])
+        vllm_process(fork=False)(refused, [str(model), *OPTIONS, "--skip-tokenizer-init", "--port", "0"])
     assert "tie_word_embeddings" in "".join(capfd.readouterr())
 
 

@@ -1,0 +1,41 @@
+"""The random-weight models that whole engines are measured with, and their prompts."""
+
+from __future__ import annotations
+
+import torch
+
+SIZES = {
+    "large": {
+        "hidden": 1024,
+        "layers": 8,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate": 3072,
+        "vocab": 151936,
+    },
+    "qwen3-8b": {
+        "hidden": 4096,
+        "layers": 36,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate": 12288,
+        "vocab": 151936,
+    },
+    "small": {
+        "hidden": 256,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 64,
+        "intermediate": 512,
+        "vocab": 2000,
+    },
+}
+
+
+def draw_lengths(count: int, longest: int) -> tuple[int, ...]:
+    """Lengths of `count` prompts, from 5 to `longest` tokens, both of which occur."""
+    drawn = torch.randint(5, longest + 1, (count - 2,), generator=torch.Generator().manual_seed(0))
+    return 5, longest, *drawn.tolist()

@@ -1,0 +1,60 @@
+"""Result files: ``{"runs": {...}, "rows": [...]}``. A row names the run that made it, a run says what it was made on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from alignkit import backends
+from alignkit.check.machine import family, machine, version
+from alignkit.check.run import write_json
+from alignkit.contract import contract_id
+
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "benchmarks/results/h200"
+
+
+def run_name() -> str:
+    return datetime.datetime.now().isoformat(timespec="seconds")
+
+
+def made_on(*, packages: Iterable[str] = (), **more) -> dict:
+    """What rows are made on: date, commit, machine, versions (`packages`: more of them), contract, and `more`."""
+    info = machine() | {"contract": contract_id(family())} | more
+    info["versions"] |= {package: version(package) for package in packages}
+    return info
+
+
+def backend(op: str, device: torch.device) -> str:
+    """What computes an op there: ``cuda``, ``triton``, ..."""
+    return backends.select(op, device).__name__.rpartition(".")[2]
+
+
+def read(path: Path) -> dict:
+    """The contents of a result file, empty before the first run."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def keys(old: dict, key: tuple[str, ...]) -> set[tuple]:
+    """Of the rows that are there."""
+    return {tuple(row[k] for k in key) for row in old.get("rows", [])}
+
+
+def merge(old: dict, name: str, info: dict, new: list[dict], key: tuple[str, ...]) -> dict:
+    """The contents of a result file after run `name` made the rows `new`; `key`: what tells rows apart."""
+    made = [row | {"run": name} for row in new]
+    anew = {tuple(row[k] for k in key) for row in made}
+    kept = [row for row in old.get("rows", []) if tuple(row[k] for k in key) not in anew]
+    merged = kept + made
+    runs = old.get("runs", {}) | {name: info}
+    used = {row["run"] for row in merged}
+    return {"runs": {k: v for k, v in runs.items() if k in used}, "rows": merged}
+
+
+def write(path: Path, contents: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, contents)

@@ -1,0 +1,85 @@
+"""The benchmarks of whole engines, small: what they run on GPUs runs here."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def benchmark(script, *arguments):
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, root / "benchmarks" / script, "--size", "small", *map(str, arguments)],
+        text=True,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_end_to_end_benchmark(tmp_path):
+    """Packed micro-batches, and several of them."""
+    result = tmp_path / "e2e.json"
+    for models in ("qwen3", "llama-tied"):  # two commands fill one file
+        out = benchmark(
+            "e2e.py",
+            "--models",
+            models,
+            "--parts",
+            "modes",
+            "--rollouts",
+            "batch",
+            "prompt_logprobs",
+            "--prompts",
+            6,
+            "--longest",
+            100,
+            "--max-tokens",
+            8,
+            "--json",
+            result,
+            "--out",
+            tmp_path / models,
+        )
+        assert "288 of 288 logprobs are bit-equal, in 6 of 6 rows" in out
+    rows = json.loads(result.read_text())["rows"]
+    pairs = set(
+        itertools.product(
+            ("qwen3", "llama-tied"), ("batch", "prompt_logprobs"), ("tp1-one", "tp1-padded", "tp1-packed")
+        )
+    )
+    assert {(r["model"], r["rollout"], r["training"]) for r in rows} == pairs and len(rows) == len(pairs)
+    assert all(r["bit_equal"] == r["tokens"] == 48 for r in rows)
+
+
+def test_the_cost_benchmark(tmp_path):
+    benchmark(
+        "cost.py",
+        "--engines",
+        "stock",
+        "aligned",
+        "--concurrency",
+        2,
+        "--longest",
+        40,
+        "--max-tokens",
+        4,
+        "--shapes",
+        "2x32",
+        "--repeats",
+        1,
+        "--json",
+        tmp_path,
+        "--out",
+        tmp_path / "out",
+    )
+    cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
+    both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
+    assert {(r["what"], r["engine"]) for r in cost} == both
+    assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in cost if r["unit"] != "GiB, peak")
+    profile = json.loads((tmp_path / "profile.json").read_text())["rows"]
+    assert {(r["what"], r["engine"]) for r in profile} == both
+    assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)

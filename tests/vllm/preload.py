@@ -1,0 +1,12 @@
+"""What the processes of `VllmProcess` find imported: vLLM, with the variables that it and torch read when imported."""
+
+import os
+
+from tests.vllm.settings import ENV
+
+os.environ.update(ENV)
+
+import vllm.engine.arg_utils
+import vllm.entrypoints.llm
+import vllm.v1.engine.llm_engine
+import vllm.v1.worker.cpu_worker  # noqa: F401
