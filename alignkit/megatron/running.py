@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from alignkit.engines.patch import described, dotted
 from alignkit.errors import UnsupportedError
 
 _CALLING = frozenset(
@@ -221,7 +222,7 @@ def _check_own(cls: type, name: str, value: Any) -> None:
         and function.__globals__ is vars(sys.modules[cls.__module__])
         and function.__code__.co_qualname.startswith(f"{cls.__qualname__}.")
     ):
-        raise UnsupportedError(f"{_path(cls)}.{name}: has been replaced, by {_described(value)}")
+        raise UnsupportedError(f"{dotted(cls)}.{name}: has been replaced, by {described(value)}")
 
 
 def _decorates(function: Any) -> bool:
@@ -234,26 +235,6 @@ def _decorates(function: Any) -> bool:
 
 def _of_megatron(function: types.FunctionType) -> bool:
     return function.__globals__["__name__"].startswith("megatron.core.")
-
-
-def _described(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return f"a {type(function).__module__}.{type(function).__qualname__}"
-    return f"{code.co_qualname} of {function.__globals__.get('__name__')}"
-
-
-def _path(owner: Any) -> str:
-    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-
-
-def check_in_force(replaced: Iterable[tuple[Any, str, Any]]) -> None:
-    """UnsupportedError naming the first of `replaced` (owner, name, the patch's value) that is not the patch's now."""
-    for owner, name, value in replaced:
-        if (now := vars(owner).get(name)) is not value:
-            raise UnsupportedError(
-                f"{_path(owner)}.{name}: has been replaced since patch_megatron, by {_described(now)}"
-            )
 
 
 # Hooks.
@@ -313,7 +294,7 @@ def _watch(hooks: dict[int, Any], named: str, pre: bool) -> None:
     for key, hook in list(hooks.items()):
         function = getattr(hook, "__func__", hook)
         if type(hook) is not Watch and not (isinstance(function, types.FunctionType) and _of_megatron(function)):
-            hooks[key] = Watch(hook, f"{named} {_described(function)}", pre)
+            hooks[key] = Watch(hook, f"{named} {described(function)}", pre)
 
 
 def check_hooks() -> None:

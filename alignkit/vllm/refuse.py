@@ -10,9 +10,32 @@ import torch
 from alignkit import tp
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.vllm.built import architecture
-from alignkit.vllm.seams import STRUCTURE, installed
+from alignkit.vllm.versions import installed
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STRUCTURE = frozenset(
+    {
+        "ModuleList",
+        "Attention",
+        "ApplyRotaryEmb",
+        "LlamaForCausalLM",
+        "LlamaModel",
+        "LlamaDecoderLayer",
+        "LlamaAttention",
+        "LlamaMLP",
+        "Qwen2ForCausalLM",
+        "Qwen2Model",
+        "Qwen2DecoderLayer",
+        "Qwen2Attention",
+        "Qwen2MLP",
+        "Qwen3ForCausalLM",
+        "Qwen3Model",
+        "Qwen3DecoderLayer",
+        "Qwen3Attention",
+    }
+)
+"""Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
+
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
