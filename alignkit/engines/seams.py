@@ -71,7 +71,7 @@ def _problem(tree: ast.Module, seam: Seam) -> str | None:
     found = find(scope, last)
     if found is None:
         return "not found"
-    words = {n.attr if isinstance(n, ast.Attribute) else n.id for n in ast.walk(found) if _is_word(n)}
+    words = {getattr(node, "attr", getattr(node, "id", None)) for node in ast.walk(found)}
     if lacking := [word for word in seam.mentions if word not in words]:
         return f"has no {', '.join(lacking)} in it"
     if isinstance(found, ast.ClassDef) and seam.accepts:
@@ -84,10 +84,6 @@ def _problem(tree: ast.Module, seam: Seam) -> str | None:
         if lacking := [a for a in seam.accepts if a not in names]:
             return f"does not take {', '.join(lacking)}"
     return None
-
-
-def _is_word(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Attribute, ast.Name))
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

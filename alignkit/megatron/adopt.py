@@ -15,7 +15,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from alignkit.errors import UnsupportedError
 
-from . import fingerprint, modules, running, supported
+from . import fingerprint, modules, policy, running, supported
 
 ALIGNED = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
 """Megatron's class of a module -> the class that takes its place; by exact type, so that a subclass, an adapter or a
@@ -55,7 +55,7 @@ class Models:
         runs: check what only matters once the model runs too: dropout in training, and the device.
 
         Runs before each forward: modules may have been replaced since (by LoRA, for one), or changed."""
-        supported.check_config(model.config)
+        policy.check_config(model.config)
         supported.check_model(model, self.vocab_size)
         self.methods.check()
         rotary, device = model.rotary_pos_emb, next(model.parameters()).device
@@ -102,6 +102,6 @@ class Models:
 def report(model: torch.nn.Module) -> dict[str, Any]:
     """Which modules of `model` are aligned, path -> op, and which are stock but would be replaced."""
     return {
-        "aligned": {path: type(m).op for path, m in model.named_modules() if type(m) in modules.ALIGNED},
+        "aligned": {path: cls.op for path, m in model.named_modules() if (cls := type(m)) in modules.ALIGNED},
         "stock": [path for path, m in model.named_modules() if type(m) in ALIGNED],
     }

@@ -10,7 +10,7 @@ from alignkit import backends, contract
 from alignkit.errors import UnsupportedError
 from alignkit.tp import TP
 
-from . import head, modules, running, supported
+from . import calls, head, modules, running
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -40,7 +40,7 @@ def preprocess(patch: Patch, stock):
             running.check_hooks()
             return (
                 patch.models.adopt(model, runs=True)
-                | supported.check_input(model, patch.vocab_size, **call)
+                | calls.check_input(model, patch.vocab_size, **call)
                 | {
                     "vocab_size": patch.vocab_size,
                     "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
@@ -74,9 +74,7 @@ def postprocess(patch: Patch, stock):
             if hook is None and asked is None and labels is None:
                 gather = call.get("runtime_gather_output")
                 return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
-            return supported.check_request(
-                model, patch.vocab_size, call["hidden_states"], labels, head.asked_for(context)
-            )
+            return calls.check_request(model, patch.vocab_size, call["hidden_states"], labels, head.asked_for(context))
 
         TP(model.pg_collection.tp).check_same("the end of GPTModel", checks)
         if hook is not None or (labels is None and asked is None):

@@ -22,7 +22,7 @@ from alignkit import ops
 from alignkit.errors import UnsupportedError
 from alignkit.tp import TP
 
-from . import running, supported
+from . import calls, running
 
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
 """The size without padding, which Megatron does not keep, by output layer."""
@@ -163,7 +163,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
         if packed_seq_params is not None:
-            cu_seqlens = supported.packed_cu_seqlens(packed_seq_params)
+            cu_seqlens = calls.packed_cu_seqlens(packed_seq_params)
             return ops.attention(query, key, value, cu_seqlens).flatten(1)
         s, b = query.shape[:2]
         cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * s
@@ -211,11 +211,11 @@ class TransformerBlock(transformer_block.TransformerBlock):
                 )
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
-            return supported.check_call(s, b, attention_mask, **kwargs)
+            return calls.check_call(s, b, attention_mask, **kwargs)
 
         tp.check_same("TransformerBlock", checks)
         if (packed := kwargs.get("packed_seq_params")) is not None:
-            tp.check_same_values("TransformerBlock", cu_seqlens=supported.packed_cu_seqlens(packed))
+            tp.check_same_values("TransformerBlock", cu_seqlens=calls.packed_cu_seqlens(packed))
         return super().forward(hidden_states, attention_mask, **kwargs)
 
 

@@ -89,7 +89,7 @@ class Patch(engine_patch.Patch):
 
         self.version = megatron.core.__version__
         self.has_hook = VERSIONS.require(self.version).hook
-        VERSIONS.require_seams(Path(megatron.core.__file__).parent, self.version)
+        VERSIONS.require_seams(Path(megatron.core.__path__[0]), self.version)
 
         from megatron.core.models.common.language_module.language_module import LanguageModule
         from megatron.core.models.gpt.gpt_model import GPTModel

@@ -19,7 +19,8 @@ from alignkit.contract import contract_id
 from alignkit.engines import patch as engine_patch
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.plugin import ENV
-from alignkit.vllm.refuse import fusions, refuse_config
+from alignkit.vllm.policy import fusions
+from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.versions import VERSIONS, installed
 
 WORKER = "alignkit.vllm.worker.AlignedWorker"
