@@ -84,7 +84,7 @@ MODEL = Policy(
     # `hf_config` is looked at by the families of models; what overrides change is found in the model that was built.
     free="""
         model model_weights tokenizer tokenizer_mode trust_remote_code seed
-        hf_config hf_text_config hf_config_path hf_overrides config_format hf_token revision code_revision
+        hf_config hf_text_config hf_config_path hf_overrides hf_token revision code_revision
         tokenizer_revision runner convert model_class_overrides is_submodel_config word_embeddings_untied_by_checkpoint
         allowed_local_media_path allowed_media_domains max_model_len spec_target_max_model_len
         quantization_config allow_deprecated_quantization enforce_eager
@@ -98,6 +98,8 @@ MODEL = Policy(
     rows=(
         _off("quantization", "quantization ({value})"),
         Row("dtype", lambda dtype, _: dtype in (torch.bfloat16, torch.float32), "dtype {value}"),
+        # Others are read from another file; the training side is made from config.json.
+        Row("config_format", lambda name, _: name in ("auto", "hf"), "config_format {value}"),
         Row("model_impl", lambda impl, _: impl in ("auto", "vllm"), "model_impl {value}"),
         Row("logprobs_mode", lambda mode, _: mode in LOGPROBS_MODES, "logprobs_mode {value}"),
         Row(

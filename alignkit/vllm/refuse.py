@@ -11,32 +11,12 @@ import torch
 
 from alignkit.engines.policy import Policy, Row, default, refusals
 from alignkit.errors import AlignkitError, UnsupportedError
+from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.vllm.built import architecture
 from alignkit.vllm.policy import PARTS, Asked
 from alignkit.vllm.versions import installed
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-STRUCTURE = frozenset(
-    {
-        "ModuleList",
-        "Attention",
-        "ApplyRotaryEmb",
-        "LlamaForCausalLM",
-        "LlamaModel",
-        "LlamaDecoderLayer",
-        "LlamaAttention",
-        "LlamaMLP",
-        "Qwen2ForCausalLM",
-        "Qwen2Model",
-        "Qwen2DecoderLayer",
-        "Qwen2Attention",
-        "Qwen2MLP",
-        "Qwen3ForCausalLM",
-        "Qwen3Model",
-        "Qwen3DecoderLayer",
-        "Qwen3Attention",
-    }
-)
+STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb")).union(*(f.structure for f in FAMILIES.values()))
 """Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
 
 

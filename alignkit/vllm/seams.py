@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alignkit.engines.seams import Seam
+from alignkit.models import FAMILIES
 
 _LAYERS = "model_executor/layers/"
 _SAMPLE_V2 = "v1/worker/gpu/sample/"
@@ -153,9 +154,7 @@ COMMON = (
     Seam("v1/worker/gpu/model_runner.py", "Sampler"),
     Seam("v1/worker/gpu/model_runner.py", "PromptLogprobsWorker"),
     # The model classes whose parts are all named above.
-    Seam("model_executor/models/llama.py", "LlamaForCausalLM"),
-    Seam("model_executor/models/qwen2.py", "Qwen2ForCausalLM"),
-    Seam("model_executor/models/qwen3.py", "Qwen3ForCausalLM"),
+    *(Seam(f"model_executor/models/{family.file}", family.architecture) for family in FAMILIES.values()),
 )
 
 CPU = (

@@ -405,5 +405,5 @@ def test_more_layers_than_anything_has(checkpoint):
     """Found at the first that is missing."""
     path = checkpoint("llama")
     shape = replace(read_architecture(path), layers=2**31 - 1)
-    with pytest.raises(InputError, match="no tensor 'model.layers.2.self_attn.q_proj.weight'"):
+    with pytest.raises(InputError, match="no tensor 'model.layers.2.input_layernorm.weight'"):
         check_weights(shape, Checkpoint(path))
