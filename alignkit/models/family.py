@@ -91,9 +91,9 @@ class Family:
     @property
     def qk_norm(self) -> bool:
         """Whether q and k have norms of their own."""
-        return set(QK_NORMS) <= set(self.layer)
+        return all(weight in self.layer for weight in QK_NORMS)
 
     @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
-        return set(QKV_BIASES) <= set(self.layer)
+        return all(weight in self.layer for weight in QKV_BIASES)

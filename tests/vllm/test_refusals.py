@@ -206,8 +206,8 @@ def test_compilation_where_it_is_supported(process, name, chosen):
     [
         (
             "llama",
-            "model architecture MistralForCausalLM",
-            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+            "model architecture GraniteForCausalLM",
+            {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
         ),
         (
             "qwen3",
@@ -239,6 +239,7 @@ def test_compilation_where_it_is_supported(process, name, chosen):
             },
         ),
         ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
+        ("mistral", "sliding window", {"sliding_window": 4096}),
         ("qwen3", "not causal", {"is_causal": False}),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
