@@ -15,7 +15,9 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from alignkit.errors import UnsupportedError
 
-from . import fingerprint, modules, policy, running, supported
+from . import fingerprint, hooks, modules, policy, supported
+from .look import LOOK, Look
+from .methods import Methods
 
 ALIGNED = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
 """Megatron's class of a module -> the class that takes its place; by exact type, so that a subclass, an adapter or a
@@ -46,7 +48,7 @@ class Models:
 
     def __init__(self, vocab_size: int, replaced: dict[tuple[Any, str], Any]) -> None:
         self.vocab_size = vocab_size
-        self.methods = running.Methods(_KNOWN, replaced)
+        self.methods = Methods(_KNOWN, replaced)
 
     def adopt(self, model, runs: bool = False) -> dict[str, str]:
         """Checks `model` with every module and gives those that compute their aligned class. Returns what must be the
@@ -60,7 +62,7 @@ class Models:
         self.methods.check()
         rotary, device = model.rotary_pos_emb, next(model.parameters()).device
         supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
-        look = running.Look.of(model)
+        look = Look.of(model)
         if look is None or not look.holds():
             found = list(model.named_modules())
             self._check_modules(model, found, runs)
@@ -68,10 +70,10 @@ class Models:
                 if type(module) in ALIGNED:
                     module.__class__ = ALIGNED[type(module)]
             model.output_layer.__class__ = modules.OutputLayer
-            running.adopted.update(module for _, module in found)
-            look = running.Look(model, fingerprint.modules(found), keep=runs)
+            hooks.adopted.update(module for _, module in found)
+            look = Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
-        running.watch_global_hooks()
+        hooks.watch_global_hooks()
         modules.rotations[rotary] = modules.Rotations(float(model.rotary_base), model.config.kv_channels, device)
         modules.vocabulary[model.output_layer] = self.vocab_size
         return fingerprint.settings(model) | look.facts
@@ -90,12 +92,12 @@ class Models:
 
     def release(self) -> None:
         """Every module as it was."""
-        running.unwatch_hooks()
-        for module in list(running.adopted):
+        hooks.unwatch_hooks()
+        for module in list(hooks.adopted):
             if type(module) in modules.ALIGNED:
                 module.__class__ = modules.stock_class(type(module))
-            vars(module).pop(running.LOOK, None)
-        for kept in (running.adopted, modules.vocabulary, modules.rotations, modules.begun):
+            vars(module).pop(LOOK, None)
+        for kept in (hooks.adopted, modules.vocabulary, modules.rotations, modules.begun):
             kept.clear()
 
 

@@ -10,7 +10,7 @@ from alignkit import backends, contract
 from alignkit.errors import UnsupportedError
 from alignkit.tp import TP
 
-from . import calls, head, modules, running
+from . import calls, head, hooks, modules
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -37,7 +37,7 @@ def preprocess(patch: Patch, stock):
         call = signature.bind(model, *args, **kwargs).arguments
 
         def checks() -> dict:
-            running.check_hooks()
+            hooks.check_hooks()
             return (
                 patch.models.adopt(model, runs=True)
                 | calls.check_input(model, patch.vocab_size, **call)
@@ -68,7 +68,7 @@ def postprocess(patch: Patch, stock):
         context = call.get("output_processor_context") if hook is not None else asked
 
         def checks() -> dict:
-            running.check_hooks()
+            hooks.check_hooks()
             if hook is not None and hook is not head.output_processor:
                 raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
             if hook is None and asked is None and labels is None:
@@ -89,7 +89,7 @@ def postprocess(patch: Patch, stock):
                 context=context,
             )
             result = result if asked is not None else -result.log_probs
-        running.check_hooks()  # those of the output layer; no rank waits for this one any more
+        hooks.check_hooks()  # those of the output layer; no rank waits for this one any more
         return result
 
     return aligned
@@ -102,8 +102,8 @@ def only_gpt(patch: Patch, base, gpt):
 
         def checks() -> None:
             patch.check_in_force(but=BUILDING)
-            running.watch_hooks("", model)
-            running.watch_global_hooks()
+            hooks.watch_hooks("", model)
+            hooks.watch_global_hooks()
             if kwargs.get("extra_block_kwargs"):
                 raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
 
@@ -115,7 +115,7 @@ def only_gpt(patch: Patch, base, gpt):
             if model not in patch.met:  # the other ranks are about to meet in `_preprocess`, and must hear of it there
                 TP(model.pg_collection.tp).check("GPTModel", functools.partial(_raise, e))
             raise
-        running.check_hooks()  # those of the model itself
+        hooks.check_hooks()  # those of the model itself
         return result
 
     return call

@@ -1,7 +1,7 @@
 """Megatron-core's modules with their arithmetic replaced by alignkit's ops.
 
 Each class replaces the class of a module that already exists (`module.__class__`), so that parameters, hooks,
-checkpoints and `isinstance` stay as they are. Nothing else of a module is changed, but for `running.LOOK`: what a class
+checkpoints and `isinstance` stay as they are. Nothing else of a module is changed, but for `look.LOOK`: what a class
 needs beside the module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
 column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
 """
@@ -22,7 +22,8 @@ from alignkit import ops
 from alignkit.errors import UnsupportedError
 from alignkit.tp import TP
 
-from . import calls, running
+from . import calls, hooks
+from .look import LOOK
 
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
 """The size without padding, which Megatron does not keep, by output layer."""
@@ -204,7 +205,7 @@ class TransformerBlock(transformer_block.TransformerBlock):
         s *= tp.size if self.config.sequence_parallel else 1
 
         def checks() -> dict:
-            running.check_hooks()
+            hooks.check_hooks()
             if self not in begun:
                 raise UnsupportedError(
                     "TransformerBlock: called outside of a GPTModel's forward, where alignkit checks the model"
@@ -253,9 +254,9 @@ def _copied(self, state: dict) -> None:
     """``__setstate__`` of all `ALIGNED`: the patch knows of a copy, or of what was pickled; without one it is stock."""
     from . import patch
 
-    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != running.LOOK})
+    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != LOOK})
     if patch.is_active():
-        running.adopted.add(self)
+        hooks.adopted.add(self)
     else:
         self.__class__ = stock_class(type(self))
 

@@ -163,7 +163,7 @@ def _refuse_foreign(config: Mapping, family: Family) -> None:
         raise UnsupportedError(f"hidden_act: {config['hidden_act']!r:.200} is not supported, only 'silu'")
     if family.sliding_window == "must be null" and "sliding_window" not in config:
         raise UnsupportedError(
-            f"sliding_window: absent, which for {family.name} means one of 4096; without a window it is null"
+            f"sliding_window: absent, and {family.name}'s class in transformers then has one; without a window it is null"
         )
     if family.sliding_window != "unused" and config.get("sliding_window") is not None:
         raise UnsupportedError(f"sliding_window: {config['sliding_window']!r:.200} is not supported")
