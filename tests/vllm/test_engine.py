@@ -233,7 +233,7 @@ def _worker(state):
 def test_status(engine):
     process, workers = engine(of_worker)
     assert process["patched"] and process["contract"] == contract_id("cpu")
-    assert "EngineArgs.create_engine_config" in process["points"]
+    assert "vllm.engine.arg_utils.EngineArgs.create_engine_config" in process["names"]
     (worker,) = workers
     assert worker["patched"] and worker["contract"] == contract_id("cpu") and worker["vllm"].startswith("0.32")
     assert worker["symmetric_memory"] is False
