@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from .errors import AlignkitError, InputError, UnsupportedError
+from .models import FAMILIES
 
 # What a command does is imported when it runs: a broken installation is then an error like others, not a traceback and
 # Python's status 1, which here means "not equal".
@@ -47,7 +48,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a dense Qwen2, Qwen3 or Llama model.  [default: a random-weight one is made]",
+    help="HF checkpoint directory of a dense Qwen2, Qwen3, Llama or Mistral model.  [default: a random-weight one is made]",
 )
 @click.option(
     "--out",
@@ -151,12 +152,12 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a dense Qwen2, Qwen3 or Llama model.  "
+    help="HF checkpoint directory of a dense Qwen2, Qwen3, Llama or Mistral model.  "
     "[default: a small random-weight one is made]",
 )
 @click.option(
     "--arch",
-    type=click.Choice(("qwen3", "qwen2", "llama")),
+    type=click.Choice(tuple(FAMILIES)),
     default="qwen3",
     show_default=True,
     help="Family of the model that is made.",

@@ -145,15 +145,11 @@ def _engine(half: str, module: str, patch: Callable) -> tuple[str, list[str]]:
         with warnings.catch_warnings(action="ignore"):  # engines have much to say when they are imported
             adapter = importlib.import_module(f"alignkit.{half}")
             if adapter.status()["patched"]:
-                return "aligned in this process, by replacing", _replaced(adapter.status())
+                return "aligned in this process, by replacing", adapter.status()["names"]
             with patch(adapter):
-                return f"stock in this process; patch_{half}() aligns it, by replacing", _replaced(adapter.status())
+                return f"stock in this process; patch_{half}() aligns it, by replacing", adapter.status()["names"]
     except Exception as e:  # an engine that is broken or of another version is a finding, not an end
         return f"stock, and patch_{half}() cannot align it: {type(e).__name__}: {e}", []
-
-
-def _replaced(status: dict) -> list[str]:
-    return status.get("points") or status["seams"]
 
 
 def _attempt(test: Callable[..., str | None], *args) -> str | None:

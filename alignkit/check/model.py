@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from ..errors import InputError
+from ..models import FAMILIES
+from ..models.config import read_architecture
 
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 MAX_POSITION = 4096
 KV_HEADS = 4
@@ -38,7 +39,7 @@ def make_checkpoint(
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
-    arch: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias) or ``"llama"``.
+    arch: a family of `alignkit.models`: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias), ``"llama"``, ...
     dtype: ``torch.bfloat16`` or ``torch.float32``. The same seed gives the same values, rounded to dtype.
     tied: the output layer is the embedding.
     std: standard deviation of the trunk's weights.
@@ -49,19 +50,19 @@ def make_checkpoint(
     There is no tokenizer: prompts are token ids. Returns the directory.
     Raises InputError naming the argument.
     """
-    if arch not in _ARCHITECTURES:
-        raise InputError(f"arch: {arch!r} is not one of {', '.join(_ARCHITECTURES)}")
+    if arch not in FAMILIES:
+        raise InputError(f"arch: {arch!r} is not one of {', '.join(FAMILIES)}")
     if dtype not in _DTYPES:
         raise InputError(f"dtype: {dtype} is not torch.bfloat16 or torch.float32")
     if heads % kv_heads:
         raise InputError(f"heads: {heads} query heads are not a multiple of {kv_heads} KV heads")
-    if arch == "qwen2" and heads * head_dim != hidden:
-        raise InputError(f"head_dim: qwen2 needs heads * head_dim = hidden, not {heads} * {head_dim} and {hidden}")
+    if FAMILIES[arch].heads_fill_hidden and heads * head_dim != hidden:
+        raise InputError(f"head_dim: {arch} needs heads * head_dim = hidden, not {heads} * {head_dim} and {hidden}")
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [_ARCHITECTURES[arch]],
+        "architectures": [FAMILIES[arch].architecture],
         "model_type": arch,
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -84,6 +85,8 @@ def make_checkpoint(
         "pad_token_id": None,
         "torch_dtype": _DTYPES[dtype],
     }
+    if FAMILIES[arch].sliding_window == "must be null":
+        config["sliding_window"] = None
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"do_sample": True})
     if not weights:
@@ -94,36 +97,21 @@ def make_checkpoint(
     def normal(*shape: int, scale: float = std, mean: float = 0.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale + mean).to(dtype)
 
-    def norm_weight(width: int) -> torch.Tensor:
-        return normal(width, scale=0.1, mean=1.0)  # not all ones, so that a lost weight shows
-
-    q, kv = heads * head_dim, kv_heads * head_dim
     # The last hidden state has unit variance after its norm, so a logit is a sum of `hidden` terms.
     head_scale = logit_std / hidden**0.5
-    tensors = {"model.embed_tokens.weight": normal(vocab, hidden, scale=head_scale if tied else std)}
-    for i in range(layers):
-        layer = f"model.layers.{i}."
-        tensors |= {
-            layer + "input_layernorm.weight": norm_weight(hidden),
-            layer + "self_attn.q_proj.weight": normal(q, hidden),
-            layer + "self_attn.k_proj.weight": normal(kv, hidden),
-            layer + "self_attn.v_proj.weight": normal(kv, hidden),
-            layer + "self_attn.o_proj.weight": normal(hidden, q),
-            layer + "post_attention_layernorm.weight": norm_weight(hidden),
-            layer + "mlp.gate_proj.weight": normal(intermediate, hidden),
-            layer + "mlp.up_proj.weight": normal(intermediate, hidden),
-            layer + "mlp.down_proj.weight": normal(hidden, intermediate),
-        }
-        if arch == "qwen3":
-            tensors |= {layer + f"self_attn.{x}_norm.weight": norm_weight(head_dim) for x in "qk"}
-        if arch == "qwen2":
-            tensors |= {
-                layer + f"self_attn.{x}_proj.bias": normal(width, scale=0.5)
-                for x, width in (("q", q), ("k", kv), ("v", kv))
-            }
-    tensors["model.norm.weight"] = norm_weight(hidden)
-    if not tied:
-        tensors["lm_head.weight"] = normal(vocab, hidden, scale=head_scale)
+
+    def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
+            return normal(*shape, scale=head_scale)
+        if name.endswith(".bias"):
+            return normal(*shape, scale=0.5)
+        if len(shape) == 1:  # a norm's: not all ones, so that a lost weight shows
+            return normal(*shape, scale=0.1, mean=1.0)
+        return normal(*shape)
+
+    tensors = {
+        name: drawn(name, shape) for _, shapes, _ in read_architecture(path).weights() for name, shape in shapes.items()
+    }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

@@ -62,7 +62,7 @@ def gpt_model(
     `megatron.core.parallel_state` must be initialised; its tensor-parallel group says how the weights are
     cut. The model is on the current CUDA device; on a machine without a GPU, build and run inside
     `alignkit.megatron.cpu.cpu_host()`.
-    Raises UnsupportedError naming what is not a dense Qwen2, Qwen3 or Llama, before anything is built.
+    Raises UnsupportedError naming what is not of a dense model of a known family, before anything is built.
     """
     arch = read_architecture(model_dir)
     tp = parallel_state.get_tensor_model_parallel_world_size()

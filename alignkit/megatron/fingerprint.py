@@ -44,7 +44,7 @@ def modules(found: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
     """The same of its modules, which are `found` with their paths. Each string counts the values that there are, and
     ends in a digest of where they are.
 
-    Takes milliseconds. It depends on nothing but what a `running.Look` sees, and may be kept as long as that holds."""
+    Takes milliseconds. It depends on nothing but what a `look.Look` sees, and may be kept as long as that holds."""
     facts: dict[str, list[tuple[str, str]]] = {
         name: []
         for name in (

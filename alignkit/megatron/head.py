@@ -13,7 +13,7 @@ from alignkit import ops
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
 from alignkit.tp import TP
 
-from . import modules, supported
+from . import calls, modules
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def label_logprobs(
         raise UnsupportedError("output_layer: not the output layer of an aligned GPTModel")
     tp = TP(output_layer.tp_group)
     s, b = hidden.shape[0] * (tp.size if output_layer.sequence_parallel else 1), hidden.shape[1]
-    supported.check_labels(vocab_size, (b, s), hidden.device, labels, asked)
+    calls.check_labels(vocab_size, (b, s), hidden.device, labels, asked)
     temperature = asked.temperature
     if isinstance(temperature, torch.Tensor) and temperature.dim():
         temperature = temperature.t()

@@ -1,7 +1,7 @@
 """Megatron-core's modules with their arithmetic replaced by alignkit's ops.
 
 Each class replaces the class of a module that already exists (`module.__class__`), so that parameters, hooks,
-checkpoints and `isinstance` stay as they are. Nothing else of a module is changed, but for `running.LOOK`: what a class
+checkpoints and `isinstance` stay as they are. Nothing else of a module is changed, but for `look.LOOK`: what a class
 needs beside the module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
 column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
 """
@@ -22,7 +22,8 @@ from alignkit import ops
 from alignkit.errors import UnsupportedError
 from alignkit.tp import TP
 
-from . import running, supported
+from . import calls, hooks
+from .look import LOOK
 
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
 """The size without padding, which Megatron does not keep, by output layer."""
@@ -163,7 +164,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
         if packed_seq_params is not None:
-            cu_seqlens = supported.packed_cu_seqlens(packed_seq_params)
+            cu_seqlens = calls.packed_cu_seqlens(packed_seq_params)
             return ops.attention(query, key, value, cu_seqlens).flatten(1)
         s, b = query.shape[:2]
         cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * s
@@ -204,18 +205,18 @@ class TransformerBlock(transformer_block.TransformerBlock):
         s *= tp.size if self.config.sequence_parallel else 1
 
         def checks() -> dict:
-            running.check_hooks()
+            hooks.check_hooks()
             if self not in begun:
                 raise UnsupportedError(
                     "TransformerBlock: called outside of a GPTModel's forward, where alignkit checks the model"
                 )
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
-            return supported.check_call(s, b, attention_mask, **kwargs)
+            return calls.check_call(s, b, attention_mask, **kwargs)
 
         tp.check_same("TransformerBlock", checks)
         if (packed := kwargs.get("packed_seq_params")) is not None:
-            tp.check_same_values("TransformerBlock", cu_seqlens=supported.packed_cu_seqlens(packed))
+            tp.check_same_values("TransformerBlock", cu_seqlens=calls.packed_cu_seqlens(packed))
         return super().forward(hidden_states, attention_mask, **kwargs)
 
 
@@ -253,9 +254,9 @@ def _copied(self, state: dict) -> None:
     """``__setstate__`` of all `ALIGNED`: the patch knows of a copy, or of what was pickled; without one it is stock."""
     from . import patch
 
-    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != running.LOOK})
+    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != LOOK})
     if patch.is_active():
-        running.adopted.add(self)
+        hooks.adopted.add(self)
     else:
         self.__class__ = stock_class(type(self))
 

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 from alignkit import ops
 from alignkit.errors import UnsupportedError
 from alignkit.ops.attention import attend
-from alignkit.vllm import seams
+from alignkit.vllm import versions
 
 
 @dataclass
@@ -139,7 +139,7 @@ class AlignedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return seams.installed().attention  # the entry of vLLM's registry that it takes over
+        return versions.installed().attention  # the entry of vLLM's registry that it takes over
 
     @staticmethod
     def get_impl_cls() -> type[AlignedAttentionImpl]:

@@ -10,6 +10,7 @@ import torch
 
 from alignkit.convert import Architecture, read_architecture
 from alignkit.errors import UnsupportedError
+from alignkit.models import FAMILIES
 
 
 def architecture(model_config) -> Architecture:
@@ -62,6 +63,8 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
         for linear in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
             yield "attention_bias or mlp_bias", linear.bias is not None, False
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        for attribute, field in FAMILIES[read.family].off:
+            yield field, bool(getattr(attention, attribute)), False
         yield "norms of q and k", hasattr(attention, "q_norm"), read.qk_norm
         if read.qk_norm and hasattr(attention, "q_norm"):
             norms += [attention.q_norm, attention.k_norm]

@@ -7,12 +7,12 @@ import functools
 from vllm.v1.engine.input_processor import InputProcessor
 
 from alignkit.errors import UnsupportedError
-from alignkit.vllm import seams
+from alignkit.vllm import versions
 from alignkit.vllm.patch import WORKER
 from alignkit.vllm.refuse import refuse_config, request_reasons
 
 
-class RefusedRequest(UnsupportedError, seams.resolve(seams.installed().client_error)):
+class RefusedRequest(UnsupportedError, versions.resolve(versions.installed().client_error)):
     """Of vLLM's kind too: of other errors, its server tells a client nothing."""
 
 

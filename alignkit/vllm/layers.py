@@ -38,7 +38,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from alignkit import ops
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
-from alignkit.vllm import seams
+from alignkit.vllm import versions
 from alignkit.vllm.attention import AlignedAttentionBackend
 from alignkit.vllm.parallel import GROUP
 
@@ -203,7 +203,7 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
 
     names, attention: which of vLLM's classes, and whether its attention; `alignkit bisect` exchanges one at a time."""
     registry = custom_op.op_registry_oot
-    entry: Any = AttentionBackendEnum[seams.installed().attention]
+    entry: Any = AttentionBackendEnum[versions.installed().attention]
     taken = sorted(ALIGNED.keys() & registry.keys())
     if taken or entry.is_overridden():
         raise UnsupportedError(f"{', '.join(taken) or entry.name}: already replaced by another vLLM plugin")

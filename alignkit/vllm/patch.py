@@ -13,96 +13,61 @@ import os
 from collections.abc import Awaitable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from alignkit.contract import contract_id
+from alignkit.engines import patch as engine_patch
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.plugin import ENV
-from alignkit.vllm.refuse import fusions, refuse_config
-from alignkit.vllm.seams import installed, require_seams, require_version
+from alignkit.vllm.policy import fusions
+from alignkit.vllm.refuse import refuse_config
+from alignkit.vllm.versions import VERSIONS, installed
 
 WORKER = "alignkit.vllm.worker.AlignedWorker"
 ASKED_FOR = frozenset({"enable_sp", "fuse_gemm_comms"})
 """Compiler passes that vLLM turns on for those only who ask for them; others are defaults of its optimization levels."""
 
-_live: Patch | None = None
 
+class Patch(engine_patch.Patch):
+    """Handle of a live patch; also a context manager. After its undo engines made from then on are stock again; those
+    made before stay aligned."""
 
-class Patch:
-    """Handle of a live patch; also a context manager."""
+    engine, command = "vLLM", "patch_vllm"
 
-    def __init__(self) -> None:
+    def install(self) -> None:
+        if find_spec("vllm") is None:
+            raise UnsupportedError("vLLM is not installed")
+        import vllm
+
+        self.version = vllm.__version__
+        VERSIONS.require(self.version)
+        VERSIONS.require_seams(Path(vllm.__file__).parent, self.version)
+
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine import async_llm, llm_engine
         from vllm.v1.engine.input_processor import InputProcessor
 
         from alignkit.vllm.frontend import AlignedInputProcessor, refuse_stock
 
+        for owner, name, new in (
+            (EngineArgs, "create_engine_config", _aligned_config(EngineArgs.create_engine_config)),
+            (llm_engine, "InputProcessor", AlignedInputProcessor),
+            (async_llm, "InputProcessor", AlignedInputProcessor),
+            (InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params)),
+        ):
+            self.replace(owner, name, new)
         self._env = os.environ.get(ENV)
-        self._replaced: list[_Replaced] = []
-        try:
-            for owner, name, ours in (
-                (EngineArgs, "create_engine_config", _aligned_config(EngineArgs.create_engine_config)),
-                (llm_engine, "InputProcessor", AlignedInputProcessor),
-                (async_llm, "InputProcessor", AlignedInputProcessor),
-                (InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params)),
-            ):
-                stock = getattr(owner, name)
-                setattr(owner, name, ours)
-                self._replaced.append(_Replaced(owner, name, stock, ours))
-        except BaseException:
-            self._restore()
-            raise
         os.environ[ENV] = "1"
 
-    @property
-    def points(self) -> list[str]:
-        """The names in vLLM that are replaced."""
-        return [str(replaced) for replaced in self._replaced]
+    def restored(self) -> None:
+        if "_env" in vars(self) and os.environ.get(ENV) == "1":  # as it was set here
+            if self._env is None:
+                del os.environ[ENV]
+            else:
+                os.environ[ENV] = self._env
 
-    def undo(self) -> None:
-        """Engines made from now on are stock again; those made before stay aligned. Safe to call twice.
-
-        Raises UnsupportedError, and changes nothing, if someone else has replaced one of the names since.
-        """
-        global _live
-        foreign = [str(replaced) for replaced in self._replaced if not replaced.is_ours()]
-        if foreign:
-            raise UnsupportedError(
-                f"undo: {', '.join(foreign)} was replaced by someone else since patch_vllm(): undo that first"
-            )
-        self._restore()
-        if _live is self:
-            _live = None
-            if os.environ.get(ENV) == "1":  # as it was set here
-                if self._env is None:
-                    del os.environ[ENV]
-                else:
-                    os.environ[ENV] = self._env
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.undo()
-
-    def _restore(self) -> None:
-        while self._replaced:
-            replaced = self._replaced.pop()
-            setattr(replaced.owner, replaced.name, replaced.stock)
-
-
-class _Replaced(NamedTuple):
-    owner: Any
-    name: str
-    stock: Any
-    ours: Any
-
-    def __str__(self) -> str:
-        return f"{getattr(self.owner, '__qualname__', self.owner.__name__)}.{self.name}"
-
-    def is_ours(self) -> bool:
-        return getattr(self.owner, self.name, None) is self.ours
+    def facts(self) -> dict[str, Any]:
+        return {"contract": contract_id(installed().family)}
 
 
 def patch_vllm() -> Patch:
@@ -112,25 +77,13 @@ def patch_vllm() -> Patch:
     Features that cannot be kept aligned are refused, by name, when an engine or a request asks for them.
     Raises UnsupportedError if vLLM is absent or of a version that alignkit does not run on.
     """
-    global _live
-    if _live is None:
-        if find_spec("vllm") is None:
-            raise UnsupportedError("vLLM is not installed")
-        import vllm
-
-        require_version(vllm.__version__)
-        require_seams(Path(vllm.__file__).parent, vllm.__version__)
-        _live = Patch()
-    return _live
+    return Patch.apply()
 
 
-def status() -> dict:
-    """What is patched in this process: `patched`, `contract`, and the replaced names in `points`."""
-    return {
-        "patched": _live is not None,
-        "contract": contract_id(installed().family) if _live else "stock",
-        "points": _live.points if _live else [],
-    }
+def status() -> dict[str, Any]:
+    """What is patched in this process. Keys: patched, and if so version (of vLLM), contract, and names (that are
+    replaced)."""
+    return Patch.status()
 
 
 def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:

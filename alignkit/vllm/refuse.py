@@ -3,103 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import os
 
 import torch
 
-from alignkit import tp
+from alignkit.engines.policy import Policy, Row, default, refusals
 from alignkit.errors import AlignkitError, UnsupportedError
+from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.vllm.built import architecture
-from alignkit.vllm.seams import STRUCTURE, installed
+from alignkit.vllm.policy import PARTS, Asked
+from alignkit.vllm.versions import installed
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb")).union(*(f.structure for f in FAMILIES.values()))
+"""Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
 
 
 def refuse_config(config) -> None:
     """Raises UnsupportedError naming all that a `VllmConfig` asks for and alignkit cannot keep aligned."""
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    hf = model.hf_config
-    version, device, attention = installed(), config.device_config.device_type, config.attention_config
-    reasons = [
+    asked, model = Asked(installed(), config), config.model_config
+    reasons = [reason for part, table in PARTS for reason in part_reasons(asked, part, table)]
+    reasons += [
         name
         for name, present in {
-            f"device {device} (no {device.upper()} backend yet for this version of vLLM)": device != version.device,
-            "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner and not version.graphs,
-            "micro-batches that overlap": parallel.use_ubatching,
-            f"attention_backend {getattr(attention.backend, 'name', '')}": attention.backend is not None
-            and attention.backend.name != version.attention,
-            "attention backends by kind of layer": bool(attention.backend_per_kind),
-            "LoRA": config.lora_config is not None,
-            "speculative decoding": config.speculative_config is not None,
-            f"quantization ({model.quantization})": model.quantization is not None,
-            f"dtype {model.dtype}": model.dtype not in (torch.bfloat16, torch.float32),
-            f"{cache.cache_dtype} KV cache": cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
-            "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-            "data parallelism inside vLLM (start one engine per replica)": parallel.data_parallel_size > 1,
-            "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-            > 1,
-            # Not in 0.26; that they are there otherwise is among the seams.
-            "batch-sharded sampling": bool(getattr(parallel, "enable_batch_sharded_sampling", False)),
-            "watermarking": getattr(config, "watermark_config", None) is not None,
-            "KV cache transfer": config.kv_transfer_config is not None,
-            "weight offloading": config.offload_config.uva.cpu_offload_gb > 0
-            or config.offload_config.prefetch.offload_group_size > 0,
-            "diffusion decoding": config.diffusion_config is not None,
-            f"model_impl {model.model_impl}": model.model_impl not in ("auto", "vllm"),
+            "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner
+            and not asked.version.graphs,
+            "micro-batches that overlap": config.parallel_config.use_ubatching,
             f"runner {model.runner_type}": model.runner_type != "generate",
-            f"logprobs_mode {model.logprobs_mode}": model.logprobs_mode not in LOGPROBS_MODES,
-            "custom logits processors with processed_logprobs": bool(model.logits_processors)
-            and model.logprobs_mode == "processed_logprobs",
-            "prompt embeddings": model.enable_prompt_embeds,
             "VLLM_BATCH_INVARIANT=1 (other kernels for the same purpose: unset it)": _is_set("VLLM_BATCH_INVARIANT"),
             "the front end in Rust (VLLM_USE_RUST_FRONTEND: it would admit requests that must be refused)": _is_set(
                 "VLLM_USE_RUST_FRONTEND"
             ),
-            "an additional_config that is not a dict": not isinstance(config.additional_config, dict),
-        }.items()
-        if present
-    ]
-    reasons += _compilation_reasons(config.compilation_config, version.graphs)
-    reasons += _model_reasons(hf, cache.sliding_window) or _reading_reasons(model)
-    if reasons:
-        raise UnsupportedError(f"alignkit cannot keep this vLLM engine aligned: {'; '.join(reasons)}")
-
-
-def _compilation_reasons(compilation, allowed: bool) -> list[str]:
-    mode, graphs = compilation.mode.name, compilation.cudagraph_mode
-    compiles, captures = mode != "NONE", graphs is not None and graphs.name != "NONE"
-    return [
-        name
-        for name, present in {
-            "torch.compile (set enforce_eager=True)": compiles and not allowed,
-            "CUDA graphs (set enforce_eager=True)": captures and not allowed,
             "CUDA graphs without torch.compile between them (VLLM_USE_BREAKABLE_CUDAGRAPH)": _is_set(
                 "VLLM_USE_BREAKABLE_CUDAGRAPH"
             ),
-            "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)": captures
-            and tp.strict(),
-            f"compilation mode {mode}": mode not in ("NONE", "VLLM_COMPILE"),
-            f"compilation backend {compilation.backend}": compiles and compilation.backend not in ("inductor", "eager"),
-            "graphs partitioned by inductor": compiles and bool(compilation.use_inductor_graph_partition),
-            "compiler passes of your own": bool(compilation.inductor_passes),
-            "a cache_dir of your own for compiled models (a stock engine's could be in it)": compiles
-            and bool(compilation.cache_dir),
-            f"fusion by the compiler ({', '.join(fusions(compilation.pass_config))})": bool(
-                fusions(compilation.pass_config)
-            ),
         }.items()
         if present
     ]
+    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window) or _reading_reasons(model)
+    if reasons:
+        raise UnsupportedError(f"alignkit cannot keep this vLLM engine aligned: {'; '.join(dict.fromkeys(reasons))}")
 
 
-def fusions(pass_config) -> list[str]:
-    """The compiler passes in a `PassConfig` that are on and replace arithmetic or communication."""
-    return [
-        f.name
-        for f in dataclasses.fields(pass_config)
-        if f.name.startswith(("fuse_", "enable_")) and getattr(pass_config, f.name)
-    ]
+def part_reasons(asked: Asked, part: str, table: Policy) -> list[str]:
+    """What in one part of a configuration, by its dotted name, the `table` does not allow."""
+    value = operator.attrgetter(part)(asked.config) if part else asked.config
+    return list(refusals(value, _rows(table, type(value)), asked))
+
+
+@functools.cache
+def _rows(table: Policy, config: type) -> tuple[Row, ...]:
+    return table.over([f.name for f in dataclasses.fields(config)], functools.partial(default, config))
 
 
 def _is_set(variable: str) -> bool:

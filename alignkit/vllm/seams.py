@@ -1,67 +1,14 @@
-"""Where alignkit meets vLLM: the one file that knows vLLM's versions.
-
-`SEAMS` names, for each version read, what the adapter subclasses, replaces or calls. They are resolved in the
-syntax tree of a vLLM root directory, installed or an unpacked wheel, so a version can be checked without
-running it. Running is another claim: only the versions in `RUNS`, each on its device.
-"""
+"""The names in vLLM that the adapter subclasses, replaces or calls; `versions` says which version has which."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import pkgutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from alignkit.errors import UnsupportedError
-
-
-@dataclass(frozen=True)
-class Version:
-    """What is different about a version that the adapter runs on. Classes are ``module:name``.
-
-    device: of `VllmConfig.device_config`. family: of the contract there. worker: the stock worker class.
-    attention: the entry of `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused
-    request must also be, for vLLM's server to tell the client why. graphs: whether the V2 runner, torch.compile and
-    CUDA graphs are supported.
-    """
-
-    device: str
-    family: str
-    worker: str
-    attention: str
-    client_error: str
-    graphs: bool
-
-
-RUNS: dict[str, Version] = {
-    "0.26": Version("cuda", "sm90", "vllm.v1.worker.gpu_worker:Worker", "CUSTOM", "builtins:ValueError", True),
-    "0.32": Version(
-        "cpu", "cpu", "vllm.v1.worker.cpu_worker:CPUWorker", "CPU_ATTN", "vllm.exceptions:VLLMClientError", False
-    ),
-}
-"""The minor versions that the adapter runs on."""
-
-
-@dataclass(frozen=True)
-class Seam:
-    """A name in vLLM that must exist.
-
-    file: path below the `vllm` package. name: dotted name in that file. accepts: parameters that the
-    function, or the class's `__init__`, must take.
-    """
-
-    file: str
-    name: str
-    accepts: tuple[str, ...] = ()
-
+from alignkit.engines.seams import Seam
+from alignkit.models import FAMILIES
 
 _LAYERS = "model_executor/layers/"
 _SAMPLE_V2 = "v1/worker/gpu/sample/"
 
-_COMMON = (
+COMMON = (
     # Getting in: the engine's configuration names the worker, the front end admits requests.
     Seam("engine/arg_utils.py", "EngineArgs.create_engine_config"),
     Seam("config/parallel.py", "ParallelConfig.worker_cls"),
@@ -207,12 +154,10 @@ _COMMON = (
     Seam("v1/worker/gpu/model_runner.py", "Sampler"),
     Seam("v1/worker/gpu/model_runner.py", "PromptLogprobsWorker"),
     # The model classes whose parts are all named above.
-    Seam("model_executor/models/llama.py", "LlamaForCausalLM"),
-    Seam("model_executor/models/qwen2.py", "Qwen2ForCausalLM"),
-    Seam("model_executor/models/qwen3.py", "Qwen3ForCausalLM"),
+    *(Seam(f"model_executor/models/{family.file}", family.architecture) for family in FAMILIES.values()),
 )
 
-_CPU = (
+CPU = (
     Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.CPU_ATTN"),
     Seam(
         "v1/attention/backends/cpu_attn.py",
@@ -221,7 +166,7 @@ _CPU = (
     ),
 )
 
-_CUDA = (
+CUDA = (
     Seam("v1/attention/backends/registry.py", "AttentionBackendEnum.CUSTOM"),
     Seam(
         "v1/attention/backends/triton_attn.py",
@@ -244,7 +189,7 @@ _CUDA = (
 
 # 0.26 asks an attention backend for the shape of its cache and for the order of its dimensions in memory, and has
 # compiler passes that move communication.
-_UNTIL_0_26 = (
+UNTIL_0_26 = (
     Seam("config/compilation.py", "PassConfig.enable_sp"),
     Seam("config/compilation.py", "PassConfig.fuse_gemm_comms"),
     Seam(
@@ -257,7 +202,7 @@ _UNTIL_0_26 = (
 
 # From 0.32: prompt logprobs import the V2 function by name, the vocabulary can stay sharded up to the
 # sampler, a cache layout is a named enum, requests can be watermarked, and errors have classes.
-_SINCE_0_32 = (
+SINCE_0_32 = (
     Seam("exceptions.py", "VLLMClientError"),
     Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_token_logprobs"),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.forward", ("skip_gather",)),
@@ -267,130 +212,3 @@ _SINCE_0_32 = (
     Seam("config/parallel.py", "ParallelConfig.enable_batch_sharded_sampling"),
     Seam("config/vllm.py", "VllmConfig.watermark_config"),
 )
-
-SEAMS: dict[str, tuple[Seam, ...]] = {
-    "0.26": _COMMON + _CUDA + _UNTIL_0_26,
-    "0.32": _COMMON + _CPU + _SINCE_0_32,
-    "0.33": _COMMON + _CPU + _SINCE_0_32,
-}
-
-STRUCTURE = frozenset(
-    {
-        "ModuleList",
-        "Attention",
-        "ApplyRotaryEmb",
-        "LlamaForCausalLM",
-        "LlamaModel",
-        "LlamaDecoderLayer",
-        "LlamaAttention",
-        "LlamaMLP",
-        "Qwen2ForCausalLM",
-        "Qwen2Model",
-        "Qwen2DecoderLayer",
-        "Qwen2Attention",
-        "Qwen2MLP",
-        "Qwen3ForCausalLM",
-        "Qwen3Model",
-        "Qwen3DecoderLayer",
-        "Qwen3Attention",
-    }
-)
-"""Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
-
-
-def unresolved(root: Path, version: str) -> list[str]:
-    """The seams of a minor `version` that the vLLM package directory `root` lacks, each with the reason."""
-    trees: dict[Path, ast.Module] = {}
-    problems = []
-    for seam in SEAMS[version]:
-        path = root / seam.file
-        if path.is_file() and path not in trees:
-            trees[path] = ast.parse(path.read_text(encoding="utf-8"))
-        problem = _problem(trees[path], seam) if path in trees else "no such file"
-        if problem:
-            problems.append(f"{seam.file}: {seam.name}: {problem}")
-    return problems
-
-
-def require_version(version: str) -> Version:
-    """The entry of `RUNS` for vLLM's full `version`. Raises UnsupportedError if the adapter does not run on it."""
-    minor = _minor(version)
-    if minor in RUNS:
-        return RUNS[minor]
-    known = "its seams are known, but" if minor in SEAMS else "unknown version;"
-    runs = " and ".join(f"{m}.x on {v.device}" for m, v in RUNS.items())
-    raise UnsupportedError(f"vLLM {version}: {known} alignkit runs on {runs}")
-
-
-@functools.cache
-def installed() -> Version:
-    """`require_version` of the vLLM that is installed."""
-    import vllm
-
-    return require_version(vllm.__version__)
-
-
-def resolve(path: str) -> type:
-    """The class that ``module:name`` names."""
-    return pkgutil.resolve_name(path)
-
-
-def require_seams(root: Path, version: str) -> None:
-    """Raises UnsupportedError naming what the vLLM package directory `root`, of full `version`, lacks."""
-    lacking = unresolved(root, _minor(version))
-    if lacking:
-        raise UnsupportedError(f"this build of vLLM {version} is not as known: {'; '.join(lacking)}")
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def _problem(tree: ast.Module, seam: Seam) -> str | None:
-    scope: ast.AST | None = tree
-    *outer, last = seam.name.split(".")
-    for name in outer:
-        scope = _find(scope, name)
-        if not isinstance(scope, ast.ClassDef):
-            return f"no class {name}"
-    found = _find(scope, last)
-    if found is None:
-        return "not found"
-    if isinstance(found, ast.ClassDef) and seam.accepts:
-        found = _find(found, "__init__")
-        if found is None:
-            return "no __init__"
-    if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        arguments = found.args
-        names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-        lacking = [a for a in seam.accepts if a not in names]
-        if lacking:
-            return f"does not take {', '.join(lacking)}"
-    return None
-
-
-def _find(scope: Any, name: str) -> Any:
-    """What `name` is bound to in a module or class body, in branches of it too; the last binding counts."""
-    found = None
-    for node in _statements(scope.body):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            bound = [node.name]
-        elif isinstance(node, ast.Assign):
-            bound = [t.id for t in node.targets if isinstance(t, ast.Name)]
-        elif isinstance(node, ast.AnnAssign):
-            bound = [node.target.id] if isinstance(node.target, ast.Name) else []
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            bound = [a.asname or a.name for a in node.names]
-        else:
-            continue
-        if name in bound:
-            found = node
-    return found
-
-
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for node in body:
-        yield node
-        if isinstance(node, (ast.If, ast.Try)):
-            for branch in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(node, branch, []))

@@ -20,7 +20,7 @@ from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import GROUP, EngineTP
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.sampler import AlignedSampler
-from alignkit.vllm.seams import installed, resolve
+from alignkit.vllm.versions import installed, resolve
 from alignkit.vllm.warmup import warm_up
 
 logger = init_logger("vllm.alignkit")  # vLLM's logging knows loggers below its own name only

@@ -10,11 +10,12 @@ from safetensors.torch import load_file
 from alignkit.check.model import make_checkpoint
 from alignkit.convert import read_architecture
 from alignkit.errors import InputError
+from alignkit.models import FAMILIES
 
 SMALL = dict(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=200)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("arch", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_is_what_it_says(tmp_path, arch, tied, dtype):
@@ -39,7 +40,7 @@ def test_seed(tmp_path):
     assert not torch.equal(a["lm_head.weight"], c["lm_head.weight"])
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("arch", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_softmax_is_real(tmp_path, arch, tied):
     transformers = pytest.importorskip("transformers")

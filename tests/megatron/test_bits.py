@@ -19,6 +19,7 @@ MODELS = [
     ("qwen2", torch.float32, True, 100),
     ("llama", torch.bfloat16, True, 100),
     ("llama", torch.float32, False, 300),
+    ("mistral", torch.bfloat16, False, 300),
 ]
 
 
@@ -96,7 +97,7 @@ def test_reference(checkpoint, rows, world):
     from alignkit.convert import Checkpoint
     from tests.megatron import reference
 
-    for arch, tied in (("qwen3", False), ("qwen2", True), ("llama", False)):
+    for arch, tied in (("qwen3", False), ("qwen2", True), ("llama", False), ("mistral", True)):
         path = checkpoint(arch, torch.float32, tied)
         shape, weights = read_architecture(path), reference.weights64(Checkpoint(path))
         with torch.no_grad():

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from alignkit.convert import Checkpoint, check_weights, merge_qkv, read_architecture, split_qkv, to_hf, to_megatron
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.models import FAMILIES
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("arch", FAMILIES)
 def test_round_trip(arch, tied, tp, checkpoint):
     path = checkpoint(arch, torch.bfloat16, tied)
     shape, weights = read_architecture(path), Checkpoint(path)
@@ -99,7 +100,9 @@ def test_published_configs(name, tmp_path):
     assert asdict(read(tmp_path, config)) == transformers_reads(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-8B", "Meta-Llama-3-8B", "a Llama saved by Unsloth"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-0.5B", "Qwen3-8B", "Meta-Llama-3-8B", "a Llama saved by Unsloth", "Mistral-7B-Instruct-v0.3"]
+)
 @pytest.mark.parametrize("change", ["absent", "null"])
 def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change, tmp_path):
     """Or the config is refused, by the name of the field."""
@@ -137,7 +140,7 @@ def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change,
     }
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral"])
 @pytest.mark.parametrize("diff", [True, False])
 def test_configs_that_transformers_saves(family, diff, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -147,6 +150,7 @@ def test_configs_that_transformers_saves(family, diff, tmp_path):
         hidden_size=256,
         num_attention_heads=8,
         num_key_value_heads=2,
+        **({"sliding_window": None} if family == "Mistral" else {}),
     )
     config.to_json_file(tmp_path / "config.json", use_diff=diff)
     assert asdict(read_architecture(tmp_path)) == transformers_reads(tmp_path)
@@ -207,6 +211,17 @@ def test_fields_of_llama_that_vllm_reads(checkpoint, tmp_path):
     for change in ({"sliding_window": 64}, {"qkv_bias": True}, {"logit_scale": 0.5}):
         with pytest.raises(UnsupportedError, match=f"^{next(iter(change))}: "):
             read(tmp_path, config | change)
+
+
+@pytest.mark.parametrize(
+    "window, said", [(4096, "4096 is not supported"), ("absent", "absent, and mistral's"), (0, "0 is not")]
+)
+def test_a_window_of_mistral(window, said, checkpoint, tmp_path):
+    """Where the config does not say, its class in transformers has one."""
+    config = json.loads((checkpoint("mistral") / "config.json").read_text())
+    assert config.pop("sliding_window") is None
+    with pytest.raises(UnsupportedError, match=f"^sliding_window: {said}"):
+        read(tmp_path, config | ({} if window == "absent" else {"sliding_window": window}))
 
 
 def test_heads_of_qwen2_are_those_of_vllm(checkpoint, tmp_path):
@@ -405,5 +420,5 @@ def test_more_layers_than_anything_has(checkpoint):
     """Found at the first that is missing."""
     path = checkpoint("llama")
     shape = replace(read_architecture(path), layers=2**31 - 1)
-    with pytest.raises(InputError, match="no tensor 'model.layers.2.self_attn.q_proj.weight'"):
+    with pytest.raises(InputError, match="no tensor 'model.layers.2.input_layernorm.weight'"):
         check_weights(shape, Checkpoint(path))

@@ -36,20 +36,20 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_is_seen(what, checkpoint, patched):
     model = workers.build(checkpoint(), torch.bfloat16)
-    before = patched._adopt(model, runs=True)
-    assert patched._adopt(model, runs=True) == before
-    assert patched._adopt(workers.build(checkpoint(), torch.bfloat16), runs=True) == before, "another of the same"
+    before = patched.models.adopt(model, runs=True)
+    assert patched.models.adopt(model, runs=True) == before
+    assert patched.models.adopt(workers.build(checkpoint(), torch.bfloat16), runs=True) == before, "another of the same"
     CHANGES[what](model)
-    after = patched._adopt(model, runs=True)
+    after = patched.models.adopt(model, runs=True)
     assert what in {name for name in before if before[name] != after[name]}, after
 
 
 def test_it_says_how_many_of_what(checkpoint, patched):
     model = workers.build(checkpoint(), torch.bfloat16)
     norms = sum(isinstance(m, torch.nn.RMSNorm) for m in model.modules())
-    assert patched._adopt(model)["eps of norms"].startswith(f"{norms} x 1e-06 (")
+    assert patched.models.adopt(model)["eps of norms"].startswith(f"{norms} x 1e-06 (")
     norm_of(model).eps = 1e-3
-    assert patched._adopt(model)["eps of norms"].startswith(f"1 x 0.001, {norms - 1} x 1e-06 (")
+    assert patched.models.adopt(model)["eps of norms"].startswith(f"1 x 0.001, {norms - 1} x 1e-06 (")
 
 
 def test_ranks_are_told_what_differs(checkpoint, pair):

@@ -13,7 +13,7 @@ import torch
 
 from alignkit.contract import contract_id
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.megatron import logprobs, output_processor, patch_megatron, seams, status
+from alignkit.megatron import logprobs, output_processor, patch_megatron, status
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
@@ -158,14 +158,14 @@ def test_undo_does_not_overwrite_what_others_have_replaced(checkpoint, rows, wor
 def test_a_patch_that_fails_leaves_nothing(monkeypatch, world):
     from alignkit.megatron import patch
 
-    before, stock = stock_names(), patch.Patch._replace
+    before, stock = stock_names(), patch.Patch.replace
 
     def replace(self, owner, name, value):
         if name == "apply_rotary_pos_emb":
             raise RuntimeError("half-way")
         stock(self, owner, name, value)
 
-    monkeypatch.setattr(patch.Patch, "_replace", replace)
+    monkeypatch.setattr(patch.Patch, "replace", replace)
     with pytest.raises(RuntimeError, match="half-way"):
         patch_megatron(300)
     assert stock_names() == before and not status()["patched"]
@@ -221,7 +221,7 @@ def test_status_tells_aligned_from_stock(checkpoint, world):
         assert not report["stock"]
         assert report["aligned"]["output_layer"] == "linear_logp"
         assert report["aligned"]["decoder.layers.0.self_attention.core_attention"] == "attention"
-        assert any(name.endswith("GPTModel._postprocess") for name in report["seams"])
+        assert any(name.endswith("GPTModel._postprocess") for name in report["names"])
         assert report["symmetric_memory"] is False
 
 
@@ -248,7 +248,7 @@ def test_an_unknown_version_is_refused(monkeypatch):
 
 def test_importing_alignkit_megatron_imports_no_engine():
     code = (
-        "import sys, alignkit.megatron, alignkit.convert, alignkit.megatron.seams, alignkit.check.train;"
+        "import sys, alignkit.megatron, alignkit.convert, alignkit.megatron.versions, alignkit.check.train;"
         "assert not any(m.split('.')[0] in ('megatron', 'vllm') for m in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -291,7 +291,6 @@ def test_the_frameworks_hook(checkpoint, rows, world):
         per_token = logprobs(model, tokens, positions, None, labels, temperature=torch.full(labels.shape, 0.7))
         assert_bitwise_equal(per_token.log_probs, expected.log_probs, "temperature of each token")
         if not handle.has_hook:
-            assert handle.version not in seams.HOOK_VERSIONS
             return
         asked = dict(labels=labels, output_processor_context=Context())
         actual = model(tokens, positions, None, output_processor=output_processor, **asked)

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.modules import module as torch_module
 
 from alignkit.errors import UnsupportedError
-from alignkit.megatron import logprobs, modules, patch_megatron, running
+from alignkit.megatron import logprobs, look, modules, patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
@@ -318,8 +318,8 @@ def test_undo_gives_hooks_back(checkpoint, world):
 def test_nothing_is_looked_at_twice_without_a_change(model, monkeypatch):
     """What is slow is done once, and again after a change."""
     looked = []
-    stock = running.Look.__init__
-    monkeypatch.setattr(running.Look, "__init__", lambda *args, **kw: looked.append(1) or stock(*args, **kw))
+    stock = look.Look.__init__
+    monkeypatch.setattr(look.Look, "__init__", lambda *args, **kw: looked.append(1) or stock(*args, **kw))
     for forward in forwards(model):
         forward()
     model.train()

@@ -6,8 +6,10 @@ import zipfile
 
 import pytest
 
+from alignkit.engines.seams import unresolved
 from alignkit.errors import UnsupportedError
-from alignkit.megatron import seams
+from alignkit.megatron.seams import HOOK
+from alignkit.megatron.versions import VERSIONS
 
 
 @pytest.fixture(scope="module")
@@ -31,37 +33,45 @@ def core(tmp_path_factory):
     return find
 
 
-@pytest.mark.parametrize("version", seams.VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS.rows)
 def test_every_name_is_there(version, core):
-    assert seams.resolve(core(version), version) == []
+    assert VERSIONS.unresolved(core(version), version) == []
 
 
-@pytest.mark.parametrize("version", sorted(set(seams.VERSIONS) - set(seams.HOOK_VERSIONS)))
-def test_versions_said_to_have_no_hook_have_none(version, core, monkeypatch):
-    monkeypatch.setattr(seams, "HOOK_VERSIONS", (version,))
-    assert any("output_processor" in name for name in seams.resolve(core(version), version))
+@pytest.mark.parametrize("version", [v for v, row in VERSIONS.rows.items() if row.runs and not row.runs.hook])
+def test_versions_said_to_have_no_hook_have_none(version, core):
+    assert len(unresolved(core(version), HOOK)) == len(HOOK)
 
 
 def test_what_is_missing_is_named(tmp_path):
     path = tmp_path / "transformer" / "mlp.py"
     path.parent.mkdir()
     path.write_text("class MLP:\n    def forward(self, hidden_states):\n        pass\n")
-    missing = seams.resolve(tmp_path, "0.19.2")
-    assert "transformer/mlp.py:MLP.forward(per_token_scale)" in missing
-    assert "tensor_parallel/layers.py" in missing
+    missing = VERSIONS.unresolved(tmp_path, "0.19.2")
+    assert "transformer/mlp.py: MLP.forward: does not take per_token_scale" in missing
+    assert "tensor_parallel/layers.py: VocabParallelEmbedding: no such file" in missing
 
 
 def test_an_unknown_version():
     with pytest.raises(UnsupportedError, match="0.15.0"):
-        seams.names("0.15.0")
+        VERSIONS.require("0.15.0")
 
 
 def test_the_installed_version_has_every_name():
     core = pytest.importorskip("megatron.core")
-    assert seams.resolve(pathlib.Path(core.__file__).parent, seams.release(core.__version__)) == []
+    assert VERSIONS.unresolved(pathlib.Path(core.__file__).parent, core.__version__) == []
 
 
 def test_a_commit_in_the_version_is_not_another_version():
-    assert seams.release("0.19.2+9d061af") == "0.19.2"
+    assert VERSIONS.known("0.19.2+9d061af") == "0.19.2"
     with pytest.raises(UnsupportedError, match="0.20.0"):
-        seams.release("0.20.0+9d061af")
+        VERSIONS.require("0.20.0+9d061af")
+
+
+def test_a_forward_that_goes_another_way_is_named(tmp_path):
+    """By a name that it no longer calls."""
+    path = tmp_path / "models" / "gpt" / "gpt_model.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("class GPTModel:\n    def forward(self):\n        return self._postprocess()\n")
+    problem = "models/gpt/gpt_model.py: GPTModel.forward: has no _preprocess in it"
+    assert problem in VERSIONS.unresolved(tmp_path, "0.16.1")

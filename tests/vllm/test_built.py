@@ -78,3 +78,10 @@ def test_a_configuration_that_is_not_that_of_config_json(process, checkpoint, ov
 def test_what_alignkit_does_not_read_in_config_json(process, changed):
     with pytest.raises(UnsupportedError, match="config.json: attention_bias"):
         process(build, changed("llama", attention_bias=True))
+
+
+def test_a_scale_that_only_an_override_asks_for(process, checkpoint):
+    """Mistral's attention takes it from the configuration, and no module shows it."""
+    scaling = {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1}}
+    with pytest.raises(UnsupportedError, match="llama_4_scaling"):
+        process(overridden, checkpoint("mistral", **SMALL), scaling)

@@ -31,7 +31,8 @@ def values():
 
 def half_way(state, at):
     """The error of a patch whose replacement number `at` fails, whether all is as before, status and variable."""
-    from alignkit.vllm import patch, patch_vllm, status
+    from alignkit.engines import patch
+    from alignkit.vllm import patch_vllm, status
 
     before, calls = values(), []
 
@@ -93,7 +94,7 @@ def test_a_patch_that_fails_half_way_leaves_nothing(process, at):
 
 def test_undo_overwrites_nobody(process):
     error, kept, live, restored, still_live = process(replaced_since)
-    assert "EngineArgs.create_engine_config was replaced by someone else" in error
+    assert "EngineArgs.create_engine_config: has been replaced since patch_vllm, by replaced_since" in error
     assert kept and live
     assert restored and not still_live
 

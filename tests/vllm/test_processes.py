@@ -167,7 +167,7 @@ def config_before_patch(state, model):
 def test_plugin_does_nothing_until_asked(vllm_process, checkpoint):
     process = vllm_process()
     for no in ("", "0", " False", "no", "OFF"):
-        assert process(registered, no) == {"patched": False, "contract": "stock", "points": []}
+        assert process(registered, no) == {"patched": False}
     assert process(stock_worker_class, checkpoint()) == "vllm.v1.worker.cpu_worker.CPUWorker"
     with pytest.raises(UnsupportedError, match="made before patch_vllm"):
         process(config_before_patch, checkpoint())

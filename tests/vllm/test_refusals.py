@@ -108,9 +108,14 @@ def test_runner_device_and_environment(process, checkpoint, name, env, device):
 
 
 def compilation(state, chosen):
+    """Where a version of vLLM has graphs, which needs a GPU."""
+    import types
+
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
-    from alignkit.vllm.refuse import _compilation_reasons
+    from alignkit.vllm.policy import COMPILATION, Asked
+    from alignkit.vllm.refuse import part_reasons
+    from alignkit.vllm.versions import VERSIONS
 
     config = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE, backend="inductor", cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
@@ -120,7 +125,63 @@ def compilation(state, chosen):
         setattr(
             getattr(config, owner) if owner else config, field, CompilationMode(value) if field == "mode" else value
         )
-    return _compilation_reasons(config, True)
+    asked = Asked(VERSIONS.rows["0.26"].runs, types.SimpleNamespace(compilation_config=config))
+    return part_reasons(asked, "compilation_config", COMPILATION)
+
+
+def unknown_field(state, model, part, field, value):
+    """What is said of a configuration with a field that alignkit has never heard of."""
+    import dataclasses
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    from alignkit.vllm import refuse
+
+    config = EngineArgs(model, **ENGINE).create_engine_config()
+    owner = getattr(config, part) if part else config
+    stock = type(owner)
+    owner.__class__ = dataclasses.make_dataclass("Newer", [(field, object, None)], bases=(stock,), kw_only=True)
+    try:
+        setattr(owner, field, None)
+        refuse.refuse_config(config)  # at its default it asks for nothing
+        setattr(owner, field, value)
+        refuse.refuse_config(config)
+    finally:
+        owner.__class__ = stock
+
+
+@pytest.mark.parametrize(
+    "part", ["", "model_config", "parallel_config", "cache_config", "scheduler_config", "attention_config"]
+)
+def test_a_field_that_alignkit_does_not_know(process, checkpoint, part):
+    with pytest.raises(UnsupportedError, match="newer_kernels: True is not supported, only None"):
+        process(unknown_field, checkpoint(), part, "newer_kernels", True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(
+            enable_prefix_caching=False, block_size=32, prefix_caching_hash_algo="sha256", enable_chunked_prefill=True
+        ),
+        dict(max_num_batched_tokens=64, max_num_seqs=2, scheduling_policy="priority", async_scheduling=True),
+        dict(logprobs_mode="processed_logprobs", max_logprobs=50, generation_config="vllm", seed=7),
+        dict(served_model_name="mine", trust_remote_code=True, skip_tokenizer_init=True, revision="main"),
+        dict(tensor_parallel_size=2, distributed_executor_backend="mp", disable_custom_all_reduce=True),
+        dict(
+            optimization_level=0, disable_log_stats=True, load_format="dummy", override_generation_config={"top_k": 5}
+        ),
+        dict(kv_cache_memory_bytes=2**27, max_model_len=128, worker_extension_cls="mine.Extension"),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_ordinary_options_run(process, checkpoint, options):
+    process(configure, checkpoint(), options)
+
+
+def test_a_field_that_must_be_at_its_default(process, checkpoint):
+    with pytest.raises(UnsupportedError, match="use_non_causal: True is not supported, only False"):
+        process(configure, checkpoint(), {"attention_config": {"use_non_causal": True}})
 
 
 @pytest.mark.parametrize(
@@ -145,8 +206,8 @@ def test_compilation_where_it_is_supported(process, name, chosen):
     [
         (
             "llama",
-            "model architecture MistralForCausalLM",
-            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+            "model architecture GraniteForCausalLM",
+            {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
         ),
         (
             "qwen3",
@@ -178,6 +239,7 @@ def test_compilation_where_it_is_supported(process, name, chosen):
             },
         ),
         ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
+        ("mistral", "sliding window", {"sliding_window": 4096}),
         ("qwen3", "not causal", {"is_causal": False}),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import alignkit
+from alignkit.engines import seams
 from alignkit.errors import UnsupportedError
-from alignkit.vllm import seams
+from alignkit.vllm.versions import VERSIONS, resolve
 
 
 def installed():
@@ -49,7 +50,7 @@ def exports(root, module, name):
     if not file.is_file():
         return False
     tree = ast.parse(file.read_text())
-    if seams._find(tree, name) is not None:
+    if seams.find(tree, name) is not None:
         return True
     return any(
         exports(root, f"{module}.{node.module}", name)
@@ -59,13 +60,13 @@ def exports(root, module, name):
 
 
 def test_installed_version_has_every_seam():
-    assert seams.unresolved(installed(), "0.32") == []
+    assert VERSIONS.unresolved(installed(), "0.32.0") == []
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
 def test_other_known_versions_have_every_seam(version, tmp_path):
     root = wheel_root(version, tmp_path)
-    assert seams.unresolved(root, version.rpartition(".")[0]) == []
+    assert VERSIONS.unresolved(root, version) == []
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "installed"])
@@ -80,32 +81,32 @@ def test_versions_that_run_have_every_import(version, tmp_path):
 @pytest.mark.parametrize("version", ["0.26.0", "installed"])
 def test_versions_that_run_have_their_classes(version, tmp_path):
     root = installed() if version == "installed" else wheel_root(version, tmp_path)
-    runs = seams.RUNS["0.32" if version == "installed" else version.rpartition(".")[0]]
+    runs = VERSIONS.require("0.32.0" if version == "installed" else version)
     for path in (runs.worker, runs.client_error):
         module, _, name = path.partition(":")
         if module == "builtins":
-            assert issubclass(seams.resolve(path), Exception)
+            assert issubclass(resolve(path), Exception)
         else:
             assert exports(root, module.removeprefix("vllm."), name)
 
 
 def test_a_lost_seam_is_named(tmp_path):
-    for seam in seams.SEAMS["0.32"]:
+    for seam in VERSIONS.rows["0.32"].seams:
         copy = tmp_path / seam.file
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text((installed() / seam.file).read_text())
-    assert seams.unresolved(tmp_path, "0.32") == []
+    assert VERSIONS.unresolved(tmp_path, "0.32.0") == []
 
     sampler = tmp_path / "v1/sample/sampler.py"
     text = sampler.read_text()
     sampler.write_text(text.replace("def compute_logprobs(logits", "def compute_logprobs(scores"))
     (tmp_path / "v1/kv_cache_layout.py").unlink()
-    lost = seams.unresolved(tmp_path, "0.32")
+    lost = VERSIONS.unresolved(tmp_path, "0.32.0")
     assert len(lost) == 2
     assert any("Sampler.compute_logprobs: does not take logits" in line for line in lost)
     assert any("kv_cache_layout.py: KVCacheLayout.LBNHC: no such file" in line for line in lost)
     with pytest.raises(UnsupportedError, match="vLLM 0.32.0 .*does not take logits"):
-        seams.require_seams(tmp_path, "0.32.0")
+        VERSIONS.require_seams(tmp_path, "0.32.0")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +115,11 @@ def test_a_lost_seam_is_named(tmp_path):
 )
 def test_other_versions_are_refused_by_name(version, reason):
     with pytest.raises(UnsupportedError, match=f"vLLM {version}: {reason}.* 0.26.x on cuda and 0.32.x on cpu"):
-        seams.require_version(version)
+        VERSIONS.require(version)
 
 
 @pytest.mark.parametrize(
     "version, device", [("0.32.0", "cpu"), ("0.32.1+cpu", "cpu"), ("0.26.0", "cuda"), ("0.26.1+cu129", "cuda")]
 )
 def test_patch_releases_of_a_version_run(version, device):
-    assert seams.require_version(version).device == device
+    assert VERSIONS.require(version).device == device

@@ -15,7 +15,7 @@ import torch
 
 from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
-from alignkit.vllm.seams import installed, resolve
+from alignkit.vllm.versions import installed, resolve
 
 from . import job as jobs
 

@@ -1,0 +1,1 @@
+"""What the adapters of all engines are made of: the patch, seams, versions and the policy. No engine is imported."""

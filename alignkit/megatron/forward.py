@@ -1,0 +1,135 @@
+"""What the names that `patch_megatron` replaces do: a forward of a GPTModel, from its checks to its loss. No numerics."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, NoReturn
+
+from alignkit import backends, contract
+from alignkit.errors import UnsupportedError
+from alignkit.tp import TP
+
+from . import calls, head, hooks, modules
+
+if TYPE_CHECKING:
+    from .patch import Patch
+
+BUILDING = ("__init__", "__new__")
+"""What builds models may be wrapped by others: what it has built is looked at anyway."""
+
+
+def init(patch: Patch, stock):
+    @functools.wraps(stock)
+    def aligned(model, *args, **kwargs):
+        stock(model, *args, **kwargs)
+        patch.models.adopt(model)
+
+    return aligned
+
+
+def preprocess(patch: Patch, stock):
+    """The first thing that GPTModel.forward calls, in every version and in frameworks' own forwards."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def aligned(model, *args, **kwargs):
+        call = signature.bind(model, *args, **kwargs).arguments
+
+        def checks() -> dict:
+            hooks.check_hooks()
+            return (
+                patch.models.adopt(model, runs=True)
+                | calls.check_input(model, patch.vocab_size, **call)
+                | {
+                    "vocab_size": patch.vocab_size,
+                    "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
+                }
+            )
+
+        patch.met.add(model)
+        tp = TP(model.pg_collection.tp)
+        tp.check_same("GPTModel", checks)
+        if call.get("decoder_input") is None:
+            tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
+        modules.begun[model.decoder] = call.get("packed_seq_params")
+        return stock(model, *args, **kwargs)
+
+    return aligned
+
+
+def postprocess(patch: Patch, stock):
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def aligned(model, *args, **kwargs):
+        call = signature.bind(model, *args, **kwargs).arguments
+        labels, hook, asked = call.get("labels"), call.get("output_processor"), head.request.get()
+        context = call.get("output_processor_context") if hook is not None else asked
+
+        def checks() -> dict:
+            hooks.check_hooks()
+            if hook is not None and hook is not head.output_processor:
+                raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
+            if hook is None and asked is None and labels is None:
+                gather = call.get("runtime_gather_output")
+                return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
+            return calls.check_request(model, patch.vocab_size, call["hidden_states"], labels, head.asked_for(context))
+
+        TP(model.pg_collection.tp).check_same("the end of GPTModel", checks)
+        if hook is not None or (labels is None and asked is None):
+            result = stock(model, *args, **kwargs)
+        else:
+            tied = model.share_embeddings_and_output_weights
+            result = head.output_processor(
+                hidden_states=call["hidden_states"],
+                output_layer=model.output_layer,
+                labels=labels,  # pyright: ignore[reportArgumentType] - none only if `asked` has its own
+                output_weight=model.shared_embedding_or_output_weight() if tied else None,
+                context=context,
+            )
+            result = result if asked is not None else -result.log_probs
+        hooks.check_hooks()  # those of the output layer; no rank waits for this one any more
+        return result
+
+    return aligned
+
+
+def only_gpt(patch: Patch, base, gpt):
+    def call(model, *args, **kwargs):
+        if not isinstance(model, gpt):
+            raise UnsupportedError(f"{type(model).__name__}: only GPTModel is supported")
+
+        def checks() -> None:
+            patch.check_in_force(but=BUILDING)
+            hooks.watch_hooks("", model)
+            hooks.watch_global_hooks()
+            if kwargs.get("extra_block_kwargs"):
+                raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
+
+        patch.met.discard(model)
+        try:
+            checks()
+            result = super(base, model).__call__(*args, **kwargs)
+        except Exception as e:
+            if model not in patch.met:  # the other ranks are about to meet in `_preprocess`, and must hear of it there
+                TP(model.pg_collection.tp).check("GPTModel", functools.partial(_raise, e))
+            raise
+        hooks.check_hooks()  # those of the model itself
+        return result
+
+    return call
+
+
+def only_aligned(stock):
+    @functools.wraps(stock)
+    def forward(block, *args, **kwargs):
+        if not isinstance(block, modules.TransformerBlock):
+            raise UnsupportedError("TransformerBlock: outside of an aligned GPTModel it is not supported")
+        return stock(block, *args, **kwargs)
+
+    return forward
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,86 @@
+"""What Megatron-core's TransformerConfig may ask for: the table, and its reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from alignkit.engines.policy import Policy, Row, only, refusals
+from alignkit.errors import UnsupportedError
+
+_RECOMPUTED = {"core_attn", "mlp"}
+"""Of `recompute_modules`: what is computed again from its inputs alone. An op gives the same bits each time."""
+
+POLICY = Policy(
+    # Sizes, what the aligned modules do themselves, and what has no part in the numbers.
+    free="""
+        num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size layernorm_epsilon
+        qk_layernorm add_qkv_bias hidden_dropout attention_dropout
+        pipeline_dtype autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
+        tensor_model_parallel_size sequence_parallel expert_tensor_parallel_size
+        microbatch_group_size_per_vp_stage
+        async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding variable_seq_lengths
+        init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
+        perform_initialization use_cpu_initialization init_model_with_meta_device
+        attention_backend transformer_impl disable_bf16_reduced_precision_matmul
+        bias_activation_fusion bias_dropout_fusion masked_softmax_fusion apply_rope_fusion persist_layer_norm
+        memory_efficient_layer_norm use_te_rng_tracker disable_parameter_transpose_cache
+        timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+        calculate_per_token_loss deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync
+        barrier_with_L1_time hetereogenous_dist_checkpoint
+        recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
+    """,
+    # These only speak to modules which are refused anyway.
+    inert=("moe_", "mamba_", "dsa_"),
+    rows=(
+        only("normalization", "RMSNorm", "LayerNorm"),
+        only("gated_linear_unit", True, "an activation other than SwiGLU"),
+        only("activation_func", F.silu, "an activation other than SwiGLU"),
+        only("add_bias_linear", False),
+        Row(
+            "recompute_modules",
+            lambda modules, config: config.recompute_granularity != "selective" or _RECOMPUTED.issuperset(modules),
+            "{field} (selective activation recomputation): {value!r} is not supported, only "
+            + ", ".join(sorted(_RECOMPUTED)),
+        ),
+        Row(
+            "params_dtype",
+            lambda dtype, _: dtype in (torch.float32, torch.bfloat16),
+            "{field}: {value} is not supported",
+        ),
+        Row(
+            "num_query_groups",
+            lambda groups, config: groups % config.tensor_model_parallel_size == 0,
+            "{field}: {value} KV heads do not divide over {context.tensor_model_parallel_size} tensor-parallel ranks",
+        ),
+    ),
+    called={
+        "num_moe_experts": "mixture of experts (MoE)",
+        "multi_latent_attention": "multi-latent attention (MLA)",
+        "mtp_num_layers": "multi-token prediction (MTP)",
+        "pipeline_model_parallel_size": "pipeline parallelism",
+        "context_parallel_size": "context parallelism",
+        "window_size": "sliding window attention",
+        "cross_entropy_loss_fusion": "fused cross-entropy",
+        "defer_embedding_wgrad_compute": "weight gradient deferral",
+        "delay_wgrad_compute": "weight gradient deferral",
+    },
+)
+
+
+def check_config(config) -> None:
+    """UnsupportedError naming the first field of a TransformerConfig that alignkit does not keep aligned."""
+    for refusal in refusals(config, _rows(), context=config):
+        raise UnsupportedError(refusal)
+
+
+@functools.cache
+def _rows() -> tuple[Row, ...]:
+    """Of every field, with the defaults of a TransformerConfig that asks for nothing but its sizes."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    plain = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
+    return POLICY.over([f.name for f in dataclasses.fields(plain)], functools.partial(getattr, plain))

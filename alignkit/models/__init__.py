@@ -1,0 +1,13 @@
+"""The families of models that alignkit keeps aligned, each a file of data. Neither engine is imported."""
+
+from alignkit.models.family import Family
+from alignkit.models.llama import LLAMA
+from alignkit.models.mistral import MISTRAL
+from alignkit.models.qwen2 import QWEN2
+from alignkit.models.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, QWEN2, LLAMA, MISTRAL)}
+"""By `model_type`."""
+
+ARCHITECTURES: dict[str, Family] = {family.architecture: family for family in FAMILIES.values()}
+"""By the name in `architectures`."""

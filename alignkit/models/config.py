@@ -1,0 +1,213 @@
+"""What a checkpoint's config.json says: its architecture, or the name of the first field that alignkit does not know."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignkit.errors import InputError, UnsupportedError
+from alignkit.models import ARCHITECTURES, FAMILIES
+from alignkit.models.family import EMBEDDING, FINAL_NORM, HEAD, Family, Weight
+from alignkit.models.fields import HARMLESS, MUST_BE, MUST_BE_OFF, READ
+
+VOCAB_MULTIPLE = 128
+_ROPE_FIELDS = frozenset(("rope_theta", "rope_type", "type", "partial_rotary_factor"))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a dense HF checkpoint is made of. Sizes are in elements; `vocab` is the true vocabulary size."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_position: int
+    norm_eps: float
+    rope_base: float
+    tied: bool
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise UnsupportedError(f"family: {self.family!r:.200} is not one of {', '.join(FAMILIES)}")
+
+    @property
+    def qk_norm(self) -> bool:
+        return FAMILIES[self.family].qk_norm
+
+    @property
+    def qkv_bias(self) -> bool:
+        return FAMILIES[self.family].qkv_bias
+
+    def size(self, name: str) -> int:
+        """A size by its name in the tables of weights: `q` and `kv` are all heads together, others are fields."""
+        if name in ("q", "kv"):
+            return self.head_dim * (self.heads if name == "q" else self.kv_heads)
+        return getattr(self, name)
+
+    def weights(self) -> Iterator[tuple[Weight, dict[str, tuple[int, ...]], str]]:
+        """Each weight, its HF tensors by their whole names, with shapes, and its whole name in Megatron."""
+
+        def of(weight: Weight, hf: str = "", megatron: str = "") -> tuple[Weight, dict[str, tuple[int, ...]], str]:
+            shapes = {hf + name: tuple(map(self.size, sizes)) for name, sizes in weight.hf.items()}
+            return weight, shapes, megatron + weight.megatron
+
+        yield of(EMBEDDING)
+        for i in range(self.layers):
+            for weight in FAMILIES[self.family].layer:
+                yield of(weight, f"model.layers.{i}.", f"decoder.layers.{i}.")
+        yield of(FINAL_NORM)
+        if not self.tied:
+            yield of(HEAD)
+
+    def padded_vocab(self, tp: int) -> int:
+        """Rows of the whole embedding in Megatron: the next multiple of ``128 * tp``."""
+        step = VOCAB_MULTIPLE * tp
+        return -(-self.vocab // step) * step
+
+    def check_tp(self, tp: int) -> None:
+        """UnsupportedError unless every rank of `tp` gets the same whole number of heads and columns."""
+        for name, size in (
+            ("num_key_value_heads", self.kv_heads),
+            ("num_attention_heads", self.heads),
+            ("intermediate_size", self.intermediate),
+        ):
+            if tp < 1 or size % tp:
+                raise UnsupportedError(f"tp: {tp} ranks do not divide {name} = {size}")
+
+
+def read_architecture(model_dir: str | os.PathLike) -> Architecture:
+    """Reads ``config.json`` of an HF model directory.
+
+    Raises InputError for a missing or broken file and for a field that cannot be what it says, UnsupportedError naming
+    the first field that is not of a dense model of a known family with default rotary embeddings, or that is not known to
+    change nothing.
+    """
+    path = Path(model_dir) / "config.json"
+    config = read_json(path)
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(ARCHITECTURES):
+        raise UnsupportedError(f"architectures: {names!r:.200} is not one of {', '.join(ARCHITECTURES)}")
+    family = ARCHITECTURES[names[0]]
+    if config.get("model_type") != family.name:  # it chooses the class that reads the config, with other defaults
+        raise UnsupportedError(
+            f"model_type: {config.get('model_type')!r:.200} is not {family.name!r}, as {names[0]} is"
+        )
+    _refuse_foreign(config, family)
+
+    config = dict.fromkeys(family.may_be_absent) | config
+
+    def size(field: str, if_null: int | None = None) -> int:
+        if field not in config:
+            raise InputError(f"model: {path} has no field {field!r}")
+        value = if_null if config[field] is None else config[field]
+        if type(value) is not int or not 0 < value < 2**31:
+            raise InputError(f"{field}: {config[field]!r:.200} in {path} is not a positive integer")
+        return value
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    arch = Architecture(
+        family=family.name,
+        layers=size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads if "head_dim" in family.may_be_absent else None),
+        intermediate=size("intermediate_size"),
+        vocab=size("vocab_size"),
+        max_position=size("max_position_embeddings"),
+        norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps")),
+        rope_base=_rope_base(config, family),
+        tied=config.get("tie_word_embeddings", False),  # pyright: ignore[reportArgumentType] - looked at below
+    )
+    if type(arch.tied) is not bool:
+        raise InputError(f"tie_word_embeddings: {arch.tied!r:.200} in {path} is neither true nor false")
+    if arch.heads % arch.kv_heads:
+        raise InputError(f"num_key_value_heads: {arch.kv_heads} does not divide {arch.heads} heads")
+    if config.get("head_dim") is None and hidden % heads:
+        raise InputError(f"num_attention_heads: {heads} does not divide hidden_size = {hidden}")
+    if family.heads_fill_hidden and arch.head_dim * heads != hidden:
+        raise UnsupportedError(
+            f"head_dim: {arch.head_dim} with {heads} heads; in vLLM {family.name}'s is hidden_size / heads"
+        )
+    kinds = config.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == arch.layers and all(kind == "full_attention" for kind in kinds)
+    ):
+        raise UnsupportedError(f"layer_types: {kinds!r:.200} is not full_attention for each of {arch.layers} layers")
+    return arch
+
+
+def _refuse_foreign(config: Mapping, family: Family) -> None:
+    """Refuses by name what an engine may compute with and alignkit does not."""
+    for field, value in config.items():
+        if field in MUST_BE_OFF:
+            if value:
+                raise UnsupportedError(f"{field}: {value!r:.200} is not supported for a dense {family.name}")
+        elif field in MUST_BE:
+            if value not in MUST_BE[field]:
+                raise UnsupportedError(f"{field}: {value!r:.200} is not {MUST_BE[field][0]!r}")
+        elif field not in READ | HARMLESS and value is not None and value is not False and not isinstance(value, str):
+            raise UnsupportedError(
+                f"{field}: {value!r:.200} is no field of a dense {family.name} that alignkit knows, and an "
+                "engine may compute with it; if it changes nothing, take it out of config.json"
+            )
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedError(f"hidden_act: {config['hidden_act']!r:.200} is not supported, only 'silu'")
+    if family.sliding_window == "must be null" and "sliding_window" not in config:
+        raise UnsupportedError(
+            f"sliding_window: absent, and {family.name}'s class in transformers then has one; without a window it is null"
+        )
+    if family.sliding_window != "unused" and config.get("sliding_window") is not None:
+        raise UnsupportedError(f"sliding_window: {config['sliding_window']!r:.200} is not supported")
+
+
+def _rope_base(config: Mapping, family: Family) -> float:
+    """The rotary base; newer configs keep it in `rope_parameters`, older ones beside `rope_scaling`."""
+    bases = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = config.get(field)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise InputError(f"{field}: {rope!r:.200} is not an object")
+        for name in ("rope_type", "type"):
+            if rope.get(name, "default") != "default":
+                raise UnsupportedError(f"{field}: rope type {rope[name]!r:.200} is not supported, only the default")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedError(f"{field}: partial_rotary_factor {rope['partial_rotary_factor']!r:.200} is not 1")
+        for name in rope.keys() - _ROPE_FIELDS:
+            raise UnsupportedError(f"{field}: {name}: {rope[name]!r:.200} is not supported")
+        if "rope_theta" in rope:
+            bases[f"{field}: rope_theta"] = rope["rope_theta"]
+    if not bases and family.rope_base is not None:
+        return family.rope_base
+    if not bases:
+        raise InputError("rope_theta: the config names no rotary base")
+    values = [_positive(*item) for item in bases.items()]
+    if len(set(values)) > 1:
+        raise InputError("; ".join(f"{field} is {value}" for field, value in bases.items()) + ": which one is it?")
+    return values[0]
+
+
+def _positive(field: str, value) -> float:
+    if type(value) not in (int, float) or not 0 < value < 3e38:  # NaN compares false
+        raise InputError(f"{field}: {value!r:.200} is not a positive number")
+    return float(value)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f"model: cannot read {path}: {e}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"model: {path} is not a JSON object")
+    return value

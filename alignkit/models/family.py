@@ -1,0 +1,99 @@
+"""What a family of dense models is described by. The families themselves are files of data beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of Megatron-core's GPTModel, and the tensors of an HF checkpoint that it is made of.
+
+    megatron: its name, in a layer below ``decoder.layers.N.``. hf: names, in a layer below ``model.layers.N.``, and their
+    shapes in sizes of `Architecture.size`. cut: how tensor-parallel ranks hold it, which also says how it is put
+    together: by the rows of the padded vocabulary; by KV group, q, k and v of a group together; gate above up, each cut
+    by rows; by columns; or whole, on every rank.
+    """
+
+    megatron: str
+    hf: Mapping[str, tuple[str, ...]]
+    cut: Literal["vocabulary", "kv groups", "gate and up", "columns", "whole"]
+
+
+EMBEDDING = Weight("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, "vocabulary")
+FINAL_NORM = Weight("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "whole")
+HEAD = Weight("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, "vocabulary")
+
+LAYER = (
+    Weight("input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}, "whole"),
+    Weight(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": ("q", "hidden"),
+            "self_attn.k_proj.weight": ("kv", "hidden"),
+            "self_attn.v_proj.weight": ("kv", "hidden"),
+        },
+        "kv groups",
+    ),
+    Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, "columns"),
+    Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": ("hidden",)}, "whole"),
+    Weight(
+        "mlp.linear_fc1.weight",
+        {"mlp.gate_proj.weight": ("intermediate", "hidden"), "mlp.up_proj.weight": ("intermediate", "hidden")},
+        "gate and up",
+    ),
+    Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "intermediate")}, "columns"),
+)
+"""What a layer of every dense family has."""
+
+QK_NORMS = (
+    Weight("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head_dim",)}, "whole"),
+    Weight("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head_dim",)}, "whole"),
+)
+QKV_BIASES = (
+    Weight(
+        "self_attention.linear_qkv.bias",
+        {"self_attn.q_proj.bias": ("q",), "self_attn.k_proj.bias": ("kv",), "self_attn.v_proj.bias": ("kv",)},
+        "kv groups",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dense family. Everything that differs between families is a field of this.
+
+    name: `model_type` in config.json. architecture: HF's class, and vLLM's. layer: the weights of a layer.
+
+    Of config.json: may_be_absent, sizes that follow from others (the other defaults of transformers' classes are the
+    sizes of some one model). rope_base: the rotary base if the config names none; None where transformers and vLLM have
+    different ones. heads_fill_hidden: whether vLLM takes the head's size to be hidden_size / heads, whatever the config
+    says. sliding_window: "unused" unless `use_sliding_window` asks for it; used unless it is "null", or absent; used
+    unless the config says that it "must be null", as transformers' class has a window by default.
+
+    Of vLLM: file, its model's below `model_executor/models`. structure: classes of a built model that only arrange
+    others. off: attributes of its attention that must be false, each with the field of a config that turns it on.
+    """
+
+    name: str
+    architecture: str
+    may_be_absent: tuple[str, ...]
+    rope_base: float | None
+    sliding_window: Literal["unused", "null", "must be null"]
+    file: str
+    structure: tuple[str, ...]
+    layer: tuple[Weight, ...] = LAYER
+    heads_fill_hidden: bool = False
+    off: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether q and k have norms of their own."""
+        return all(weight in self.layer for weight in QK_NORMS)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return all(weight in self.layer for weight in QKV_BIASES)

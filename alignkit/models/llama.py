@@ -1,0 +1,13 @@
+"""Llama: the plain dense family."""
+
+from alignkit.models.family import Family
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    may_be_absent=("num_key_value_heads", "head_dim"),
+    rope_base=10000.0,
+    sliding_window="null",
+    file="llama.py",
+    structure=("LlamaForCausalLM", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP"),
+)

@@ -1,0 +1,14 @@
+"""Qwen3: q and k have norms."""
+
+from alignkit.models.family import LAYER, QK_NORMS, Family
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    may_be_absent=(),
+    rope_base=None,
+    sliding_window="unused",
+    file="qwen3.py",
+    structure=("Qwen3ForCausalLM", "Qwen3Model", "Qwen3DecoderLayer", "Qwen3Attention", "Qwen2MLP"),
+    layer=LAYER + QK_NORMS,
+)

@@ -1,0 +1,268 @@
+"""What a `VllmConfig` may ask for: a table for it and for each of its parts that can change numbers.
+
+Fields that are in no list must be at vLLM's default, and so must all that a later version brings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from alignkit import tp
+from alignkit.engines.policy import Policy, Row
+from alignkit.vllm.versions import Version
+
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the rows are read with: the version that is installed, and all of the configuration."""
+
+    version: Version
+    config: Any
+
+    @property
+    def compiles(self) -> bool:
+        return self.config.compilation_config.mode.name != "NONE"
+
+    @property
+    def captures(self) -> bool:
+        graphs = self.config.compilation_config.cudagraph_mode
+        return graphs is not None and graphs.name != "NONE"
+
+
+def fusions(pass_config) -> list[str]:
+    """The compiler passes in a `PassConfig` that are on and replace arithmetic or communication."""
+    return [
+        f.name
+        for f in dataclasses.fields(pass_config)
+        if f.name.startswith(("fuse_", "enable_")) and getattr(pass_config, f.name)
+    ]
+
+
+def _off(field: str, called: str) -> Row:
+    return Row(field, lambda value, _: value is None or value is False, called)
+
+
+ENGINE = Policy(
+    # Parts with tables of their own, parts that only speak to modules which are refused anyway, and how to load, serve,
+    # log and measure. Kernels are alignkit's whatever `kernel_config` says.
+    free="""
+        model_config parallel_config cache_config compilation_config scheduler_config attention_config
+        mamba_config kernel_config ec_transfer_config ec_manager_config reasoning_config
+        load_config weight_transfer_config structured_outputs_config aux_output_config kv_events_config
+        observability_config logging_config profiler_config
+        instance_id optimization_level performance_mode shutdown_timeout
+    """,
+    rows=(
+        Row(
+            "device_config",
+            lambda device, asked: device.device_type == asked.version.device,
+            lambda device, _: (
+                f"device {device.device_type} (no {device.device_type.upper()} backend yet for this version of vLLM)"
+            ),
+        ),
+        _off("lora_config", "LoRA"),
+        _off("speculative_config", "speculative decoding"),
+        _off("watermark_config", "watermarking"),
+        _off("kv_transfer_config", "KV cache transfer"),
+        _off("diffusion_config", "diffusion decoding"),
+        Row(
+            "offload_config",
+            lambda offload, _: offload.uva.cpu_offload_gb <= 0 and offload.prefetch.offload_group_size <= 0,
+            "weight offloading",
+        ),
+        Row("additional_config", lambda value, _: isinstance(value, dict), "an additional_config that is not a dict"),
+    ),
+    called={"quant_config": "quantization"},
+)
+
+MODEL = Policy(
+    # `hf_config` is looked at by the families of models; what overrides change is found in the model that was built.
+    free="""
+        model model_weights tokenizer tokenizer_mode trust_remote_code seed
+        hf_config hf_text_config hf_config_path hf_overrides hf_token revision code_revision
+        tokenizer_revision runner convert model_class_overrides is_submodel_config word_embeddings_untied_by_checkpoint
+        allowed_local_media_path allowed_media_domains max_model_len spec_target_max_model_len
+        quantization_config allow_deprecated_quantization enforce_eager
+        enable_return_routed_experts max_logprobs use_fp64_gumbel return_sampling_mask enable_trace_replay
+        disable_sliding_window disable_cascade_attn skip_tokenizer_init served_model_name
+        generation_config override_generation_config
+        enable_sleep_mode sleep_mode_backend sleep_preserve_parameter_names sleep_mode_offload_cudagraph
+        enable_nccl_comm_suspend enable_cumem_allocator io_processor_plugin renderer_num_workers
+        pooler_config multimodal_config
+    """,
+    rows=(
+        _off("quantization", "quantization ({value})"),
+        Row("dtype", lambda dtype, _: dtype in (torch.bfloat16, torch.float32), "dtype {value}"),
+        # Others are read from another file; the training side is made from config.json.
+        Row("config_format", lambda name, _: name in ("auto", "hf"), "config_format {value}"),
+        Row("model_impl", lambda impl, _: impl in ("auto", "vllm"), "model_impl {value}"),
+        Row("logprobs_mode", lambda mode, _: mode in LOGPROBS_MODES, "logprobs_mode {value}"),
+        Row(
+            "logits_processors",
+            lambda given, asked: not given or asked.config.model_config.logprobs_mode != "processed_logprobs",
+            "custom logits processors with processed_logprobs",
+        ),
+        _off("enable_prompt_embeds", "prompt embeddings"),
+    ),
+)
+
+PARALLEL = Policy(
+    # Ranks, hosts and processes; what only speaks to data parallelism and to experts.
+    free="""
+        tensor_parallel_size world_size rank node_rank nnodes master_addr master_port
+        data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
+        data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port data_parallel_backend
+        data_parallel_external_lb data_parallel_hybrid_lb _data_parallel_master_port_list dp_sync_interval
+        is_moe_model enable_expert_parallel enable_ep_weight_filter enable_eplb eplb_config expert_placement_strategy
+        all2all_backend enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold
+        dbo_prefill_token_threshold disable_nccl_for_dp_synchronization disable_custom_all_reduce
+        dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size
+        _allow_auto_resolve_cp_interleave_size
+        max_parallel_loading_workers enable_shm_tensor_arena enable_fault_tolerance fault_tolerance_config
+        ray_workers_use_nsight ray_runtime_env placement_group distributed_executor_backend
+        worker_cls sd_worker_cls worker_extension_cls numa_bind numa_bind_nodes numa_bind_cpus
+        assigned_physical_gpu_ids distributed_timeout_seconds cpu_distributed_timeout_seconds
+        _coord_store_port _api_process_count _api_process_rank
+    """,
+    rows=(
+        Row("pipeline_parallel_size", lambda size, _: size <= 1, "pipeline parallelism"),
+        Row(
+            "data_parallel_size",
+            lambda size, _: size <= 1,
+            "data parallelism inside vLLM (start one engine per replica)",
+        ),
+        Row("decode_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
+        Row("prefill_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
+        _off("enable_batch_sharded_sampling", "batch-sharded sampling"),
+    ),
+)
+
+CACHE = Policy(
+    # Blocks, their number and what is kept of them; what only speaks to Mamba's layers. `sliding_window` is the model's.
+    free="""
+        block_size user_specified_block_size _block_size_resolved effective_attention_block_size prefix_match_unit
+        gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks kv_cache_memory_bytes
+        kv_cache_size_tokens kv_cache_max_concurrency kv_cache_layout kv_offloading_size kv_offloading_backend
+        sliding_window swa_bounded_replay is_attention_free
+        enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval hash_block_size
+        cache_hit_alignment_tokens
+        mamba_page_size_padded skip_page_size_padded mamba_block_size user_specified_mamba_block_size mamba_cache_dtype
+        mamba_ssm_cache_dtype mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm
+        use_kda_recoverssm
+    """,
+    rows=(
+        Row(
+            "cache_dtype",
+            lambda dtype, asked: dtype in ("auto", str(asked.config.model_config.dtype).removeprefix("torch.")),
+            "{value} KV cache",
+        ),
+    ),
+)
+
+SCHEDULER = Policy(
+    # Which tokens share a batch: the contract's bits depend on none of it.
+    free="""
+        max_num_batched_tokens max_num_scheduled_tokens max_num_seqs max_num_active_seqs
+        max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold
+        long_prefill_token_threshold_adaptive max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill
+        is_multimodal_model max_num_encoder_input_tokens encoder_cache_size policy disable_chunked_mm_input
+        scheduler_cls disable_hybrid_kv_cache_manager scheduler_reserve_full_isl watermark prefill_schedule_interval
+        async_scheduling stream_interval runner_type
+    """
+)
+
+ATTENTION = Policy(
+    # These speak to other backends than alignkit's.
+    free="""
+        flash_attn_version use_prefill_decode_attention flash_attn_max_num_splits_for_cuda_graph
+        tq_max_kv_splits_for_cuda_graph use_trtllm_attention disable_flashinfer_q_quantization mla_prefill_backend
+        use_prefill_query_quantization use_fp4_indexer_cache indexer_kv_dtype indexer_sparse_logits hisparse_config
+        sparse_mla_force_mqa sparse_mla_prefill_workspace_factor tokenspeed_mla_min_split_kv
+        minimax_m3_msa_decode_backend
+        flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size
+    """,
+    rows=(
+        Row(
+            "backend",
+            lambda backend, asked: backend is None or backend.name == asked.version.attention,
+            "attention_backend {value.name}",
+        ),
+        Row("backend_per_kind", lambda backends, _: not backends, "attention backends by kind of layer"),
+    ),
+)
+
+COMPILATION = Policy(
+    # Inside a compiled model each op is a custom op, whatever is compiled around it, and for which sizes.
+    free="""
+        debug_dump_path local_cache_dir compile_cache_save_format custom_ops enabled_custom_ops disabled_custom_ops
+        ir_enable_torch_wrap splitting_ops compile_sizes compile_ranges_endpoints dynamic_shapes_config
+        inductor_compile_config traced_files compilation_time encoder_compilation_time
+        static_forward_context static_all_moe_layers fast_moe_cold_start
+        compile_mm_encoder cudagraph_mm_encoder encoder_cudagraph_token_budgets
+        encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch
+        cudagraph_num_of_warmups cudagraph_capture_sizes max_cudagraph_capture_size cudagraph_copy_inputs
+        cudagraph_specialize_lora
+        cudagraph_decoder_replay decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold
+    """,
+    rows=(
+        Row(
+            "mode",
+            lambda _, asked: asked.version.graphs or not asked.compiles,
+            "torch.compile (set enforce_eager=True)",
+        ),
+        Row("mode", lambda mode, _: mode.name in ("NONE", "VLLM_COMPILE"), "compilation mode {value.name}"),
+        Row(
+            "cudagraph_mode",
+            lambda _, asked: asked.version.graphs or not asked.captures,
+            "CUDA graphs (set enforce_eager=True)",
+        ),
+        Row(
+            "cudagraph_mode",
+            lambda _, asked: not (asked.captures and tp.strict()),
+            "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)",
+        ),
+        Row(
+            "backend",
+            lambda backend, asked: not asked.compiles or backend in ("inductor", "eager"),
+            "compilation backend {value}",
+        ),
+        Row(
+            "use_inductor_graph_partition",
+            lambda value, asked: not (asked.compiles and value),
+            "graphs partitioned by inductor",
+        ),
+        Row("inductor_passes", lambda passes, _: not passes, "compiler passes of your own"),
+        Row(
+            "cache_dir",
+            lambda folder, asked: not (asked.compiles and folder),
+            "a cache_dir of your own for compiled models (a stock engine's could be in it)",
+        ),
+        Row(
+            "pass_config",
+            lambda passes, _: not fusions(passes),
+            lambda passes, _: f"fusion by the compiler ({', '.join(fusions(passes))})",
+        ),
+    ),
+)
+
+PASSES = Policy(
+    free="eliminate_noops rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb sp_min_token_num",
+    inert=("fuse_", "enable_"),  # all of them are looked at as COMPILATION's `pass_config`
+)
+
+PARTS = (
+    ("", ENGINE),
+    ("model_config", MODEL),
+    ("parallel_config", PARALLEL),
+    ("cache_config", CACHE),
+    ("scheduler_config", SCHEDULER),
+    ("attention_config", ATTENTION),
+    ("compilation_config", COMPILATION),
+    ("compilation_config.pass_config", PASSES),
+)
+"""Where in a `VllmConfig`, and its table."""

@@ -1,0 +1,74 @@
+"""The versions of vLLM: the one file that knows them. A minor is a row."""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from dataclasses import dataclass
+
+from alignkit.engines.versions import Row, Versions
+from alignkit.vllm.seams import COMMON, CPU, CUDA, SINCE_0_32, UNTIL_0_26
+
+
+@dataclass(frozen=True)
+class Version:
+    """What is different about a version that the adapter runs on. Classes are ``module:name``.
+
+    device: of `VllmConfig.device_config`. family: of the contract there. worker: the stock worker class.
+    attention: the entry of `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused
+    request must also be, for vLLM's server to tell the client why. graphs: whether the V2 runner, torch.compile and
+    CUDA graphs are supported.
+    """
+
+    device: str
+    family: str
+    worker: str
+    attention: str
+    client_error: str
+    graphs: bool
+
+    def __str__(self) -> str:
+        return f".x on {self.device}"
+
+
+VERSIONS: Versions[Version] = Versions(
+    "vLLM",
+    {
+        "0.26": Row(
+            COMMON + CUDA + UNTIL_0_26,
+            Version(
+                device="cuda",
+                family="sm90",
+                worker="vllm.v1.worker.gpu_worker:Worker",
+                attention="CUSTOM",
+                client_error="builtins:ValueError",
+                graphs=True,
+            ),
+        ),
+        "0.32": Row(
+            COMMON + CPU + SINCE_0_32,
+            Version(
+                device="cpu",
+                family="cpu",
+                worker="vllm.v1.worker.cpu_worker:CPUWorker",
+                attention="CPU_ATTN",
+                client_error="vllm.exceptions:VLLMClientError",
+                graphs=False,
+            ),
+        ),
+        "0.33": Row(COMMON + CPU + SINCE_0_32),
+    },
+)
+
+
+@functools.cache
+def installed() -> Version:
+    """The row of the vLLM that is installed. Raises UnsupportedError if the adapter does not run on it."""
+    import vllm
+
+    return VERSIONS.require(vllm.__version__)
+
+
+def resolve(path: str) -> type:
+    """The class that ``module:name`` names."""
+    return pkgutil.resolve_name(path)

@@ -1,0 +1,73 @@
+"""The reader of tables, on a configuration of this file."""
+
+import dataclasses
+import functools
+
+import pydantic
+import pytest
+
+from alignkit.engines.policy import Policy, Row, default, only, refusals
+
+POLICY = Policy(
+    free="size rank",
+    inert=("moe_",),
+    rows=(
+        Row("kind", lambda kind, _: kind != "a", "{field} {value} is not b"),
+        Row("kind", lambda kind, limit: len(kind) <= limit, lambda kind, limit: f"{kind} is longer than {limit}"),
+        only("norm", "rms", "another norm"),
+    ),
+    called={"window": "sliding window"},
+)
+
+
+@dataclasses.dataclass
+class Config:
+    size: int
+    kind: str = "b"
+    norm: str = "rms"
+    window: object = None
+    moe_experts: int = 0
+    newer: dict = dataclasses.field(default_factory=dict)
+
+
+@pydantic.dataclasses.dataclass
+class Described:
+    size: int = pydantic.Field(gt=0)
+    kind: str = pydantic.Field(default="b")
+    window: object = None
+    newer: dict = pydantic.Field(default_factory=dict)
+
+
+def said(config, limit=3):
+    rows = POLICY.over([f.name for f in dataclasses.fields(config)], functools.partial(default, type(config)))
+    return list(refusals(config, rows, limit))
+
+
+@pytest.mark.parametrize("config", [Config(9), Config(1, moe_experts=2), Described(9)])
+def test_what_is_known_is_allowed(config):
+    assert said(config) == []
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"kind": "a"}, ["kind a is not b"]),
+        ({"kind": "long"}, ["long is longer than 3"]),
+        ({"window": 7}, ["window (sliding window): 7 is not supported, only None"]),
+        ({"newer": {"x": 1}}, ["newer: {'x': 1} is not supported, only {}"]),
+        ({"kind": "a", "newer": {1: 2}}, ["kind a is not b", "newer: {1: 2} is not supported, only {}"]),
+    ],
+)
+@pytest.mark.parametrize("kind", [Config, Described])
+def test_what_is_not_is_named(kind, change, expected):
+    assert said(kind(size=1, **change)) == expected
+
+
+def test_a_value_that_is_demanded():
+    assert said(Config(1, norm="layer")) == ["norm (another norm): 'layer' is not supported, only 'rms'"]
+
+
+def test_an_unknown_field_without_a_default():
+    assert default(Described, "size") is default(Config, "size")
+    (refusal,) = refusals(Config(1), Policy(free="").over(["size"], functools.partial(default, Config)))
+    assert refusal.startswith("size: 1 is not supported")

@@ -1,0 +1,45 @@
+"""Every field of a version's configuration has been looked at: it is in a table, or must be at its default on purpose."""
+
+import ast
+
+import pytest
+
+from alignkit.vllm.policy import PARTS
+from tests.vllm.test_seams import installed, wheel_root
+
+FILES = {"": ("vllm", "VllmConfig"), "compilation_config.pass_config": ("compilation", "PassConfig")} | {
+    f"{part}_config": (part, f"{part.capitalize()}Config")
+    for part in ("model", "parallel", "cache", "scheduler", "attention", "compilation")
+}
+AT_DEFAULT = {
+    "engram_config",
+    "override_attention_dtype",
+    "enable_hc_sp",
+    "calculate_kv_scales",
+    "kv_cache_dtype_skip_layers",
+    "kv_sharing_fast_prefill",
+    "use_non_causal",
+}
+"""What changes numbers in a way that no table allows, and vLLM leaves off."""
+
+
+def fields(root, part):
+    """Names of the dataclass's fields, in the source."""
+    file, name = FILES[part]
+    tree = ast.parse((root / "config" / f"{file}.py").read_text())
+    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    kinds = ("ClassVar", "InitVar")
+    return {
+        n.target.id for n in body if isinstance(n, ast.AnnAssign) and not ast.unparse(n.annotation).startswith(kinds)
+    }
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "installed"])
+def test_every_field_has_been_looked_at(version, tmp_path):
+    assert {part for part, _ in PARTS} == FILES.keys()
+    root, unknown = installed() if version == "installed" else wheel_root(version, tmp_path), set()
+    for part, table in PARTS:
+        names = fields(root, part)
+        assert len(names) > 10, part
+        unknown |= {row.field for row in table.over(names, lambda _: None)} - table.fields
+    assert unknown <= AT_DEFAULT
