@@ -11,22 +11,37 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import os
 import warnings
 from types import ModuleType
 
 import torch
 
 from . import cuda, native, shown
+from .config import Config, config
 from .errors import BackendError
 
-CHOICES = ("auto", "cpu", "reference", "triton", "cuda")
+CHOICES = Config.backend.allowed
 GPU = ("triton", "cuda")
 CUDA = ("gated_delta_rule", "linear", "linear_logp", "rms_norm")
 """Ops that have CUDA kernels, csrc/sm90, beside those of Triton."""
-_choice = os.environ.get("ALIGNKIT_BACKEND", "auto")
+_choice: str | None = None
+"""Of CHOICES; None until ALIGNKIT_BACKEND has been read."""
 _names: dict[tuple[torch.device, str], str] = {}
 """By device and choice, the backend that keeps the contract with what is installed."""
+
+
+def choice() -> str:
+    """The backend that is asked for, by `use` or ALIGNKIT_BACKEND, which is read once: see `read_again`."""
+    global _choice
+    if _choice is None:
+        _choice = config.backend
+    return _choice
+
+
+def read_again() -> None:
+    """ALIGNKIT_BACKEND is read again when an op is called next."""
+    global _choice
+    _choice = None
 
 
 def name(device: torch.device | str = "cpu") -> str:
@@ -35,24 +50,25 @@ def name(device: torch.device | str = "cpu") -> str:
     sources, and where the contract's bits do not hold with the installed versions of torch and Triton."""
     if not isinstance(device, torch.device):
         device = torch.device(device)
-    known = _names.get((device, _choice))
+    known = None if _choice is None else _names.get((device, _choice))
     if known is not None:
         return known
     chosen = choose(device)
     if shown.require(device, chosen):
-        _names[device, _choice] = chosen
+        _names[device, choice()] = chosen
     return chosen
 
 
 def choose(device: torch.device) -> str:
     """As `name`, but whatever versions are installed."""
     admit(device)
+    wanted = choice()
     if device.type == "cuda":
-        if _choice == "cuda":
+        if wanted == "cuda":
             cuda.library()  # raises where it was not built
-        return "triton" if _choice == "triton" or not cuda.available() else "cuda"
-    if _choice != "auto":
-        return _choice
+        return "triton" if wanted == "triton" or not cuda.available() else "cuda"
+    if wanted != "auto":
+        return wanted
     if native.available():
         return "cpu"
     warnings.warn("alignkit's CPU kernels are not built; using the reference backend: same bits, very slow")
@@ -61,16 +77,15 @@ def choose(device: torch.device) -> str:
 
 def admit(device: torch.device) -> None:
     """Raises BackendError for a device that no backend of the choice is for."""
-    if _choice not in CHOICES:
-        raise BackendError(f"ALIGNKIT_BACKEND={_choice!r}: choose one of {', '.join(CHOICES)}")
+    wanted = choice()
     if device.type == "cuda":
-        if _choice not in ("auto", *GPU):
-            raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CUDA tensors")
+        if wanted not in ("auto", *GPU):
+            raise BackendError(f"ALIGNKIT_BACKEND: {wanted!r} is not a backend of CUDA tensors")
         _require_hopper(device)
     elif device.type != "cpu":
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
-    elif _choice in GPU:
-        raise BackendError(f"ALIGNKIT_BACKEND={_choice!r} is not a backend of CPU tensors")
+    elif wanted in GPU:
+        raise BackendError(f"ALIGNKIT_BACKEND: {wanted!r} is not a backend of CPU tensors")
 
 
 @functools.cache
@@ -102,12 +117,12 @@ def _module(op: str, backend: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def use(choice: str):
-    """Within the block, ops run on backend `choice`."""
+def use(wanted: str):
+    """Within the block, ops run on backend `wanted`."""
     global _choice
-    if choice not in CHOICES:
-        raise BackendError(f"choice: {choice!r} is none of {', '.join(CHOICES)}")
-    before, _choice = _choice, choice
+    if wanted not in CHOICES:
+        raise BackendError(f"choice: {wanted!r} is none of {', '.join(CHOICES)}")
+    before, _choice = _choice, wanted
     try:
         yield
     finally:
@@ -116,4 +131,5 @@ def use(choice: str):
 
 def for_tables() -> contextlib.AbstractContextManager[None]:
     """Within the block a choice for GPUs says nothing of CPU tensors: tables for a GPU are made there."""
-    return use("auto" if _choice in GPU else _choice)
+    wanted = choice()
+    return use("auto" if wanted in GPU else wanted)

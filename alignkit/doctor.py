@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from . import backends, cuda, native, ops, shown
 from .check.machine import installed, versions
+from .config import VARIABLES, unknown
 from .contract import contract_id
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
@@ -55,9 +56,10 @@ def facts() -> Iterator[str]:
         yield from (f"{'':<15}   {name}" for name in replaced)
     plugins = [e.value for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.name == "alignkit"]
     yield f"{'vllm plugin':<15} {plugins[0] if plugins else 'not installed: ALIGNKIT_VLLM=1 reaches no process'}"
-    for name in sorted(os.environ):
-        if name.startswith("ALIGNKIT_"):
-            yield f"{'environment':<15} {name}={os.environ[name]}"
+    for name in sorted({v.name for v in VARIABLES} & set(os.environ)):
+        yield f"{'environment':<15} {name}={os.environ[name]}"
+    for name in unknown(os.environ):
+        yield f"{'environment':<15} {name}={os.environ[name]}: no variable of the package, which does not read it"
 
 
 def devices() -> list[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from . import built
+from .config import config
 from .errors import BackendError
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
@@ -36,9 +36,9 @@ def library() -> ctypes.CDLL:
     lib = built.load(LIBRARY, "cpu")
     built.check_layout(lib, "Attention", _Attention)
     lib.alignkit_isa.restype = ctypes.c_char_p
-    wanted = os.environ.get("ALIGNKIT_CPU_ISA", "")
+    wanted = config.cpu_isa
     if not lib.alignkit_choose_isa(wanted.encode()):
-        raise BackendError(f"ALIGNKIT_CPU_ISA={wanted!r}: this machine has no such instruction set")
+        raise BackendError(f"ALIGNKIT_CPU_ISA: {wanted!r}: this machine has no such instruction set")
     return lib
 
 

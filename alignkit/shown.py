@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from . import _sources, cuda, native
+from .config import config
 from .contract import contract_id
 from .errors import BackendError
 
@@ -44,8 +45,8 @@ def installed(family: str) -> dict[str, str]:
         import triton
 
         found["triton"] = triton.__version__
-        if os.environ.get("TRITON_PTXAS_PATH"):  # an assembler other than Triton's own
-            found["ptxas"] = os.environ["TRITON_PTXAS_PATH"]
+        if config.ptxas:  # an assembler other than Triton's own
+            found["ptxas"] = config.ptxas
     return found
 
 
@@ -144,8 +145,7 @@ def _package(backend: str) -> str:
 
 
 def _file(key: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "alignkit" / f"golden-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return Path(config.cache).expanduser() / "alignkit" / f"golden-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _remembered(key: str) -> bool:

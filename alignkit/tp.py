@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import pickle
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from . import native, symmetric
 from .agreement import told
+from .config import config
 from .errors import AlignkitError, InputError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def strict() -> bool:
     """Whether ``ALIGNKIT_STRICT=1``: values on a GPU are looked at before they are used, although that waits for it."""
-    return os.environ.get("ALIGNKIT_STRICT", "0") == "1"
+    return config.strict
 
 
 class TP:
@@ -140,12 +140,12 @@ class TP:
             return [checks()] * self.size
         error, said = None, None
         try:
-            said = (None, checks())
+            said = (strict(), None, checks())
             pickle.dumps(said)
         except Exception as e:
-            error, said = e, _as_alignkit(e)
+            error, said = e, (None, *_as_alignkit(e))
         assert self.group is not None  # there is more than one rank
-        answers = told(self.group, (strict(), *said))
+        answers = told(self.group, said)
         if error is not None:
             raise error
         for rank, (_, kind, value) in enumerate(answers):

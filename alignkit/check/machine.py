@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from .. import backends
+from ..config import config
 
 
 def family() -> str:
@@ -31,7 +32,7 @@ def gpus() -> list[str]:
 def commit() -> str:
     """The commit of the checkout that alignkit runs from: ALIGNKIT_COMMIT where the checkout has no history
     with it, "unknown" where nothing says."""
-    given = os.environ.get("ALIGNKIT_COMMIT")
+    given = config.commit
     root = Path(__file__).parents[2]
     if given or not (root / ".git").exists() or shutil.which("git") is None:
         return given or "unknown"

@@ -18,18 +18,18 @@ def group(**options):
 
 
 def test_a_wait_is_as_long_as_the_groups(monkeypatch):
-    monkeypatch.delenv(symmetric._TIMEOUT, raising=False)
+    monkeypatch.delenv("ALIGNKIT_SYMMETRIC_TIMEOUT", raising=False)
     given = SimpleNamespace(_timeout=datetime.timedelta(minutes=30))
     assert symmetric._timeout(group(options=given), DEVICE) == 1800
     assert symmetric._timeout(group(), DEVICE) == symmetric._timeout(group(options=None), DEVICE) == 600
-    monkeypatch.setenv(symmetric._TIMEOUT, "2.5")
+    monkeypatch.setenv("ALIGNKIT_SYMMETRIC_TIMEOUT", "2.5")
     assert symmetric._timeout(group(options=given), DEVICE) == 2.5
 
 
 @pytest.mark.parametrize("value", ["soon", "", "0", "-1", "nan", "inf"])
 def test_a_wait_that_is_no_time(monkeypatch, value):
     """It is said on all ranks, which then do without symmetric memory: a rank that failed alone would leave others waiting."""
-    monkeypatch.setenv(symmetric._TIMEOUT, value)
+    monkeypatch.setenv("ALIGNKIT_SYMMETRIC_TIMEOUT", value)
     with pytest.raises(ValueError, match=f"ALIGNKIT_SYMMETRIC_TIMEOUT: {value!r}"):
         symmetric._timeout(group(), DEVICE)
     monkeypatch.setattr(symmetric, "_told", lambda group, value: [None, value])
