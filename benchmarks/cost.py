@@ -31,7 +31,6 @@ from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job
 from alignkit.check.run import Progress, execute, prepare, write_json
 from alignkit.check.terminal import interrupted_by_sigterm
-from alignkit.contract import contract_id
 
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
@@ -130,7 +129,7 @@ class Bench:
         self.out = options.out.resolve()
         self.name = datetime.datetime.now().isoformat(timespec="seconds")
         self.info = machine() | {
-            "contract": contract_id(family()),
+            "contract": family().contract_id,
             "size": options.size,
             "max_tokens": options.max_tokens,
             "repeats": options.repeats,

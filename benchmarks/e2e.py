@@ -27,7 +27,6 @@ from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job, Row
 from alignkit.check.run import Compared, WorkerError, compare_rows, execute, prepare, write_json
 from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
-from alignkit.contract import contract_id
 from alignkit.convert import read_architecture
 
 ROOT = Path(__file__).parents[1]
@@ -218,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"({time.monotonic() - started:.0f} s)"
     )
     info = machine() | {
-        "contract": contract_id(family()),
+        "contract": family().contract_id,
         "models": shapes,
         "parts": parts,
         "tp": options.tp,

@@ -35,11 +35,10 @@ import torch
 from e2e import ROOT, merge
 from stopwatch import Stopwatch, copy_speed
 
-from alignkit import backends
 from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
+from alignkit.runtime import dispatch
 
 KEY = ("b", "t", "h", "mode", "layout")
 MODES = ("none", "dht+dh0", "g", "gk", "g+gk")
@@ -188,10 +187,10 @@ def main(arguments: list[str] | None = None) -> int:
     speed = copy_speed(watch)
     name = datetime.datetime.now().isoformat(timespec="seconds")
     info = machine() | {
-        "contract": contract_id(family()),
+        "contract": family().contract_id,
         "seconds": options.seconds,
         "copy_tb_s": speed / 1e12,
-        "backend": backends.select("gated_delta_rule", device).__name__.rpartition(".")[2],
+        "backend": dispatch.select("gated_delta_rule", device).__name__.rpartition(".")[2],
     }
     info["versions"]["fla-core"] = version("fla-core")
     old = json.loads(options.json.read_text()) if options.json.exists() else {}

@@ -50,11 +50,10 @@ from e2e import ROOT, merge
 from stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
-from alignkit import backends
 from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.ops import head_logits, linear_logp, token_logp
+from alignkit.runtime import dispatch
 
 Shape = tuple[int, int, int]
 """n, d, v."""
@@ -374,9 +373,9 @@ class Bench:
         self.options, self.device, self.watch = options, device, Stopwatch(device)
         self.name = datetime.datetime.now().isoformat(timespec="seconds")
         self.info = machine() | {
-            "contract": contract_id(family()),
+            "contract": family().contract_id,
             "seconds": options.seconds,
-            "backend": backends.select("linear_logp", device).__name__.rpartition(".")[2],
+            "backend": dispatch.select("linear_logp", device).__name__.rpartition(".")[2],
         }
         self.info["versions"] |= packages()
         self.old = json.loads(options.json.read_text()) if options.json.exists() else {}

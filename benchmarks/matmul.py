@@ -38,11 +38,10 @@ import torch
 from e2e import ROOT, merge
 from stopwatch import Stopwatch
 
-from alignkit import backends
 from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.ops.linear import matmul
+from alignkit.runtime import dispatch
 
 KEY = ("case", "impl", "pass", "m")
 FEW = tuple(2**i for i in range(9))
@@ -278,9 +277,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     name = datetime.datetime.now().isoformat(timespec="seconds")
     info = machine() | {
-        "contract": contract_id(family()),
+        "contract": family().contract_id,
         "seconds": options.seconds,
-        "backend": backends.select("linear", device).__name__.rpartition(".")[2],
+        "backend": dispatch.select("linear", device).__name__.rpartition(".")[2],
     }
     info["versions"]["deep-gemm"] = version("deep-gemm")
     old = json.loads(options.json.read_text()) if options.json.exists() else {}

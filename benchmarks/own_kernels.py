@@ -5,15 +5,15 @@ import os
 
 
 def pytest_configure() -> None:
-    from alignkit import backends
     from alignkit.ops.linear import cublaslt, hopper
+    from alignkit.runtime import dispatch
 
     without = os.environ.get("ALIGNKIT_WITHOUT", "").split()
     if "cublaslt" in without:
         cublaslt._library = lambda: None
     if "hopper" in without:
         hopper.matmul = lambda *_: False
-    backends.CUDA = tuple(op for op in backends.CUDA if op not in without)
+    dispatch.CUDA = tuple(op for op in dispatch.CUDA if op not in without)
 
 
 def pytest_collection_modifyitems(items: list) -> None:

@@ -33,11 +33,10 @@ from e2e import ROOT, merge
 from stopwatch import Stopwatch, copy_speed
 from torch.nn.functional import rms_norm as torch_norm
 
-from alignkit import backends
 from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
-from alignkit.contract import contract_id
 from alignkit.ops import rms_norm
+from alignkit.runtime import dispatch
 
 KEY = ("case", "m", "n", "k", "impl", "pass")
 MOVED = {"forward": 2, "forward_residual": 4, "backward": 3}
@@ -124,10 +123,10 @@ BACKENDS = {"alignkit-triton": "triton"}
 
 
 def within(backend: str, function: Callable) -> Callable:
-    """`function`, called within ``backends.use(backend)``."""
+    """`function`, called within ``dispatch.use(backend)``."""
 
     def run(*args):
-        with backends.use(backend):
+        with dispatch.use(backend):
             return function(*args)
 
     return run
@@ -195,10 +194,10 @@ def main(arguments: list[str] | None = None) -> int:
     speed = copy_speed(watch)
     name = datetime.datetime.now().isoformat(timespec="seconds")
     info = machine() | {
-        "contract": contract_id(family()),
+        "contract": family().contract_id,
         "seconds": options.seconds,
         "copy_tb_s": speed / 1e12,
-        "backend": backends.select("rms_norm", device).__name__.rpartition(".")[2],
+        "backend": dispatch.select("rms_norm", device).__name__.rpartition(".")[2],
     }
     info["versions"] |= {package: version(package) for package in ("liger-kernel", "quack-kernels")}
     old = json.loads(options.json.read_text()) if options.json.exists() else {}

@@ -37,12 +37,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from e2e import ROOT, merge
 
-from alignkit import symmetric
 from alignkit.check.machine import family, machine
 from alignkit.check.run import write_json
-from alignkit.contract import contract_id
+from alignkit.dist import TP, symmetric
 from alignkit.testing import bitwise_equal, free_port
-from alignkit.tp import TP
 
 KEY = ("case", "impl", "pass", "m")
 COLUMNS = 4096
@@ -172,7 +170,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     if rank == 0:
         old = json.loads(options.json.read_text()) if options.json.exists() else {}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        info = machine() | {"contract": contract_id(family()), "seconds": round(time.monotonic() - started, 1)}
+        info = machine() | {"contract": family().contract_id, "seconds": round(time.monotonic() - started, 1)}
         write_json(options.json, merge(old, name, info, rows, KEY))
         print(f"{len(rows)} rows, {info['seconds']} s; {options.json}")
     dist.destroy_process_group()

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from alignkit import AlignkitError, BackendError, InputError, backends
+from alignkit import AlignkitError, BackendError, InputError
 from alignkit.config import VARIABLES, Config, config, unknown
+from alignkit.runtime import dispatch
 
 ROOT = Path(__file__).parents[1]
 FLAGS = [v for v in VARIABLES if isinstance(v.default, bool)]
@@ -65,14 +66,14 @@ def test_what_is_read_is_what_it_says_now(monkeypatch):
 
 
 def test_the_backend_is_kept_until_it_is_read_again(monkeypatch):
-    monkeypatch.setattr(backends, "_choice", None)
+    monkeypatch.setattr(dispatch, "_choice", None)
     monkeypatch.setenv("ALIGNKIT_BACKEND", "reference")
-    assert backends.name("cpu") == "reference"
+    assert dispatch.name("cpu") == "reference"
     monkeypatch.setenv("ALIGNKIT_BACKEND", "fast")
-    assert backends.name("cpu") == "reference"
-    backends.read_again()
+    assert dispatch.name("cpu") == "reference"
+    dispatch.read_again()
     with pytest.raises(BackendError, match="ALIGNKIT_BACKEND: 'fast' is none of auto, cpu, reference, triton, cuda"):
-        backends.name("cpu")
+        dispatch.name("cpu")
 
 
 def test_names_that_are_none():

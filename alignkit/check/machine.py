@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from .. import backends
 from ..config import config
+from ..runtime import dispatch
+from ..runtime.families import CPU, SM90, Family
 
 
-def family() -> str:
+def family() -> Family:
     """The device family that engines run on here."""
-    return backends.family("cuda" if torch.cuda.is_available() else "cpu")
+    return dispatch.family((SM90 if torch.cuda.is_available() else CPU).device_type)
 
 
 def gpus() -> list[str]:

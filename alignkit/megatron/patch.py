@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from alignkit import backends, contract, symmetric
+from alignkit import contract
+from alignkit.dist import TP, symmetric
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.tp import TP
+from alignkit.runtime import dispatch
 
 from . import fingerprint, running, seams
 
@@ -76,7 +77,7 @@ def status(model: Any = None) -> dict[str, Any]:
     }
     if model is not None:
         device = next(model.parameters()).device  # without a model nothing says what will compute
-        report["contract"], report["backend"] = contract.contract_id(device), backends.name(device)
+        report["contract"], report["backend"] = contract.contract_id(device), dispatch.name(device)
         report["aligned"] = {
             path: type(module).op for path, module in model.named_modules() if type(module) in modules.ALIGNED
         }
@@ -239,7 +240,7 @@ class Patch:
                     | supported.check_input(model, self.vocab_size, **call)
                     | {
                         "vocab_size": self.vocab_size,
-                        "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
+                        "contract": dispatch.family(next(model.parameters()).device).contract_id,
                     }
                 )
 

@@ -16,9 +16,9 @@ import weakref
 import torch
 import torch.nn.functional as F
 
-from alignkit import backends
+from alignkit.dist import strict
 from alignkit.errors import AlignkitError, BackendError, InputError, UnsupportedError
-from alignkit.tp import strict
+from alignkit.runtime import dispatch
 
 _REQUIRED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
 
@@ -180,7 +180,7 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
         if parameter.device in devices:
             continue
         try:
-            backends.name(parameter.device)
+            dispatch.name(parameter.device)
         except BackendError as e:
             raise UnsupportedError(f"{path}.{name}: {e}") from None
         devices.add(parameter.device)

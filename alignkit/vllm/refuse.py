@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from alignkit import tp
+from alignkit.dist import strict
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.vllm.built import architecture
 from alignkit.vllm.seams import STRUCTURE, installed
@@ -77,8 +77,7 @@ def _compilation_reasons(compilation, allowed: bool) -> list[str]:
             "CUDA graphs without torch.compile between them (VLLM_USE_BREAKABLE_CUDAGRAPH)": _is_set(
                 "VLLM_USE_BREAKABLE_CUDAGRAPH"
             ),
-            "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)": captures
-            and tp.strict(),
+            "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)": captures and strict(),
             f"compilation mode {mode}": mode not in ("NONE", "VLLM_COMPILE"),
             f"compilation backend {compilation.backend}": compiles and compilation.backend not in ("inductor", "eager"),
             "graphs partitioned by inductor": compiles and bool(compilation.use_inductor_graph_partition),

@@ -9,8 +9,8 @@ import torch
 from alignkit.ops.linear import cublaslt
 
 pytest.importorskip("triton")
-from alignkit.ops import _triton
-from alignkit.ops.linear.launch import Launch
+from alignkit.runtime import launch as launches
+from alignkit.runtime.launch import Launch
 
 
 class On(torch.Tensor):
@@ -66,16 +66,16 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current)
     monkeypatch.setattr(torch.cuda, "device", found.device)
     active = mock.Mock(get_current_device=lambda: found.current, get_current_stream=lambda device: 0)
-    monkeypatch.setattr(_triton, "driver", mock.Mock(active=active))
-    monkeypatch.setattr(_triton, "triton", mock.Mock(JITFunction=Kernel))
-    monkeypatch.setattr(_triton, "_ready", {})
+    monkeypatch.setattr(launches, "driver", mock.Mock(active=active))
+    monkeypatch.setattr(launches, "triton", mock.Mock(JITFunction=Kernel))
+    monkeypatch.setattr(launches, "_ready", {})
     return found
 
 
 def test_launch(gpus):
     kernel = Kernel(gpus)
     for number in (1, 0, 1, 0):
-        _triton.launch(kernel, (1,), (None, On(number, 8), 3), {"num_warps": 4}, BLOCK=8)
+        launches.launch(kernel, (1,), (None, On(number, 8), 3), {"num_warps": 4}, BLOCK=8)
     assert kernel.launched == [1, 0, 1, 0] and kernel.compiled == 2 and gpus.current == 0
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from alignkit import BackendError, backends
+from alignkit import BackendError
 from alignkit.ops import linear
 from alignkit.ops.linear import cublaslt, matmul
+from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn, seeds
@@ -468,7 +469,7 @@ def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
 
 
 def cuda_kernels():
-    if backends.name("cuda") != "cuda":
+    if dispatch.name("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")
     from alignkit.ops.linear import cuda
 

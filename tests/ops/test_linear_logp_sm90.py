@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from alignkit import backends, cuda, ops
+from alignkit import ops
 from alignkit.ops.linear import matmul
 from alignkit.ops.linear_logp import _Transform
+from alignkit.runtime import cuda, dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn, seeds
@@ -176,7 +177,7 @@ def test_the_op(kwargs):
         out = out if isinstance(out, tuple) else (out,)
         return *out, *torch.autograd.grad(out, leaves, [torch.linspace(-1, 1, 9000) for _ in out])
 
-    with backends.use("triton"):
+    with dispatch.use("triton"):
         want = run()
     got = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -206,7 +207,7 @@ def test_what_the_kernels_do_not_take():
     """fp32, odd strides, few rows: Triton's, the same bits, and no error."""
     hidden, weight = operands(600, 72, 300, 0)
     target = torch.randint(0, 300, (600,))
-    with backends.use("triton"):
+    with dispatch.use("triton"):
         want = ops.linear_logp(hidden, weight, target)
     for h, w in (
         (hidden[:100], weight),

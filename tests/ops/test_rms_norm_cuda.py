@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from alignkit import backends, cuda, ops
+from alignkit import ops
+from alignkit.runtime import cuda, dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, seeds
@@ -150,7 +151,7 @@ def test_what_the_kernels_do_not_take(x):
     seen = []
     for backend in ("cuda", "triton"):
         leaves = [t.detach().requires_grad_() for t in (x, weight, x)]
-        with backends.use(backend):
+        with dispatch.use(backend):
             out = ops.rms_norm(*leaves[:2], 1e-6, leaves[2])
             seen.append([*out, *torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out])])
     for i, (a, b) in enumerate(zip(*seen, strict=True)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from ... import backends
+from ...runtime import dispatch
 from .._calls import final, op
 from .._common import (
     WITH_FP16,
@@ -150,7 +150,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     dh0 = q.new_empty(sequences, heads, *state, dtype=torch.float32) if need_dh0 else None
     dv2 = torch.empty(dv.shape, dtype=dv.dtype, device=dv.device)
     g, gk, dht = (t if t is None else t.contiguous() for t in (g, gk, dht))
-    backends.select("gated_delta_rule", q.device).bwd_dhu(
+    dispatch.select("gated_delta_rule", q.device).bwd_dhu(
         q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first, base2, dh, dh0, dv2
     )
     return final("chunk_gated_delta_rule_bwd_dhu", (dh, dh0, dv2), inputs)

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ... import cuda
+from ...runtime import cuda
 from . import triton
 
 

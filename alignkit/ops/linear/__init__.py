@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ... import backends
 from ...contract import k_leaves
-from ...tp import TP
+from ...dist import TP
+from ...runtime import dispatch
 from .._calls import differentiable_once, op
 from .._common import WITH_FP16, check_flag, check_tp, check_weight, require, rounded
 
@@ -32,7 +32,7 @@ def matmul(
     if out is None:
         out = to if to is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     if out.numel():
-        backends.select("linear", a.device).matmul(a, b, leaves, bias, out, accumulate)
+        dispatch.select("linear", a.device).matmul(a, b, leaves, bias, out, accumulate)
     return out
 
 

@@ -8,18 +8,19 @@ import functools
 
 import torch
 
-from ... import cuda
+from ...runtime import cuda
+from ...runtime.families import SM90
+from ...runtime.operands import copied, operand
 from . import triton
-from .launch import copied, operand
 from .triton import resume
 
 __all__ = ["few", "matmul", "narrow", "resume", "takes", "tree"]
 
 FEW = 256
 """At most so many rows."""
-FEWER, WIDE = 64, 128 * 132
+FEWER, WIDE = 64, 128 * SM90.multiprocessors
 """`few`: at most so many rows, and at least so many outputs, a tile for each multiprocessor."""
-NARROW, LONG = 16 * 132, 2048
+NARROW, LONG = 16 * SM90.multiprocessors, 2048
 """At most so many outputs, likewise, and at least so much k: there the chain takes longer than to read the weight."""
 NARROW_ROWS = 32
 """Each block reads all rows; with more, that takes longer than by larger tiles."""

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import MOST, Launch, Operand, copied, operand
+from ...runtime.launch import Launch
+from ...runtime.operands import MOST, Operand, copied, operand
 
 ROWS = gl.constexpr(64)
 """Of a group of warps; a tile has two."""

@@ -17,9 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.launch import Launch
+from ...runtime.operands import MOST, Operand, operand
 from .._triton import tree_sum
 from . import cublaslt, hopper
-from .launch import MOST, Launch, Operand, operand
 
 FEW = 256
 """Up to so many rows, hopper.py's tiles of 128 x 128 would leave most of the device's multiprocessors idle."""

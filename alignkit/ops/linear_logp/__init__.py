@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ... import backends
-from ...contract import HEAD_ROWS, VOCAB_TILE
+from ...contract import VOCAB_TILE
+from ...dist import SINGLE, TP
 from ...errors import InputError
-from ...tp import SINGLE, TP
+from ...runtime import dispatch
+from ...runtime.families import CPU, SM90, on_host
 from .._calls import differentiable_once, op
 from .._common import (
     check_apart,
@@ -36,13 +37,13 @@ from .._common import (
 from ..linear import matmul, row_sum
 from .vocab import Shards
 
-WORKSPACE = {"cpu": 1 << 23, "sm90": 132 << 20}
+WORKSPACE = {CPU: 1 << 23, SM90: SM90.multiprocessors << 20}
 """Bytes of logits alive at a time, and of their gradients, if the caller does not say, by device family; not in the
 contract."""
-PART_ROWS = {"cpu": None, "sm90": 4096}
+PART_ROWS = {CPU: None, SM90: 4096}
 """Rows of logits computed at a time, so that they are still in the cache when they are read; not in the contract."""
-EVEN = 66 * VOCAB_TILE
-"""So many ids, or a multiple, are shared evenly by the 132 multiprocessors of a GPU; 256 at least."""
+EVEN = SM90.multiprocessors // 2 * VOCAB_TILE
+"""So many ids, or a multiple, are shared evenly by the multiprocessors of a GPU; 256 at least."""
 
 
 def _cuts(start: int, stop: int, step: int | None, border: int = 0) -> list[slice]:
@@ -100,8 +101,8 @@ class _Head:
             kept,
             filled,
         )
-        self.family = backends.family(hidden.device)
-        self.backend = backends.select("linear_logp", hidden.device)
+        self.family = dispatch.family(hidden.device)
+        self.backend = dispatch.select("linear_logp", hidden.device)
         self.workspace = WORKSPACE[self.family] if workspace is None else workspace
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int | None]:
@@ -116,7 +117,7 @@ class _Head:
     def slabs(self, rows: int, columns: int, summed: bool) -> tuple[int, int | None]:
         """Of how many rows and columns to take the gradient at a time, where chains go over columns and begin again at every
         HEAD_ROWS rows; `summed`: if so, sums over these take memory too."""
-        most = HEAD_ROWS[self.family]
+        most = self.family.head_rows
         if most is None:
             return _cpu_rows(columns, self.workspace), None
         sums = 4 * self.weight.shape[1] if summed and rows > most else 0
@@ -149,7 +150,7 @@ class _Head:
         z = self.kept[rows, columns]
         if not self.filled:
             _product(z, self.hidden[rows], self.weight[columns])
-        return z.clone() if self.family == "cpu" else z
+        return z if self.family.on_gpu else z.clone()
 
     def logits(self, rows: slice, columns: slice) -> torch.Tensor:
         """fp32, before temperature."""
@@ -240,10 +241,10 @@ class _Given:
 
     def __init__(self, logits, order: torch.Tensor | None = None):
         self.given = logits if logits.stride(1) == 1 else logits.contiguous()
-        self.order, self.family = order, backends.family(logits.device)
+        self.order, self.family = order, dispatch.family(logits.device)
 
     def blocks(self, rows: int, columns: int) -> tuple[int, None]:
-        return _cpu_rows(columns, WORKSPACE["cpu"]) if self.family == "cpu" else HEAD_ROWS[self.family], None
+        return self.family.head_rows if self.family.on_gpu else _cpu_rows(columns, WORKSPACE[CPU]), None
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
         return self.given[rows if self.order is None else self.order[rows]][:, columns]
@@ -257,7 +258,7 @@ class _Given:
 
 def _row_sums(source, device, n: int, target, temperature, shards: Shards, tp: TP, entropy: bool):
     """For each block of the n rows: the block, and its maxima and sums over all ranks (see the backends' `join`)."""
-    backend = backends.select("linear_logp", device)
+    backend = dispatch.select("linear_logp", device)
     start, lead = shards.starts[tp.rank], shards.lead(tp.rank)
     columns, tail = shards.columns(tp.rank), shards.tail(tp.rank)
     tiles = -(-(columns - lead) // VOCAB_TILE)
@@ -299,7 +300,7 @@ def _row_sums(source, device, n: int, target, temperature, shards: Shards, tp: T
 
 def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
     """logp, lse, entropy (or None), fp32 [N], of this source on every rank."""
-    backend = backends.select("linear_logp", target.device)
+    backend = dispatch.select("linear_logp", target.device)
     parts = [
         backend.finish(m, sums, target[rows], entropy)
         for rows, m, sums in _row_sums(source, target.device, len(target), target, temperature, shards, tp, entropy)
@@ -313,14 +314,14 @@ def _statistics(source, target, temperature, shards: Shards, tp: TP, entropy: bo
 
 def _remaining(ignored: torch.Tensor) -> torch.Tensor:
     """The rows that count, in order. Counting them would wait for a GPU: there the ignored rows follow at the end."""
-    if ignored.device.type == "cpu":
+    if on_host(ignored.device):
         return (~ignored).nonzero()[:, 0]
     return torch.argsort(ignored, stable=True)
 
 
 def _count(target: torch.Tensor) -> torch.Tensor | None:
     """How many rows count, on a GPU; they come first there."""
-    return None if target.device.type == "cpu" else (target >= 0).sum(dtype=torch.int32)
+    return None if on_host(target.device) else (target >= 0).sum(dtype=torch.int32)
 
 
 def _taken(values: torch.Tensor | None, order: torch.Tensor | None) -> torch.Tensor | None:
@@ -342,7 +343,7 @@ def _flat(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False, resume: bool = False) -> None:
     """out <- a . b^T, added to what it holds if `add`; if `resume`, its chains go on from there."""
-    backend = backends.select("linear", a.device)
+    backend = dispatch.select("linear", a.device)
     if resume:
         backend.resume(a, b, out)
     else:
@@ -464,13 +465,13 @@ def _ordered(
     """The rows in `order`, in the memory of `to` if given. An ignored one may hold anything: it is taken for zeros."""
     to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if to is None else to
     to = to[: len(order)]
-    backends.select("linear_logp", hidden.device).take(hidden, order, target, to)
+    dispatch.select("linear_logp", hidden.device).take(hidden, order, target, to)
     return to
 
 
 def _returned(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
     """`to` [N, D] <- the fp32 rows `order`, rounded; zeros elsewhere."""
-    backends.select("linear_logp", to.device).put(sums, order, target, to)
+    dispatch.select("linear_logp", to.device).put(sums, order, target, to)
     return to
 
 
@@ -480,7 +481,7 @@ class _LogitsLogp(torch.autograd.Function):
     def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy, shape):
         # On a GPU every row is taken where it is: nothing is summed over rows here.
         ignored = target == ignore_index
-        order = _remaining(ignored) if target.device.type == "cpu" else None
+        order = _remaining(ignored) if on_host(target.device) else None
         target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
         logp, lse, ent = _statistics(_Given(logits, order), target, temperature, shards, tp, entropy)
         ctx.save_for_backward(logits, order, target, temperature, lse, ent)
@@ -502,7 +503,7 @@ class _LogitsLogp(torch.autograd.Function):
         )
         grad = (torch.empty if order is None else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
         grad[:, columns.stop :].zero_()
-        backend = backends.select("linear_logp", logits.device)
+        backend = dispatch.select("linear_logp", logits.device)
         for rows in _cuts(0, len(target), source.blocks(len(target), max(shards.sizes))[0]):
             z = source.products(rows, columns)
             out = grad[rows, columns] if order is None else torch.empty_like(z)
@@ -520,7 +521,7 @@ def _check_transform(soft_cap, logit_scale) -> None:
 
 def _is_number(temperature) -> bool:
     """Whether it can be read without waiting for a GPU."""
-    return not isinstance(temperature, torch.Tensor) or (temperature.ndim == 0 and temperature.device.type == "cpu")
+    return not isinstance(temperature, torch.Tensor) or (temperature.ndim == 0 and on_host(temperature.device))
 
 
 def _check_temperature(temperature, shape: torch.Size, device) -> None:
@@ -578,7 +579,7 @@ def _rows(target, temperature, shape, device, ignore_index: int, vocab: int):
     t = _temperatures(temperature, shape, device)
     target = None if target is None else target.reshape(-1).contiguous()
     if not looks(device) and (target is not None or t is not None):
-        backends.select("linear_logp", device).check_rows(target, t, vocab, ignore_index)
+        dispatch.select("linear_logp", device).check_rows(target, t, vocab, ignore_index)
     return target, t
 
 
@@ -827,7 +828,7 @@ def log_softmax(
     """
     flat, t, shards = _whole(logits, temperature, vocab_size)
     out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
-    source, backend = _Given(flat), backends.select("linear_logp", flat.device)
+    source, backend = _Given(flat), dispatch.select("linear_logp", flat.device)
     for rows, m, sums in _row_sums(source, flat.device, len(flat), None, t, shards, SINGLE, False):
         backend.spread(source.products(rows, slice(0, shards.vocab_size)), _part(t, rows), m, sums, out[rows])
     return out.reshape(logits.shape)
@@ -862,7 +863,7 @@ def token_logp(
             f"shape {tuple(logits.shape)} on {device}"
         )
     _check_temperature(temperature, rows, device)
-    backend, t = backends.select("linear_logp", device), _temperatures(temperature, rows, device)
+    backend, t = dispatch.select("linear_logp", device), _temperatures(temperature, rows, device)
     if looks(device):
         bad = token_ids[(token_ids < 0) | (token_ids >= vocab)][:1].tolist()
         require(not bad, f"token_ids: {bad} is not in [0, {vocab})")

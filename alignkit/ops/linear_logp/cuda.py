@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from ... import cuda
+from ...runtime import cuda
 from ..linear.cuda import takes
 from .triton import check_rows, finish, gradient, gradient_type, join, pick, put, spread, statistics, take, transform
 

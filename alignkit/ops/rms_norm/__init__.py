@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import backends
 from ...errors import InputError
+from ...runtime import dispatch
 from .._calls import differentiable_once, op
 from .._common import check_device, check_flag, check_like, check_number, check_tensor, rounded
 
@@ -14,7 +14,7 @@ from .._common import check_device, check_flag, check_like, check_number, check_
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, zero_centered):
-        backend = backends.select("rms_norm", x.device)
+        backend = dispatch.select("rms_norm", x.device)
         total, y, rstd = backend.forward(x, weight.contiguous(), eps, residual, zero_centered)
         ctx.save_for_backward(total, weight, rstd)
         ctx.zero_centered = zero_centered
@@ -27,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
         has_residual = ctx.needs_input_grad[1]
         if dy is None:
             return d_total, d_total if has_residual else None, None, None, None
-        dx, dw = backends.select("rms_norm", dy.device).backward(
+        dx, dw = dispatch.select("rms_norm", dy.device).backward(
             dy.contiguous(),
             total,
             weight.contiguous(),

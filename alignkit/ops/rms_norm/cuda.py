@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from ... import cuda
+from ...runtime import cuda
 from . import triton
 
 NARROW, LONG, WIDE, ROWS = 32, 4096, 16384, 1 << 27

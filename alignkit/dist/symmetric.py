@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import backends, cuda
-from .config import config
-from .errors import BackendError, InputError
+from ..config import config
+from ..errors import BackendError, InputError
+from ..runtime import cuda, dispatch, families
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What the kernel rounds to."""
@@ -51,7 +51,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.
 def workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
     """The group's workspace; None if a rank has ``ALIGNKIT_SYMMETRIC=0`` or cannot read another's memory. The first call is a
     collective one that waits for the device; while a CUDA graph is captured it decides nothing and is None."""
-    if device.type != "cuda" or group in _made:
+    if families.on_host(device) or group in _made:
         return _made.get(group)
     if (
         dist.get_world_size(group) not in SIZES
@@ -207,7 +207,7 @@ def _wanted(device: torch.device) -> bool:
     if not config.symmetric:
         return False
     try:
-        return backends.name(device) == "cuda"
+        return dispatch.name(device) == families.CUDA
     except BackendError:
         return False
 

@@ -1,8 +1,8 @@
-"""The one place that picks the backend of an op.
+"""Who computes an op.
 
 `auto` takes the fastest backend of the tensor's device that keeps the contract. Backends of one device
 family give the same bits, so the choice is one of speed; where there is none, it is an error, never a fallback. With
-versions of torch and Triton that those bits were not shown with, they are tested first (`alignkit.shown`).
+versions of torch and Triton that those bits were not shown with, they are tested first (shown.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from types import ModuleType
 
 import torch
 
-from . import cuda, native, shown
-from .config import Config, config
-from .errors import BackendError
+from ..config import Config, config
+from ..errors import BackendError
+from . import cuda, families, native, shown
+from .families import Family
 
 CHOICES = Config.backend.allowed
-GPU = ("triton", "cuda")
+AUTO = Config.backend.default
 CUDA = ("gated_delta_rule", "linear", "linear_logp", "rms_norm")
 """Ops that have CUDA kernels, csrc/sm90, beside those of Triton."""
 _choice: str | None = None
@@ -53,45 +54,43 @@ def name(device: torch.device | str = "cpu") -> str:
     known = None if _choice is None else _names.get((device, _choice))
     if known is not None:
         return known
-    chosen = choose(device)
+    chosen = strongest(device)
     if shown.require(device, chosen):
         _names[device, choice()] = chosen
     return chosen
 
 
-def choose(device: torch.device) -> str:
+def strongest(device: torch.device) -> str:
     """As `name`, but whatever versions are installed."""
-    admit(device)
-    wanted = choice()
-    if device.type == "cuda":
-        if wanted == "cuda":
+    family, wanted = admit(device), choice()
+    if family.on_gpu:
+        if wanted == families.CUDA:
             cuda.library()  # raises where it was not built
-        return "triton" if wanted == "triton" or not cuda.available() else "cuda"
-    if wanted != "auto":
+        return families.TRITON if wanted == families.TRITON or not cuda.available() else families.CUDA
+    if wanted != AUTO:
         return wanted
     if native.available():
-        return "cpu"
+        return families.NATIVE
     warnings.warn("alignkit's CPU kernels are not built; using the reference backend: same bits, very slow")
-    return "reference"
+    return families.REFERENCE
 
 
-def admit(device: torch.device) -> None:
-    """Raises BackendError for a device that no backend of the choice is for."""
-    wanted = choice()
-    if device.type == "cuda":
-        if wanted not in ("auto", *GPU):
-            raise BackendError(f"ALIGNKIT_BACKEND: {wanted!r} is not a backend of CUDA tensors")
-        _require_hopper(device)
-    elif device.type != "cpu":
+def admit(device: torch.device) -> Family:
+    """The device's family. Raises BackendError for a device of none, and if no backend of the choice is for it."""
+    family, wanted = families.of_type(device), choice()
+    if family is None:
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
-    elif wanted in GPU:
-        raise BackendError(f"ALIGNKIT_BACKEND: {wanted!r} is not a backend of CPU tensors")
+    if wanted not in (AUTO, *family.backends):
+        raise BackendError(f"ALIGNKIT_BACKEND: {wanted!r} is not a backend of {family.device_type.upper()} tensors")
+    if family.on_gpu:
+        _require_capability(device, family)
+    return family
 
 
 @functools.cache
-def _require_hopper(device: torch.device) -> None:
+def _require_capability(device: torch.device, family: Family) -> None:
     capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
+    if capability != family.capability:
         raise BackendError(
             f"device: {torch.cuda.get_device_name(device)} has compute capability "
             f"{'.'.join(map(str, capability))}; alignkit's contract for CUDA is that of 9.0 (Hopper)"
@@ -100,15 +99,16 @@ def _require_hopper(device: torch.device) -> None:
         raise BackendError("device: CUDA tensors need triton, which is not installed")
 
 
-def family(device: torch.device | str) -> str:
-    """The device family whose bits `device` computes: ``cpu`` or ``sm90``."""
-    return "sm90" if name(device) in GPU else "cpu"
+def family(device: torch.device | str) -> Family:
+    """The device family whose bits `device` computes. Raises as `name` does."""
+    backend = name(device)
+    return next(family for family in families.FAMILIES if backend in family.backends)
 
 
 def select(op: str, device: torch.device | str) -> ModuleType:
     """The module that implements `op` (a folder of alignkit.ops) for tensors on `device`."""
     backend = name(device)
-    return _module(op, "triton" if backend == "cuda" and op not in CUDA else backend)
+    return _module(op, families.TRITON if backend == families.CUDA and op not in CUDA else backend)
 
 
 @functools.cache
@@ -132,4 +132,4 @@ def use(wanted: str):
 def for_tables() -> contextlib.AbstractContextManager[None]:
     """Within the block a choice for GPUs says nothing of CPU tensors: tables for a GPU are made there."""
     wanted = choice()
-    return use("auto" if wanted in GPU else wanted)
+    return use(wanted if wanted in families.CPU.backends else AUTO)
