@@ -127,7 +127,7 @@ def _shown(device: str) -> str:
 
 def _backend(op: str, device: str) -> str:
     try:
-        return dispatch.select(op, device).__name__.rpartition(".")[2]
+        return dispatch.kernels(op, dispatch.name(device))[0].backend
     except BackendError:  # the lines before say why
         return "none"
 

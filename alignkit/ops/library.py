@@ -20,6 +20,7 @@ from ._common import WITH_FP16, check_weight, looks, rows, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
 from .rms_norm import check as _check_norm
+from .rms_norm import forward as _norm
 from .rope import check as _check_rope
 from .silu_mul import check as _check_silu
 
@@ -98,7 +99,7 @@ def _add_rms_norm(x, residual, weight, eps):
         or (residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype))
     ):
         _check_norm(x, weight, eps, residual)
-    total, y, _ = dispatch.select("rms_norm", x.device).forward(x, weight.contiguous(), eps, residual)
+    total, y, _ = _norm(x, weight.contiguous(), eps, residual)
     return y, total
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from alignkit.ops.linear import cublaslt
+from alignkit.ops.linear.problem import Product
 
 pytest.importorskip("triton")
 from alignkit.runtime import launch as launches
@@ -93,6 +94,7 @@ def test_cublaslt(gpus, monkeypatch):
     seen = []
     monkeypatch.setattr(cublaslt, "_launchers", {})
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
+    monkeypatch.setattr(cublaslt, "_chain", lambda: None)
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 10 + device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -103,5 +105,5 @@ def test_cublaslt(gpus, monkeypatch):
     monkeypatch.setattr(cublaslt, "_decide", decide)
     for number in (1, 0, 1):
         a, b, out = On(number, 40, 64), On(number, 24, 64), On(number, 40, 24)
-        assert cublaslt.matmul(a, b, None, out, False, None)
+        cublaslt.prepare(Product.of("triton", a, b, 1, None, out, False))(a, b, None, out)
     assert seen == [(1, 1), (11, 1), (0, 0), (10, 0), (11, 1)] and gpus.current == 0

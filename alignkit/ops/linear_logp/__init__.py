@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 
@@ -18,6 +19,7 @@ from ...dist import SINGLE, TP
 from ...errors import InputError
 from ...runtime import dispatch
 from ...runtime.families import CPU, SM90, on_host
+from ...runtime.operands import operand
 from .._calls import differentiable_once, op
 from .._common import (
     check_apart,
@@ -34,7 +36,8 @@ from .._common import (
     round_into,
     rows_shape,
 )
-from ..linear import matmul, row_sum
+from ..linear import matmul, product, row_sum
+from .problem import Head, HeadGradient, HeadProducts
 from .vocab import Shards
 
 WORKSPACE = {CPU: 1 << 23, SM90: SM90.multiprocessors << 20}
@@ -161,16 +164,13 @@ class _Head:
 
     def statistics(self, rows: slice, columns: slice, *args) -> bool:
         """Those of the products, if that takes no products in memory; see the backend."""
-        return self._fused(
-            "head_statistics",
-            self.hidden[rows],
-            self.weight[columns],
-            self.how.of(columns),
-            *args,
-            self.count,
-            rows.start,
-            None if self.kept is None else self.kept[rows, columns],
-        )
+        hidden, weight = self.hidden[rows], self.weight[columns]
+        products = None if self.kept is None else self.kept[rows, columns]
+        kernel = self._fused("head_statistics", Head, hidden, weight, products)
+        if kernel is None:
+            return False
+        kernel.head_statistics(hidden, weight, self.how.of(columns), *args, self.count, rows.start, products)
+        return True
 
     def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple, memory: torch.Tensor) -> torch.Tensor:
         """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
@@ -178,19 +178,12 @@ class _Head:
         width = c + -c % 8
         dz = memory[: n * width].view(n, width)[:, :c]
         temperature, target, *others = (_part(v, rows) for v in per_row)
-        if not self.filled and self._fused(
-            "head_gradient",
-            self.hidden[rows],
-            self.weight[columns],
-            self.how.of(columns),
-            temperature,
-            target,
-            first,
-            *others,
-            dz,
-            self.count,
-            rows.start,
-        ):
+        hidden, weight = self.hidden[rows], self.weight[columns]
+        kernel = None if self.filled else self._fused("head_gradient", HeadGradient, hidden, weight, dz)
+        if kernel is not None:
+            kernel.head_gradient(
+                hidden, weight, self.how.of(columns), temperature, target, first, *others, dz, self.count, rows.start
+            )
             return dz
         height, step = self.blocks(n, c)
         for part in _cuts(0, n, height):
@@ -216,17 +209,22 @@ class _Head:
         """What the gradient dz of these rows and columns gives: for dhidden [rows, D], whose chains go on from what it holds if
         `resume`; for dweight [columns, D], where the chains are added to what it holds if `add`. Either may be None."""
         hidden, weight = self.hidden[rows], self.weight[columns]
-        if self._fused("head_products", dz, hidden, weight, dhidden, dweight, resume, add, self.count, rows.start):
+        kernel = self._fused("head_products", HeadProducts, dz, hidden, weight, dhidden, dweight)
+        if kernel is not None:
+            kernel.head_products(dz, hidden, weight, dhidden, dweight, resume, add, self.count, rows.start)
             return
         if dhidden is not None:
             _product(dhidden, dz, weight.t(), resume=resume)
         if dweight is not None:
             _product(dweight, dz.t(), hidden.t(), add=add)
 
-    def _fused(self, name: str, *args) -> bool:
-        """Whether the backend has a kernel of its own for that, and it took these operands."""
-        kernel = getattr(self.backend, name, None)
-        return kernel is not None and kernel(*args)
+    def _fused(self, op: str, kind: type, *tensors: torch.Tensor | None) -> ModuleType | None:
+        """The file of a kernel that does all of it at once; None where products go to memory first."""
+        backend = dispatch.name(self.hidden.device)
+        if dispatch.sole(op, backend) is not None:
+            return None
+        kernel = dispatch.choose(op, kind(backend, *map(operand, tensors)))
+        return kernel.load() if kernel.rule else None
 
 
 def _head(hidden, weight, bias, soft_cap, logit_scale, *args, **options) -> _Head:
@@ -244,7 +242,8 @@ class _Given:
         self.order, self.family = order, dispatch.family(logits.device)
 
     def blocks(self, rows: int, columns: int) -> tuple[int, None]:
-        return self.family.head_rows if self.family.on_gpu else _cpu_rows(columns, WORKSPACE[CPU]), None
+        most = self.family.head_rows
+        return _cpu_rows(columns, WORKSPACE[CPU]) if most is None or not self.family.on_gpu else most, None
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
         return self.given[rows if self.order is None else self.order[rows]][:, columns]
@@ -343,11 +342,10 @@ def _flat(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False, resume: bool = False) -> None:
     """out <- a . b^T, added to what it holds if `add`; if `resume`, its chains go on from there."""
-    backend = dispatch.select("linear", a.device)
     if resume:
-        backend.resume(a, b, out)
+        dispatch.select("linear_resume", a.device).resume(a, b, out)
     else:
-        backend.matmul(a, b, 1, None, out, add)
+        product(a, b, 1, None, out, add)
 
 
 @differentiable_once("linear_logp")
