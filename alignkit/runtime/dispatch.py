@@ -135,7 +135,8 @@ class Kernel:
     """The function of that file that says of a problem why the kernel is not for it, or None; "": it takes all."""
     prepare: str = ""
     """The function that makes of a problem what launches it, for ops that keep that."""
-
+    declines: str = ""
+    """When it may decline on the device what it is right for; "": never."""
     folder: str = ""
     """Set by `order`."""
 
