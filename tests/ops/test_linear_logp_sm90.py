@@ -7,7 +7,7 @@ from hypothesis import example, given
 
 from alignkit import ops
 from alignkit.ops.linear import matmul
-from alignkit.ops.linear_logp import _Transform
+from alignkit.ops.linear_logp.source import Transform
 from alignkit.runtime import cuda, dispatch
 from alignkit.testing import assert_bitwise_equal
 
@@ -29,7 +29,7 @@ def operands(n, d, v, seed):
 
 
 def transform(v, bias, cap, scale):
-    return _Transform(randn(v) if bias else None, cap, scale)
+    return Transform(randn(v) if bias else None, cap, scale)
 
 
 options = {
