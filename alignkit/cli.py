@@ -252,11 +252,23 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 
 
 @cli.command()
-def doctor() -> int:
+@click.option("--explain", "op", metavar="OP", help="Which kernel computes OP of a problem, such as rows=64, and why.")
+@click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
+def doctor(op, problem) -> int:
     """Print versions, live patches, backends and the contract, and test the invariance of the ops here.
+
+    With --explain, nothing of that: `alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16 family=sm90`.
 
     Exit status: 0 if every test passes, 1 if one does not.
     """
+    if op is not None:
+        from .explain import explain
+
+        for line in explain(op, problem):
+            click.echo(line)
+        return 0
+    if problem:
+        raise click.UsageError("NAME=VALUE: only with --explain")
     from . import doctor as doctors
 
     for line in doctors.facts():

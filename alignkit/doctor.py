@@ -15,12 +15,15 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from . import backends, cuda, native, ops, shown
+from . import ops
 from .check.machine import installed, versions
+from .config import VARIABLES, unknown
 from .contract import contract_id
+from .dist import TP
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
-from .tp import TP
+from .runtime import cuda, dispatch, native, shown
+from .runtime.families import CPU, SM90, on_host
 
 OPS = ("attention", "gated_delta_rule", "linear", "linear_logp", "rms_norm", "rope", "silu_mul")
 ENGINES = {
@@ -55,15 +58,16 @@ def facts() -> Iterator[str]:
         yield from (f"{'':<15}   {name}" for name in replaced)
     plugins = [e.value for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.name == "alignkit"]
     yield f"{'vllm plugin':<15} {plugins[0] if plugins else 'not installed: ALIGNKIT_VLLM=1 reaches no process'}"
-    for name in sorted(os.environ):
-        if name.startswith("ALIGNKIT_"):
-            yield f"{'environment':<15} {name}={os.environ[name]}"
+    for name in sorted({v.name for v in VARIABLES} & set(os.environ)):
+        yield f"{'environment':<15} {name}={os.environ[name]}"
+    for name in unknown(os.environ):
+        yield f"{'environment':<15} {name}={os.environ[name]}: no variable of the package, which does not read it"
 
 
 def devices() -> list[str]:
     """The kinds of device that ops are for here: ``cpu``, and ``cuda`` if the first GPU is of the contract's kind;
     unless ALIGNKIT_BACKEND is for the other kind."""
-    present = ["cpu"] + (["cuda:0"] if torch.cuda.is_available() else [])
+    present = [CPU.device_type] + ([f"{SM90.device_type}:0"] if torch.cuda.is_available() else [])
     return [device.partition(":")[0] for device in present if _admitted(device)]
 
 
@@ -75,9 +79,9 @@ def self_test() -> Iterator[tuple[str, str | None]]:
         if _backend("linear", device) == "none":
             continue
         for dtype in (torch.float32, torch.bfloat16):
-            short = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f" on {device}")
+            short = str(dtype).removeprefix("torch.") + ("" if _host(device) else f" on {device}")
             for name, op, rows in _row_ops(dtype, device):
-                company = "alone, reordered, in chunks" + (", by one thread" if device == "cpu" else "")
+                company = "alone, reordered, in chunks" + (", by one thread" if _host(device) else "")
                 yield f"{name} {short}: rows {company}", _attempt(_company, op, rows)
             yield (
                 f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one",
@@ -94,9 +98,13 @@ def self_test() -> Iterator[tuple[str, str | None]]:
     yield f"row_parallel_linear, linear_logp: {_TP} tensor-parallel ranks as one", _attempt(_tensor_parallel)
 
 
+def _host(device: str) -> bool:
+    return on_host(torch.device(device))
+
+
 def _admitted(device: str) -> bool:
     try:
-        backends.admit(torch.device(device))
+        dispatch.admit(torch.device(device))
     except BackendError:
         return False
     return True
@@ -112,25 +120,25 @@ def _kernels(module: ModuleType, built: Callable[[], str], absent: str) -> str:
 def _shown(device: str) -> str:
     """Whether the bits were shown with what is installed, or tested."""
     try:
-        return shown.require(torch.device(device), backends.choose(torch.device(device)))
+        return shown.require(torch.device(device), dispatch.strongest(torch.device(device)))
     except BackendError as e:
         return f"refused: {e}"
 
 
 def _backend(op: str, device: str) -> str:
     try:
-        return backends.select(op, device).__name__.rpartition(".")[2]
+        return dispatch.kernels(op, dispatch.name(device))[0].backend
     except BackendError:  # the lines before say why
         return "none"
 
 
 def _golden(device: str) -> str | None:
-    return shown.test(torch.device(device), backends.choose(torch.device(device)))
+    return shown.test(torch.device(device), dispatch.strongest(torch.device(device)))
 
 
 def _gpu(device: str) -> str:
     try:
-        return f"{contract_id(device)}, {backends.name(device)}"
+        return f"{contract_id(device)}, {dispatch.name(device)}"
     except BackendError as e:
         return str(e)
 
@@ -199,7 +207,7 @@ def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
             problem = _difference(label, got, tuple(y[group] for y in whole))
             if problem:
                 return problem
-    if rows[0].device.type != "cpu":
+    if not on_host(rows[0].device):
         return None
     threads = torch.get_num_threads()
     try:

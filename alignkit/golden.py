@@ -1,6 +1,6 @@
 """The golden bits: what the ops give, forward and backward, for fixed inputs; golden_cpu.json and golden_sm90.json hold
 their hashes, as they were when the contract's id was last changed. The tests compare them, `alignkit doctor`, and
-`alignkit.shown` where versions are installed that the bits were not shown with.
+`alignkit.runtime.shown` where versions are installed that the bits were not shown with.
 
 After a change of the contract, and of its id, they are written anew, on the CPU and on a GPU of the family:
 ``python -m alignkit.golden cpu`` and ``python -m alignkit.golden cuda``. Under the same id this adds new cases alone.
@@ -18,10 +18,11 @@ from typing import cast
 import numpy as np
 import torch
 
-from . import backends, ops, shown
-from .contract import contract_id
+from . import ops
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
+from .runtime import dispatch, families, shown
+from .runtime.families import Family
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -143,7 +144,7 @@ def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
         *chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, dht=dht, state_v_first=True, **packed),
         *chunk_gated_delta_rule_bwd_dhu(q[:, :, :1], k[:, :, :1], w, do, dv, scale=0.5)[::2],
     ]
-    if given.device.type == "cuda":
+    if not families.on_host(given.device):
         q, k, w, do, dv = (given.values(1, rows, heads, 64, seed=seed, scale=2.0**-9) for seed in (11, 12, 13, 14, 15))
         g = -given.integers(1, rows, heads, seed=16, below=100).float() / 64
         for more in ({"cu_seqlens": starts, "dht": dht, "need_dh0": True}, {}):
@@ -158,16 +159,16 @@ CASES = {
 }
 
 
-def path(family: str) -> Path:
-    return Path(__file__).with_name(f"golden_{family}.json")
+def path(family: Family) -> Path:
+    return family.golden
 
 
-def load(family: str) -> dict[str, list[str]]:
+def load(family: Family) -> dict[str, list[str]]:
     """The hashes of each case's tensors. Raises BackendError where they are not those of this contract."""
     kept = json.loads(path(family).read_text())
-    if kept["contract"] != contract_id(family):
+    if kept["contract"] != family.contract_id:
         raise BackendError(
-            f"{path(family).name} holds the bits of {kept['contract']}, but this is {contract_id(family)}"
+            f"{path(family).name} holds the bits of {kept['contract']}, but this is {family.contract_id}"
         )
     return kept["sha256"]
 
@@ -183,9 +184,13 @@ def hashes(case: str, device: torch.device | str) -> list[str]:
 
 def difference(device: torch.device, backend: str) -> str | None:
     """The first golden that `device` gives otherwise, by `backend`, which must be the chosen one; None if all hold."""
-    kept = load("sm90" if device.type == "cuda" else "cpu")
+    family = families.of_type(device)
+    assert family is not None  # it has a backend
+    kept = load(family)
     for case in CASES:
-        if backend == "reference" and CASES[case][0] is large_head:  # minutes, for the arithmetic that head has too
+        if (
+            backend == families.REFERENCE and CASES[case][0] is large_head
+        ):  # minutes, for the arithmetic that head has too
             continue
         if case not in kept:
             return f"{case}: no bits are kept"
@@ -203,14 +208,14 @@ def write(device: torch.device | str) -> None:
     """Writes the hashes of the family of `device`: all of them if the contract's id is another than the file's, and else those
     that are not in it. Raises BackendError where one that is there does not hold."""
     with shown.unchecked():  # the old ones need not hold
-        family = backends.family(device)
+        family = dispatch.family(device)
         seen = {case: hashes(case, device) for case in CASES}
     before = json.loads(path(family).read_text())
-    if before["contract"] == contract_id(family):
+    if before["contract"] == family.contract_id:
         for case, kept in before["sha256"].items():
             if seen[case] != kept:
-                raise BackendError(f"{case}: has other bits, under the same {contract_id(family)}")
-    path(family).write_text(json.dumps({"contract": contract_id(family), "sha256": seen}, indent=1) + "\n")
+                raise BackendError(f"{case}: has other bits, under the same {family.contract_id}")
+    path(family).write_text(json.dumps({"contract": family.contract_id, "sha256": seen}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

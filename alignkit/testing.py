@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .tp import TP
+from .dist import TP
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

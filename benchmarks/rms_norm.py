@@ -31,8 +31,8 @@ from lib.results import H200, backend, made_on, merge, read, run_name, write
 from lib.stopwatch import Stopwatch, copy_speed
 from torch.nn.functional import rms_norm as torch_norm
 
-from alignkit import backends
 from alignkit.ops import rms_norm
+from alignkit.runtime import dispatch
 
 KEY = ("case", "m", "n", "k", "impl", "pass")
 MOVED = {"forward": 2, "forward_residual": 4, "backward": 3}
@@ -119,10 +119,10 @@ BACKENDS = {"alignkit-triton": "triton"}
 
 
 def within(backend: str, function: Callable) -> Callable:
-    """`function`, called within ``backends.use(backend)``."""
+    """`function`, called within ``dispatch.use(backend)``."""
 
     def run(*args):
-        with backends.use(backend):
+        with dispatch.use(backend):
             return function(*args)
 
     return run

@@ -35,9 +35,8 @@ import torch.multiprocessing as mp
 from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
-from alignkit import symmetric
+from alignkit.dist import TP, symmetric
 from alignkit.testing import bitwise_equal, free_port
-from alignkit.tp import TP
 
 KEY = ("case", "impl", "pass", "m")
 COLUMNS = 4096

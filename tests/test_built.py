@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from alignkit import BackendError, _sources, backends, built, cuda, doctor, native
+from alignkit import BackendError, _sources, doctor
+from alignkit.runtime import built, cuda, dispatch, families, native
 
-PACKAGE = Path(native.__file__).parent
+PACKAGE = families.PACKAGE
 PARTS = {"cpu": native, "sm90": cuda}
 
 
@@ -35,7 +36,7 @@ def load(monkeypatch):
         monkeypatch.setattr(module, "library", module.library.__wrapped__)
         if module is cuda:
             monkeypatch.setattr(cuda, "available", cuda.available.__wrapped__)
-        monkeypatch.setattr(backends, "_names", {})
+        monkeypatch.setattr(dispatch, "_names", {})
 
     return place
 
@@ -55,7 +56,7 @@ def test_a_library_of_other_sources_is_refused(part, load, tmp_path, monkeypatch
     assert any(line.startswith(said) for line in doctor.facts())
     if part == "cpu":  # and nothing else takes its place
         with pytest.raises(BackendError, match=message):
-            backends.select("linear", "cpu")
+            dispatch.select("linear", "cpu")
         monkeypatch.setattr(doctor, "_tensor_parallel", lambda: None)
         (name, problem), _ = doctor.self_test()
         assert name.startswith("golden bits on cpu") and "was built from other sources" in problem
@@ -80,8 +81,8 @@ def test_what_is_no_library_is_refused(load, tmp_path):
 def test_an_instruction_set_that_is_not_here_is_refused(load, monkeypatch):
     monkeypatch.setenv("ALIGNKIT_CPU_ISA", "sse9")
     load(native, native.LIBRARY)
-    with pytest.raises(BackendError, match="ALIGNKIT_CPU_ISA='sse9'"):
-        backends.name("cpu")
+    with pytest.raises(BackendError, match="ALIGNKIT_CPU_ISA: 'sse9' is none of generic, avx2, avx512"):
+        dispatch.name("cpu")
 
 
 def test_installed_without_sources(tmp_path):
@@ -91,7 +92,7 @@ def test_installed_without_sources(tmp_path):
 
     def isa() -> str:
         done = subprocess.run(
-            [sys.executable, "-c", "from alignkit import native; print(native.isa())"],
+            [sys.executable, "-c", "from alignkit.runtime import native; print(native.isa())"],
             text=True,
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
@@ -207,7 +208,8 @@ def test_doctor_tests_the_instruction_set_that_is_chosen():
     """ALIGNKIT_CPU_ISA, from the facts on to the tests: the golden bits and the first ops'."""
     code = (
         "import itertools\n"
-        "from alignkit import doctor, golden, native\n"
+        "from alignkit import doctor, golden\n"
+        "from alignkit.runtime import native\n"
         "seen = set()\n"
         "exact = native.gemm\n"
         "native.gemm = lambda *a: (seen.add(native.isa()), exact(*a))\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from setuptools import Distribution
 
-from alignkit import native
+from alignkit.runtime import native
 
 ROOT = Path(__file__).parents[1]
 BLOCK = """

@@ -18,7 +18,8 @@ import pytest
 from setuptools import Distribution, Extension
 from setuptools.errors import ExecError
 
-from alignkit import BackendError, _sources, built, cuda, doctor
+from alignkit import BackendError, _sources, doctor
+from alignkit.runtime import built, cuda
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py")

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import torch
 
-from .. import backends
+from ..config import config
+from ..runtime import dispatch
+from ..runtime.families import CPU, SM90, Family
 
 
-def family() -> str:
+def family() -> Family:
     """The device family that engines run on here."""
-    return backends.family("cuda" if torch.cuda.is_available() else "cpu")
+    return dispatch.family((SM90 if torch.cuda.is_available() else CPU).device_type)
 
 
 def gpus() -> list[str]:
@@ -31,7 +33,7 @@ def gpus() -> list[str]:
 def commit() -> str:
     """The commit of the checkout that alignkit runs from: ALIGNKIT_COMMIT where the checkout has no history
     with it, "unknown" where nothing says."""
-    given = os.environ.get("ALIGNKIT_COMMIT")
+    given = config.commit
     root = Path(__file__).parents[2]
     if given or not (root / ".git").exists() or shutil.which("git") is None:
         return given or "unknown"

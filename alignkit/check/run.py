@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from ..contract import contract_id
 from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
 from ..drift.compare import finite_or_none
@@ -148,7 +147,7 @@ def run(options: Options, progress: Progress) -> Result:
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = compare_rows(rows, out, prompts)
     info = machine() | {
-        "contract": contract_id(family()),
+        "contract": family().contract_id,
         "model": asdict(architecture),
         "full": options.full,
         "tp": options.tp,
@@ -402,7 +401,7 @@ def _tail(job: Job, out: Path) -> str:
 def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
     """A worker's file, which must be what was asked for."""
     logprobs = load(path)
-    contract = contract_id(family()) if patched else "stock"
+    contract = family().contract_id if patched else "stock"
     if logprobs.contract != contract:
         raise WorkerError(f"{path}: contract {logprobs.contract!r}, expected {contract!r}")
     if logprobs.prompts != prompts:

@@ -8,8 +8,8 @@ import sys
 
 import torch
 
+from alignkit.dist import strict
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
-from alignkit.tp import strict
 
 
 def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *values: torch.Tensor) -> None:

@@ -6,9 +6,9 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, NoReturn
 
-from alignkit import backends, contract
+from alignkit.dist import TP
 from alignkit.errors import UnsupportedError
-from alignkit.tp import TP
+from alignkit.runtime import dispatch
 
 from . import calls, head, hooks, modules
 
@@ -43,7 +43,7 @@ def preprocess(patch: Patch, stock):
                 | calls.check_input(model, patch.vocab_size, **call)
                 | {
                     "vocab_size": patch.vocab_size,
-                    "contract": contract.contract_id(backends.family(next(model.parameters()).device)),
+                    "contract": dispatch.family(next(model.parameters()).device).contract_id,
                 }
             )
 

@@ -10,8 +10,8 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from alignkit import ops
+from alignkit.dist import TP
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
-from alignkit.tp import TP
 
 from . import calls, modules
 

@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import dot_product_attention, mlp, transformer_block, transformer_layer
 
 from alignkit import ops
+from alignkit.dist import TP
 from alignkit.errors import UnsupportedError
-from alignkit.tp import TP
 
 from . import calls, hooks
 from .look import LOOK

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from alignkit import backends, contract, symmetric
+from alignkit import contract
+from alignkit.dist import symmetric
 from alignkit.engines import patch as engine_patch
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.runtime import dispatch
 
 from .versions import VERSIONS
 
@@ -63,7 +65,7 @@ def status(model: Any = None) -> dict[str, Any]:
     return {
         **report,
         "contract": contract.contract_id(device),
-        "backend": backends.name(device),
+        "backend": dispatch.name(device),
         **adopt.report(model),
         "symmetric_memory": symmetric.used(model.pg_collection.tp),
     }

@@ -9,9 +9,9 @@ import weakref
 
 import torch
 
-from alignkit import backends
+from alignkit.dist import strict
 from alignkit.errors import BackendError, InputError, UnsupportedError
-from alignkit.tp import strict
+from alignkit.runtime import dispatch
 
 
 def check_model(model, vocab_size: int) -> None:
@@ -95,7 +95,7 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
         if parameter.device in devices:
             continue
         try:
-            backends.name(parameter.device)
+            dispatch.name(parameter.device)
         except BackendError as e:
             raise UnsupportedError(f"{path}.{name}: {e}") from None
         devices.add(parameter.device)

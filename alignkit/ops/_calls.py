@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import UnsupportedError
+from ..runtime.families import CPU
 from ._common import check_plain
 
 _C = ctypes.CDLL(None)
@@ -75,7 +76,7 @@ def in_torch(function: Callable) -> Callable:
         torch.set_num_threads(1)
         torch._C._set_mkldnn_enabled(False)
         try:
-            with _default_mode(), torch.autocast("cpu", enabled=False):
+            with _default_mode(), torch.autocast(CPU.device_type, enabled=False):
                 return function(*args, **kwargs)
         finally:
             torch._C._set_mkldnn_enabled(onednn)

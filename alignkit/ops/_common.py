@@ -10,10 +10,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
-from .. import backends, native
 from ..contract import SUM_LANES
+from ..dist import SINGLE, TP, strict
 from ..errors import BackendError, InputError
-from ..tp import SINGLE, TP, strict
+from ..runtime import dispatch, families, native
 
 DTYPES = (torch.float32, torch.bfloat16)
 WITH_FP16 = (*DTYPES, torch.float16)
@@ -28,7 +28,7 @@ def require(condition: bool, message: str) -> None:
 def looks(device: torch.device) -> bool:
     """Whether values on `device` are looked at on the host before they are used: on a GPU that waits for it, so only if
     `tp.strict()`."""
-    return device.type == "cpu" or strict()
+    return families.on_host(device) or strict()
 
 
 _PLAIN = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
@@ -81,9 +81,9 @@ def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
 def check_device(name: str, t: torch.Tensor) -> None:
     """There is a backend for the device of `t`, on which the other tensors are too."""
     try:
-        backends.name(t.device)
+        dispatch.name(t.device)
     except BackendError as e:
-        if t.device.type in ("cpu", "cuda"):  # of the machine, not of the argument
+        if families.of_type(t.device) is not None:  # of the machine, not of the argument
             raise
         raise BackendError(f"{name}: {e}") from None
 
@@ -130,7 +130,7 @@ def check_flag(name: str, value) -> bool:
 def check_tp(tp) -> TP:
     """A group of ranks, or None for this process alone."""
     if tp is not None and not isinstance(tp, TP):
-        raise InputError(f"tp: expected an alignkit.tp.TP or None, got {type(tp).__name__}")
+        raise InputError(f"tp: expected an alignkit.dist.TP or None, got {type(tp).__name__}")
     return tp or SINGLE
 
 
@@ -194,7 +194,7 @@ def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def round_into(out: torch.Tensor, t: torch.Tensor) -> None:
     """Contiguous out <- fp32 t, rounded to nearest. On a CPU not by torch, whose threads may be in another mode."""
-    if t.dtype == out.dtype or backends.name(t.device) != "cpu":
+    if t.dtype == out.dtype or dispatch.name(t.device) != families.NATIVE:
         out.copy_(t)
     elif t.numel():
         native.round(rows(t), out.view(-1, out.shape[-1]))

@@ -13,15 +13,16 @@ from typing import NoReturn
 
 import torch
 
-from .. import backends
 from ..contract import k_leaves
+from ..dist import TP
 from ..errors import InputError, UnsupportedError
-from ..tp import TP
+from ..runtime import dispatch
 from ._calls import in_default_mode
 from ._common import WITH_FP16, check_weight, looks, rows, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
 from .rms_norm import check as _check_norm
+from .rms_norm import forward as _norm
 from .rope import check as _check_rope
 from .silu_mul import check as _check_silu
 
@@ -100,7 +101,7 @@ def _add_rms_norm(x, residual, weight, eps):
         or (residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype))
     ):
         _check_norm(x, weight, eps, residual)
-    total, y, _ = backends.select("rms_norm", x.device).forward(x, weight.contiguous(), eps, residual)
+    total, y, _ = _norm(x, weight.contiguous(), eps, residual)
     return y, total
 
 
@@ -130,7 +131,7 @@ def _rope_qk(q, k, positions, table):
         _refuse_none(q=q, k=k, positions=positions, table=table)
     _check_rotation("q", q, positions, table)
     _check_rotation("k", k, positions, table)
-    return backends.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
+    return dispatch.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
 
 
 def _silu_mul(gate, up):
@@ -138,7 +139,7 @@ def _silu_mul(gate, up):
         _refuse_none(gate=gate, up=up)
     if gate.is_cpu or gate.shape != up.shape or gate.dtype != up.dtype:
         _check_silu(gate, up)
-    return backends.select("silu_mul", gate.device).forward(rows(gate), rows(up)).view(gate.shape)
+    return dispatch.select("silu_mul", gate.device).forward(rows(gate), rows(up)).view(gate.shape)
 
 
 linear = _define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _rows)

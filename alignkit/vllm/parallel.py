@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.distributed import get_tp_group
 
-from alignkit.tp import TP
+from alignkit.dist import TP
 
 GROUP = "vllm"
 """What `ops.library` calls the ranks below. One name for all engines: it ends up in compiled graphs on disk."""

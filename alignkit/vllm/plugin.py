@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import os
 
-ENV = "ALIGNKIT_VLLM"
+from alignkit.config import Config, config
+
+ENV = Config.vllm.name
 """Set to 1 while patched, so that processes started meanwhile patch themselves."""
-YES = frozenset({"1", "true", "yes", "on"})
-NO = frozenset({"", "0", "false", "no", "off"})
-
-
-def asked(value: str) -> bool:
-    """What ALIGNKIT_VLLM says, in any case and with space around it.
-
-    Raises InputError for any other word: someone meant something by it, and it may have been to align.
-    """
-    word = value.strip().lower()
-    if word not in YES | NO:
-        from alignkit.errors import InputError
-
-        yes, no = (", ".join(sorted(words - {""})) for words in (YES, NO))
-        raise InputError(f"{ENV}: {value!r} is neither of {yes} nor of {no}")
-    return word in YES
 
 
 def register() -> None:
@@ -31,7 +17,7 @@ def register() -> None:
     no engine can be made.
     """
     try:
-        if asked(os.environ.get(ENV, "")):
+        if config.vllm:
             from alignkit.vllm.patch import patch_vllm
 
             patch_vllm()

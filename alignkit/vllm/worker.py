@@ -10,11 +10,11 @@ import vllm
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
-from alignkit import backends, symmetric
 from alignkit.contract import contract_id
+from alignkit.dist import TP, symmetric
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
-from alignkit.tp import TP
+from alignkit.runtime import dispatch
 from alignkit.vllm.layers import aligned_layers
 from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import GROUP, EngineTP
@@ -30,7 +30,7 @@ class AlignedWorker(resolve(installed().worker)):
     def init_device(self) -> None:
         refuse_config(self.vllm_config)
         super().init_device()
-        backends.name(self.device)  # raises where the device has none
+        dispatch.name(self.device)  # raises where the device has none
         library.name_group(GROUP, EngineTP())
         if self.vllm_config.use_v2_model_runner:  # it makes its sampler when it loads the model
             return
@@ -45,7 +45,7 @@ class AlignedWorker(resolve(installed().worker)):
         self._watch = Watch(self.model_runner, self.vllm_config)
         # Ranks that differ would still exchange tensors, of other bits.
         TP(get_tp_group().cpu_group).check_same("vLLM worker", self._inspect)
-        logger.info("aligned: contract %s", contract_id(backends.family(self.device)))
+        logger.info("aligned: contract %s", dispatch.family(self.device).contract_id)
 
     def compile_or_warm_up_model(self):
         if self.device.type == "cuda":
@@ -103,7 +103,7 @@ class AlignedWorker(resolve(installed().worker)):
     def _inspect(self) -> dict:
         return {
             "contract": contract_id(self.device),
-            "backend": backends.name(self.device),
+            "backend": dispatch.name(self.device),
             "vllm": vllm.__version__,
             "modules": self._watch.inspect(),
         }

@@ -5,15 +5,18 @@ import os
 
 
 def pytest_configure() -> None:
-    from alignkit import backends
-    from alignkit.ops.linear import cublaslt, hopper
+    from alignkit.runtime import dispatch, families
 
-    without = os.environ.get("ALIGNKIT_WITHOUT", "").split()
-    if "cublaslt" in without:
-        cublaslt._library = lambda: None
-    if "hopper" in without:
-        hopper.matmul = lambda *_: False
-    backends.CUDA = tuple(op for op in backends.CUDA if op not in without)
+    without, every = os.environ.get("ALIGNKIT_WITHOUT", "").split(), dispatch.order
+
+    def order(op: str):
+        return tuple(
+            kernel
+            for kernel in every(op)
+            if kernel.name not in without and not (kernel.backend == families.CUDA and kernel.folder in without)
+        )
+
+    dispatch.order = order
 
 
 def pytest_collection_modifyitems(items: list) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from alignkit import backends
 from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
-from alignkit.contract import contract_id
+from alignkit.runtime import dispatch
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks/results/h200"
@@ -24,14 +23,14 @@ def run_name() -> str:
 
 def made_on(*, packages: Iterable[str] = (), **more) -> dict:
     """What rows are made on: date, commit, machine, versions (`packages`: more of them), contract, and `more`."""
-    info = machine() | {"contract": contract_id(family())} | more
+    info = machine() | {"contract": family().contract_id} | more
     info["versions"] |= {package: version(package) for package in packages}
     return info
 
 
 def backend(op: str, device: torch.device) -> str:
     """What computes an op there: ``cuda``, ``triton``, ..."""
-    return backends.select(op, device).__name__.rpartition(".")[2]
+    return dispatch.select(op, device).__name__.rpartition(".")[2]
 
 
 def read(path: Path) -> dict:

@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
-from alignkit import backends, doctor, golden, ops, shown
+from alignkit import doctor, golden, ops
 from alignkit.check.machine import installed
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
+from alignkit.runtime import dispatch, families, shown
 
 
 def test_passes_here(alignkit):
@@ -53,9 +54,9 @@ def test_says_whether_the_bits_were_tested(alignkit, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "ENGINES", {})
     monkeypatch.setattr(doctor, "_row_ops", lambda dtype, device: iter(()))
     monkeypatch.setattr(doctor, "_tensor_parallel", lambda: None)
-    for versions in ([shown.installed("cpu")], [{"torch": "1.0"}]):
-        monkeypatch.setattr(shown, "SHOWN", {"cpu": versions})
-        monkeypatch.setattr(backends, "_names", {})
+    for versions in ([shown.installed(families.CPU)], [{"torch": "1.0"}]):
+        monkeypatch.setattr(families.CPU, "shown", versions)
+        monkeypatch.setattr(dispatch, "_names", {})
         status, out, _ = alignkit("doctor")
         known = versions[0]["torch"]
         tested = f"; with torch {torch.__version__} every golden bit was tested here" if known == "1.0" else ""
@@ -64,8 +65,8 @@ def test_says_whether_the_bits_were_tested(alignkit, monkeypatch, tmp_path):
 
     monkeypatch.setattr(shown, "_verdicts", {})
     monkeypatch.setattr(shown, "_remembered", lambda key: False)
-    monkeypatch.setattr(golden, "hashes", lambda case, device: ["0" * 64] * len(golden.load("cpu")[case]))
-    monkeypatch.setattr(backends, "_names", {})
+    monkeypatch.setattr(golden, "hashes", lambda case, device: ["0" * 64] * len(golden.load(families.CPU)[case]))
+    monkeypatch.setattr(dispatch, "_names", {})
     status, out, _ = alignkit("doctor")
     assert status == 1 and "FAIL  golden bits on cpu: those of the contract: norms float32: tensor 0" in out
     assert f"{'bits':<15} on cpu: refused: device: the bits of" in out and "silu_mul: none on cpu" in out

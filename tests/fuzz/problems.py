@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from alignkit import backends, ops
+from alignkit import ops
+from alignkit.dist import TP
 from alignkit.ops import gated_delta_rule as gdr
 from alignkit.ops import library
 from alignkit.ops.linear_logp import token_logp
-from alignkit.tp import TP
+from alignkit.runtime import dispatch
 
 FLOATS = (torch.float32, torch.bfloat16)
 HALVES = (*FLOATS, torch.float16)
@@ -653,7 +654,7 @@ def problem(s: Source) -> Problem:
 
 def expected(p: Problem, args: dict[str, Any]) -> Any:
     """What the reference backend gives for `args`."""
-    with backends.use("reference"):
+    with dispatch.use("reference"):
         return (p.reference or p.call)(**args)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from alignkit import shown
+from alignkit.runtime import shown
 
 from . import draw, faults, pair, pool
 from .judge import GOOD, VERDICTS

@@ -32,7 +32,7 @@ def world():
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from alignkit.tp import TP
+    from alignkit.dist import TP
     from tests.megatron import workers
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from alignkit.dist import TP
 from alignkit.testing import Ranks
-from alignkit.tp import TP
 
 
 class GPUs(Ranks):

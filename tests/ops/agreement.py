@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from alignkit import ops
-from alignkit.tp import TP
+from alignkit.dist import TP
 
 
 def linear(tp, rows, row_parallel=False, device="cpu", **change):

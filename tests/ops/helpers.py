@@ -40,3 +40,15 @@ def assert_within(actual, expected, bound, what="result"):
         f"{what}: element {worst.item()}: {actual.flatten()[worst].item()!r} is further than the "
         f"bound from {expected.flatten()[worst].item()!r} (by {excess.max().item():.3g})"
     )
+
+
+def by_hopper(a, b, leaves, bias, out) -> bool:
+    """Whether hopper.py computes the product, however many rows, which it then has."""
+    from alignkit.ops.linear import hopper
+    from alignkit.ops.linear.problem import Product
+
+    p = Product.of("triton", a, b, leaves, bias, out, False)
+    refused = hopper.refuses(p._replace(a=((hopper.FEW + 1, p.k), *p.a[1:])))
+    if refused is None:
+        hopper.prepare(p)(a, b, bias, out)
+    return refused is None

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from alignkit import agreement, ops
+from alignkit import ops
+from alignkit.dist import agreement
 from alignkit.errors import AlignkitError, BackendError, InputError
 from alignkit.testing import Failed, Ranks, assert_bitwise_equal
 

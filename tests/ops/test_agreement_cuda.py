@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from alignkit.dist import TP
 from alignkit.errors import AlignkitError, InputError
 from alignkit.testing import Failed
-from alignkit.tp import TP
 from tests.megatron.gpus import GPUs
 
 from . import agreement as calls

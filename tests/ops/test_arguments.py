@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignkit import backends, ops
+from alignkit import ops
 from alignkit.errors import BackendError, InputError, UnsupportedError
 from alignkit.ops import library
 from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu, fla
+from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU
@@ -310,7 +311,7 @@ def test_a_table_from_inference_may_train():
 
 EVERYTHING = """
 import torch
-from alignkit import backends
+from alignkit.runtime import dispatch
 from tests.ops.test_arguments import BASE, call
 from tests.ops.test_autograd import OPS, leaves_of
 from alignkit.ops.rope import _table
@@ -336,7 +337,7 @@ def test_a_default_device_without_memory(backend, how):
             + f"""
 from torch._subclasses.fake_tensor import FakeTensorMode
 from alignkit.errors import UnsupportedError
-with backends.use({backend!r}):
+with dispatch.use({backend!r}):
     for name in BASE:
         try:
             with {how}:
@@ -351,7 +352,7 @@ with backends.use({backend!r}):
         code = (
             EVERYTHING
             + f"""
-with backends.use({backend!r}), {how}:
+with dispatch.use({backend!r}), {how}:
     everything()
 """
         )
@@ -379,6 +380,6 @@ def test_default_errors_are_of_alignkit():
 @pytest.mark.parametrize("choice", ["triton", "cuda"])
 def test_a_table_is_made_on_the_cpu_whatever_gpus_run_on(choice):
     want = ops.rope_table(64, 37, 7.0)
-    with backends.use(choice):
+    with dispatch.use(choice):
         got = ops.rope_table(64, 38, 7.0)
     assert_bitwise_equal(got[:37], want)

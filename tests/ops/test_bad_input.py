@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 
-from alignkit import backends, ops
+from alignkit import ops
 from alignkit.errors import BackendError, InputError
 from alignkit.ops.linear_logp import token_logp
+from alignkit.runtime import dispatch
 
 from .helpers import CPU
 
@@ -166,10 +167,10 @@ def test_nan_in_given_logits_stays_in_its_row():
 def test_a_device_without_backend_is_refused():
     with pytest.raises(BackendError, match="device: .*meta"):
         ops.rms_norm(X.to("meta"), torch.ones(16, device="meta"), 1e-6)
-    with pytest.raises(BackendError, match="choice"), backends.use("tpu"):
+    with pytest.raises(BackendError, match="choice"), dispatch.use("tpu"):
         pass
     for choice in ("triton", "cuda") if CPU else ("cpu", "reference"):
-        with backends.use(choice), pytest.raises(BackendError, match=f"{choice}.* is not a backend of C"):
+        with dispatch.use(choice), pytest.raises(BackendError, match=f"{choice}.* is not a backend of C"):
             ops.rms_norm(X, torch.ones(16), 1e-6)
 
 

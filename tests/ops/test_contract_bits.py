@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 
-from alignkit import backends, native, ops
+from alignkit import ops
 from alignkit.errors import BackendError
 from alignkit.ops import _common
 from alignkit.ops.linear import matmul
 from alignkit.ops.rope import _table
+from alignkit.runtime import dispatch, native
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, dtypes, linear_dtypes, randn, seeds
@@ -37,7 +38,7 @@ def assert_same(function, *grads_of):
     seen = []
     for backend in ("cpu", "reference"):
         leaves = [t.detach().clone().requires_grad_() for t in grads_of]
-        with backends.use(backend):
+        with dispatch.use(backend):
             out = function(*leaves)
             out = out if isinstance(out, tuple) else (out,)
             if leaves:
@@ -80,7 +81,7 @@ def test_the_default_dtype_does_not_matter():
         return *out, ops.log_softmax(w), *(t.grad for t in leaves)
 
     for backend in ("cpu", "reference"):
-        with backends.use(backend):
+        with dispatch.use(backend):
             want = everything()
             torch.set_default_dtype(torch.bfloat16)
             try:
@@ -139,7 +140,7 @@ def test_rope(tokens, heads, half, dtype, seed):
 
 def test_rope_table():
     _table.cache_clear()
-    with backends.use("reference"):
+    with dispatch.use("reference"):
         reference = ops.rope_table(64, 300, 1e6)
     _table.cache_clear()
     assert_bitwise_equal(ops.rope_table(64, 300, 1e6), reference)
@@ -261,7 +262,7 @@ def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed)
     temperature = torch.tensor(0.7).item()
     want = written_out(h, w, b, target, temperature, cap, scale)
     for backend in ("cpu", "reference"):
-        with backends.use(backend):
+        with dispatch.use(backend):
             got = ops.linear_logp(
                 h, w, target, bias=b, temperature=0.7, soft_cap=cap, logit_scale=scale, return_entropy=True
             )

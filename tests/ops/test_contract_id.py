@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import alignkit
-from alignkit import backends, contract_id
+from alignkit import contract_id
 from alignkit.drift import Logprobs, files, load, save
 from alignkit.errors import BackendError, InputError
+from alignkit.runtime import dispatch
 
 from ..conftest import DEVICE
 from .helpers import CPU
@@ -15,8 +16,8 @@ IDS = {"cpu": "alignkit-1/cpu/v128/k8/kv32", "sm90": "alignkit-4/sm90/v128/k8/kv
 
 
 def test_of_a_device():
-    expected = IDS[backends.family(DEVICE)]
-    for device in (DEVICE, torch.device(DEVICE), torch.empty(1, device=DEVICE), backends.family(DEVICE)):
+    expected = IDS[dispatch.family(DEVICE).name]
+    for device in (DEVICE, torch.device(DEVICE), torch.empty(1, device=DEVICE), dispatch.family(DEVICE).name):
         assert contract_id(device) == alignkit.contract_id(device) == expected
     assert contract_id(torch.empty(1, device="cpu")) == IDS["cpu"]
     assert {family: contract_id(family) for family in IDS} == IDS

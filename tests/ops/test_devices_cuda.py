@@ -4,9 +4,10 @@ current one, runs on the stream of the tensors' GPU, and leaves the current one 
 import pytest
 import torch
 
-from alignkit import backends, cuda, golden, ops
+from alignkit import golden, ops
 from alignkit.ops import library
 from alignkit.ops.linear import matmul
+from alignkit.runtime import cuda, dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from . import test_gated_delta_rule
@@ -77,7 +78,7 @@ def test_bytes(case, backend):
     assert torch.cuda.current_device() == 0
     got = []
     for number in (1, 0):  # what is compiled, tried or kept for one GPU is not for the other
-        with backends.use(backend):
+        with dispatch.use(backend):
             got.append(CASES[case](torch.device("cuda", number)))
         assert torch.cuda.current_device() == 0
         assert {t.get_device() for t in got[-1]} == {number}
@@ -109,7 +110,7 @@ def test_the_stream_is_that_of_the_tensors_gpu(name, backend):
     there = torch.device("cuda", 1)
     x, weight = drawn(there, 300, 1024), drawn(there, *WEIGHTS[name])
     stream = torch.cuda.Stream(there)
-    with backends.use(backend):
+    with dispatch.use(backend):
         want = _op(name, x, weight)
         torch.cuda.synchronize(there)
         with torch.cuda.stream(stream):

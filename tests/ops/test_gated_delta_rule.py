@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from alignkit import backends, cuda
 from alignkit.errors import InputError
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu, fla, reference
+from alignkit.runtime import cuda, dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, EXP, SMALLEST, U32, UNIT, assert_within, gamma, seeds
@@ -38,7 +38,7 @@ def gpu(test):
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    with backends.use(request.param):
+    with dispatch.use(request.param):
         yield request.param
 
 
@@ -534,9 +534,9 @@ def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, v_first, d
     )
     strong = {name: rows[name].cumsum(1) for name in mode.split()}  # until factors underflow
     for gated in (rows, rows | strong):
-        with backends.use("triton"):
+        with dispatch.use("triton"):
             want = run(gated, rest)
-        with backends.use("cuda"):
+        with dispatch.use("cuda"):
             for columns in (0, 32, 64, 128):
                 monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: back(*a, columns=columns))
                 assert_same(run(gated, rest), want, f"{columns} columns")
@@ -561,7 +561,7 @@ def test_schedules_take_states_in_turn(columns, monkeypatch):
     back = kernels.bwd_dhu
     rows, rest = problem(130, 40, 40, 128, 128, batch=4)
     monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=columns))
-    with backends.use("cuda"):
+    with dispatch.use("cuda"):
         assert_heads_are_their_own(rows, rest, (0, 17, 39))
 
 
@@ -589,7 +589,7 @@ def test_clusters_that_share_a_state(dims, heads, starts, monkeypatch):
     back = kernels.bwd_dhu
     for v_first in (False, True):
         rows, rest = problem(200, heads, heads, *dims, starts=starts, v_first=v_first)
-        with backends.use("cuda"):
+        with dispatch.use("cuda"):
             monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=64))
             want = run(rows, rest)
             for columns in (0, 32, 128):
@@ -631,7 +631,7 @@ def test_many_packed_sequences(sequences, dims, heads, monkeypatch):
     from alignkit.ops.gated_delta_rule import cuda as kernels
 
     back = kernels.bwd_dhu
-    with backends.use("cuda"):
+    with dispatch.use("cuda"):
         rows, rest, want = many_sequences(sequences, heads, dims)
         for columns in (32, 64, 128, 0):
             monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: back(*a, columns=columns))
@@ -653,7 +653,7 @@ def test_many_packed_sequences(sequences, dims, heads, monkeypatch):
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
 @pytest.mark.parametrize("dims, heads", [((128, 128), 12), ((128, 256), 8)])
 def test_many_packed_sequences_captured_in_a_graph(dims, heads):
-    with backends.use("cuda"):
+    with dispatch.use("cuda"):
         rows, rest, want = many_sequences(90, heads, dims)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -670,7 +670,7 @@ def test_many_packed_sequences_captured_in_a_graph(dims, heads):
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
 def test_queues_of_many_streams_beside_a_graph():
     """More streams than there are counters."""
-    with backends.use("cuda"):
+    with dispatch.use("cuda"):
         rows, rest, want = many_sequences(90, 4, (128, 128))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -697,7 +697,7 @@ def test_states_that_lie_anywhere_in_memory(starts, v_first):
     def moved(t):
         return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
-    with backends.use("cuda"):
+    with dispatch.use("cuda"):
         apart = run(rows | {name: moved(rows[name]) for name in ("g", "gk")}, rest | {"dht": moved(rest["dht"])})
         assert_same(apart, run(rows, rest), "moved")
 

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from alignkit import backends, golden
+from alignkit import golden
 from alignkit.errors import BackendError
-from alignkit.ops.gated_delta_rule import cpu as gated_delta_rule
 from alignkit.ops.gated_delta_rule import reference
+from alignkit.runtime import dispatch, families
 from alignkit.testing import assert_bitwise_equal
 
 DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
@@ -18,7 +18,7 @@ DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
 
 @pytest.fixture(scope="module")
 def kept() -> dict:
-    return golden.load(backends.family(DEVICE))
+    return golden.load(dispatch.family(DEVICE))
 
 
 def test_every_case_is_kept(kept):
@@ -36,20 +36,20 @@ def test_the_cpus_gated_delta_rule_is_exact(case, monkeypatch):
     function, dtype = golden.CASES[case]
     found = function(golden.Inputs("cpu", dtype))
     assert all(bool(t.isfinite().all()) and len(t.unique()) > 4 for t in found)
-    monkeypatch.setattr(gated_delta_rule, "bwd_dhu", functools.partial(reference.bwd_dhu, dtype=torch.float64))
+    monkeypatch.setattr(reference, "bwd_dhu", functools.partial(reference.bwd_dhu, dtype=torch.float64))
     for a, b in zip(found, function(golden.Inputs("cpu", dtype)), strict=True):
         assert_bitwise_equal(a, b)
 
 
 def test_new_cases_leave_the_old_ones(tmp_path, monkeypatch):
     file = tmp_path / "golden.json"
-    file.write_text(golden.path("cpu").read_text())
+    file.write_text(golden.path(families.CPU).read_text())
     monkeypatch.setattr(golden, "path", lambda _: file)
     monkeypatch.setattr(golden, "CASES", dict.fromkeys(("norms float32", "new"), golden.CASES["norms float32"]))
     whole = json.loads(file.read_text())
     file.write_text(json.dumps(whole | {"sha256": {"norms float32": whole["sha256"]["norms float32"]}}))
     golden.write("cpu")
-    assert golden.load("cpu").keys() == {"norms float32", "new"}
+    assert golden.load(families.CPU).keys() == {"norms float32", "new"}
     file.write_text(json.dumps(whole | {"sha256": {"norms float32": ["0" * 64]}}))
     with pytest.raises(BackendError, match="norms float32: has other bits"):
         golden.write("cpu")

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from alignkit.ops.linear import cublaslt
+from alignkit.ops.linear.problem import Product
 
 pytest.importorskip("triton")
-from alignkit.ops import _triton
-from alignkit.ops.linear.launch import Launch
+from alignkit.runtime import launch as launches
+from alignkit.runtime.launch import Launch
 
 
 class On(torch.Tensor):
@@ -66,16 +67,16 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current)
     monkeypatch.setattr(torch.cuda, "device", found.device)
     active = mock.Mock(get_current_device=lambda: found.current, get_current_stream=lambda device: 0)
-    monkeypatch.setattr(_triton, "driver", mock.Mock(active=active))
-    monkeypatch.setattr(_triton, "triton", mock.Mock(JITFunction=Kernel))
-    monkeypatch.setattr(_triton, "_ready", {})
+    monkeypatch.setattr(launches, "driver", mock.Mock(active=active))
+    monkeypatch.setattr(launches, "triton", mock.Mock(JITFunction=Kernel))
+    monkeypatch.setattr(launches, "_ready", {})
     return found
 
 
 def test_launch(gpus):
     kernel = Kernel(gpus)
     for number in (1, 0, 1, 0):
-        _triton.launch(kernel, (1,), (None, On(number, 8), 3), {"num_warps": 4}, BLOCK=8)
+        launches.launch(kernel, (1,), (None, On(number, 8), 3), {"num_warps": 4}, BLOCK=8)
     assert kernel.launched == [1, 0, 1, 0] and kernel.compiled == 2 and gpus.current == 0
 
 
@@ -93,6 +94,7 @@ def test_cublaslt(gpus, monkeypatch):
     seen = []
     monkeypatch.setattr(cublaslt, "_launchers", {})
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
+    monkeypatch.setattr(cublaslt, "_chain", lambda: None)
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 10 + device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -103,5 +105,5 @@ def test_cublaslt(gpus, monkeypatch):
     monkeypatch.setattr(cublaslt, "_decide", decide)
     for number in (1, 0, 1):
         a, b, out = On(number, 40, 64), On(number, 24, 64), On(number, 40, 24)
-        assert cublaslt.matmul(a, b, None, out, False, None)
+        cublaslt.prepare(Product.of("triton", a, b, 1, None, out, False))(a, b, None, out)
     assert seen == [(1, 1), (11, 1), (0, 0), (10, 0), (11, 1)] and gpus.current == 0

@@ -1,19 +1,23 @@
 """cuBLASLt may compute a chain only by algorithms that have shown the chain's bits."""
 
 import logging
+import sys
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
-from alignkit import BackendError, backends
+from alignkit import BackendError
 from alignkit.ops import linear
 from alignkit.ops.linear import cublaslt, matmul
+from alignkit.ops.linear.problem import Product
+from alignkit.runtime import dispatch, families
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, randn, seeds
+from .helpers import CPU, by_hopper, randn, seeds
 
+linear_ops = sys.modules[matmul.__module__]  # the function linear has the module's name
 gpu = pytest.mark.skipif(CPU, reason="needs a GPU")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -21,6 +25,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing decided yet."""
+    monkeypatch.setattr(linear_ops, "_launches", {})
     monkeypatch.setattr(cublaslt, "_launchers", {})
     monkeypatch.setattr(cublaslt, "_algorithms", {})
     monkeypatch.setattr(cublaslt, "_verdicts", {})
@@ -35,26 +40,39 @@ def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):
     return a, b
 
 
+def asked_of(a, b, bias, out, accumulate):
+    """What cuBLASLt is asked, or None if that is not for it."""
+    p = Product.of(families.TRITON, a, b, 1, bias, out, accumulate)
+    return cublaslt.problem(p) if cublaslt.refuses(p) is None else None
+
+
+def launched(a, b, bias, out, accumulate) -> bool:
+    """Whether cuBLASLt computes it, which it then has."""
+    p = Product.of(families.TRITON, a, b, 1, bias, out, accumulate)
+    launch = cublaslt.prepare(p) if cublaslt.refuses(p) is None else None
+    if launch is not None:
+        launch(a, b, bias, out)
+    return launch is not None
+
+
 def by_triton(a, b, out_dtype=BF16, base=None, bias=None):
-    from alignkit.ops.linear.triton import _chain
+    from alignkit.ops.linear.triton import chain
 
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype) if base is None else base.clone()
-    _chain(a, b, bias, out, base is not None)
+    chain(a, b, bias, out, base is not None)
     return out
 
 
 def by_cublaslt(a, b, out_dtype=BF16, base=None, bias=None):
     """None if cuBLASLt declines."""
-    from alignkit.ops.linear.triton import _chain
-
     out = torch.full((a.shape[0], b.shape[0]), float("nan"), dtype=out_dtype) if base is None else base.clone()
-    return out if cublaslt.matmul(a, b, bias, out, base is not None, _chain) else None
+    return out if launched(a, b, bias, out, base is not None) else None
 
 
 @pytest.mark.parametrize("a_by_k,b_by_k", [(True, True), (True, False), (False, False), (False, True)])
 def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
     a, b = operands(40, 24, 64, a_by_k, b_by_k, pad=8)
-    p = cublaslt.problem(a, b, None, torch.empty(40, 24, dtype=BF16), False)
+    p = asked_of(a, b, None, torch.empty(40, 24, dtype=BF16), False)
     assert p[1:] == (
         40,
         24,
@@ -90,7 +108,7 @@ def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
 def test_a_trial_has_the_problems_k_and_a_bound(k, m, n):
     """Of memory: a long k has fewer outputs, but never so few that they are one tile."""
     a, b = operands(1, 8, 8)
-    p = cublaslt.problem(a, b, None, torch.empty(1, 8), False)._replace(m=5000, n=6144, k=k)
+    p = asked_of(a, b, None, torch.empty(1, 8), False)._replace(m=5000, n=6144, k=k)
     trial = cublaslt._trial_of(p)
     assert (trial.m, trial.n, trial.k) == (m, n, k)
     assert (m + n) * k <= 2**26 or (m, n) == (128, 512)
@@ -99,7 +117,7 @@ def test_a_trial_has_the_problems_k_and_a_bound(k, m, n):
 
 def test_a_single_row_may_have_any_stride():
     a, b = operands(1, 24, 64)
-    p = cublaslt.problem(a.as_strided((1, 64), (3, 1)), b, None, torch.empty(1, 24), True)
+    p = asked_of(a.as_strided((1, 64), (3, 1)), b, None, torch.empty(1, 24), True)
     assert (p.lda, p.ldc) == (64, 24) and p.accumulate
 
 
@@ -153,7 +171,7 @@ def test_problems_that_are_left_to_triton(case):
         bias = randn(24, 2)[:, 0]
     elif case == "bias's address":
         bias = randn(25)[1:]
-    assert cublaslt.problem(a, b, bias, out, False) is None
+    assert asked_of(a, b, bias, out, False) is None
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -161,40 +179,41 @@ def test_problems_that_are_left_to_triton(case):
 def test_problems_with_a_bias(dtype, out_dtype):
     a, b = operands(40, 24, 64, dtype=dtype)
     out = torch.empty(40, 24, dtype=out_dtype or dtype)
-    p = cublaslt.problem(a, b, randn(24, dtype=out.dtype), out, False)
+    p = asked_of(a, b, randn(24, dtype=out.dtype), out, False)
     assert p.bias and (p.dtype, p.out_dtype) == (dtype, out.dtype)
-    assert cublaslt.problem(a, b, randn(24, dtype=out.dtype), out, True) is None
+    assert asked_of(a, b, randn(24, dtype=out.dtype), out, True) is None
 
 
 def test_decisions(fresh, monkeypatch):
     """A new problem waits while a graph is captured; afterwards it is decided once, and a refusal is remembered too."""
     a, b = operands(40, 24, 64)
     out = torch.zeros(40, 24)
-    capturing, asked, launched = [True], [], []
+    capturing, asked, calls = [True], [], []
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
+    monkeypatch.setattr(cublaslt, "_chain", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", a.get_device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    answers = [None, lambda *addresses: launched.append(addresses)]
+    answers = [None, lambda *addresses: calls.append(addresses)]
     monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: asked.append(p) or answers[p.accumulate])
     for accumulate in (False, True):
-        assert not cublaslt.matmul(a, b, None, out, accumulate, None)
+        assert not launched(a, b, None, out, accumulate)
     assert not asked
     capturing[0] = False
     for _ in range(2):
-        assert not cublaslt.matmul(a, b, None, out, False, None)
-        assert cublaslt.matmul(a, b, None, out, True, None)
+        assert not launched(a, b, None, out, False)
+        assert launched(a, b, None, out, True)
     capturing[0] = True
-    assert cublaslt.matmul(a, b, None, out, True, None)
+    assert launched(a, b, None, out, True)
     assert [p.accumulate for p in asked] == [False, True]
-    assert launched == [(a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), 7)] * 3
+    assert calls == [(a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), 7)] * 3
 
 
 def test_admission(fresh, monkeypatch, caplog):
     """Splits of k are not tried; a failure is named, remembered, and the next suggestion taken."""
     caplog.set_level(logging.INFO, cublaslt.__name__)
     a, b = operands(40, 24, 64)
-    p = cublaslt.problem(a, b, None, torch.empty(40, 24), False)
+    p = asked_of(a, b, None, torch.empty(40, 24), False)
     says = {
         b"split": {"split_k": 4, "reduction": 0},
         b"reduces": {"split_k": 1, "reduction": 2},
@@ -215,7 +234,7 @@ def test_an_algorithm_is_tried_once_at_each_k(fresh, monkeypatch):
     """Also at those that are alike in their last 64, and what it shows at one says nothing of another. What is remembered
     has a bound."""
     a, b = operands(40, 24, 64)
-    p = cublaslt.problem(a, b, None, torch.empty(40, 24), False)
+    p = asked_of(a, b, None, torch.empty(40, 24), False)
     tried = []
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
     monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, trial, chain: tried.append(trial.k) or trial.k < 5000)
@@ -257,7 +276,7 @@ def test_an_algorithm_is_asked_for_once_and_checked_for_each_number_of_rows(fres
     monkeypatch.setattr(cublaslt, "_Product", Product)
     monkeypatch.setattr(cublaslt, "_admitted", lambda p, suggestions, chain: iter(suggestions))
     a, b = operands(8, 24, 64, a_by_k)
-    p = cublaslt.problem(a, b, None, torch.empty(8, 24), False)
+    p = asked_of(a, b, None, torch.empty(8, 24), False)
     ld = 64 if a_by_k else 5008
 
     def decide(m):
@@ -363,13 +382,11 @@ def test_cublaslt_adds_the_bias(m, dtype):
 @pytest.mark.parametrize("k", [1088, 4096, 12288, 26216, 151936])
 @pytest.mark.parametrize("by_k", [True, False])
 def test_an_algorithm_is_tried_at_the_k_it_is_used_for(fresh, k, by_k):
-    from alignkit.ops.linear.triton import _chain
-
     a, b = operands(600, 2056, k, by_k, by_k)
     torch.cuda.synchronize()
     held, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
     out = torch.empty(600, 2056, dtype=BF16)
-    assert cublaslt.matmul(a, b, None, out, False, _chain), "no algorithm was admitted"
+    assert launched(a, b, None, out, False), "no algorithm was admitted"
     assert {trial.k for _, trial in cublaslt._verdicts} == {k}
     assert torch.cuda.max_memory_allocated() - held < 2**29
     assert_bitwise_equal(out, by_triton(a, b))
@@ -468,7 +485,7 @@ def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
 
 
 def cuda_kernels():
-    if backends.name("cuda") != "cuda":
+    if dispatch.name("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")
     from alignkit.ops.linear import cuda
 
@@ -498,7 +515,7 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     for parts in (1, 2, 4, 8):
         if m <= kernels.QUARTERED_ROWS and leaves >= 4 if parts == 1 else parts <= leaves <= 4 * parts:
             got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-            assert kernels.tree(a, b, leaves, bias, got, parts=parts)
+            kernels.tree(leaves, parts, a, b, bias, got)
             assert_bitwise_equal(got, want, f"{parts} parts")
     assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=out_dtype), want, "by choice")
 
@@ -517,7 +534,8 @@ def test_narrow_chains(m, n, k, pad, out_dtype, seed):
     torch.manual_seed(seed)
     a, b = operands(m, n, k, pad=pad)
     got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-    assert kernels.narrow(a, b, got)
+    assert kernels.narrow_refuses(Product.of(families.CUDA, a, b, 1, None, got, False)) is None
+    kernels.narrow(a, b, None, got)
     assert_bitwise_equal(got, by_triton(a, b, out_dtype))
 
 
@@ -533,7 +551,7 @@ def test_trees_that_are_left_to_triton(case):
     elif case == "fp32":
         a, b = a.float(), b.float()
     out = torch.empty(len(a), n)
-    assert not kernels.tree(a, b, leaves, bias, out, parts=2)
+    assert kernels.tree_refuses(Product.of(families.CUDA, a, b, leaves, bias, out, False))
 
 
 @gpu
@@ -542,19 +560,18 @@ def test_trees_that_cannot_be_dealt_out_so(m, leaves, parts):
     kernels = cuda_kernels()
     a, b = operands(m, 64, 64 * leaves)
     with pytest.raises(BackendError, match="alignkit_few_tree: .*invalid argument"):
-        kernels.tree(a, b, leaves, None, torch.empty(m, 64), parts=parts)
+        kernels.tree(leaves, parts, a, b, None, torch.empty(m, 64))
 
 
 @gpu
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (4, True), (1, True)])
 def test_many_rows(leaves, has_bias):
     """By roles of warps, and by tiles."""
-    from alignkit.ops.linear import hopper
     from alignkit.ops.linear.triton import tiles
 
     (a, b), bias = operands(300, 200, 512), randn(200, dtype=BF16) if has_bias else None
     got, want = (torch.empty(300, 200, dtype=BF16) for _ in range(2))
-    assert hopper.matmul(a, b, leaves, bias, got)
+    assert by_hopper(a, b, leaves, bias, got)
     tiles(a, b, leaves, bias, want, False)
     assert_bitwise_equal(got, want)
 

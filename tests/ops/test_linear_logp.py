@@ -1,35 +1,34 @@
 """The blocks of rows and slabs of ids that GPUs take, on the CPU: there an accumulated product continues its chain, so
 that cuts change no bit."""
 
-import sys
-
 import pytest
 import torch
 
-from alignkit import contract, ops
+from alignkit.ops.linear_logp import blocks
+from alignkit.runtime.families import CPU
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU
+from .helpers import CPU as ON_CPU
 from .test_tp import HEADS, run_head
 
-pytestmark = pytest.mark.skipif(not CPU, reason="on a GPU the cuts of rows are in the contract")
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="on a GPU the cuts of rows are in the contract")
 
 
 def run_in_blocks(tp, sizes, dtype, rows):
     """`run_head` in blocks of `rows` rows (32 at a time) and slabs of 256 ids, or, for a block of all, of 32 ids and more whose
     gradient lies where that of the weight will."""
-    module = sys.modules[ops.linear_logp.__module__]  # the function has the module's name
-    cuts = ((contract.HEAD_ROWS, rows), (module.PART_ROWS, 32), (module.WORKSPACE, 1 << 16 if rows == 48 else 1))
-    before, even = [table["cpu"] for table, _ in cuts], module.EVEN
+    cuts = ((blocks.PART_ROWS, 32), (blocks.WORKSPACE, 1 << 16 if rows == 48 else 1))
+    before, even, chain = [table[CPU] for table, _ in cuts], blocks.EVEN, CPU.head_rows
     try:
-        module.EVEN = even if rows == 48 else 32
+        blocks.EVEN = even if rows == 48 else 32
         for table, value in cuts:
-            table["cpu"] = value
+            table[CPU] = value
+        CPU.head_rows = rows
         return run_head(tp, sizes, dtype, {"temperature": 0.7, "soft_cap": 8.0})
     finally:
-        module.EVEN = even
+        blocks.EVEN, CPU.head_rows = even, chain
         for (table, _), value in zip(cuts, before, strict=True):
-            table["cpu"] = value
+            table[CPU] = value
 
 
 @pytest.mark.parametrize("rows", [48, 1 << 20])

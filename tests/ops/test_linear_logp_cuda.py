@@ -1,15 +1,15 @@
 """On a GPU: nothing waits for the device, schedules change no bit, and sizes beyond 2^31 elements."""
 
-import sys
 import threading
 
 import pytest
 import torch
 
 from alignkit import ops
-from alignkit.contract import HEAD_ROWS
+from alignkit.dist import TP
+from alignkit.ops.linear_logp import blocks
+from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
-from alignkit.tp import TP
 
 from .helpers import CPU, randn
 
@@ -143,16 +143,16 @@ def test_schedules_change_no_bit(monkeypatch, dtype):
     def run(h, w):
         return ops.linear_logp(h, w, target, bias=w[:, 0].detach(), soft_cap=9.0, return_entropy=True)
 
-    want, module = grads(run, h, w), sys.modules[ops.linear_logp.__module__]  # the function has the module's name
-    monkeypatch.setitem(module.WORKSPACE, "sm90", 1 << 16)
+    want = grads(run, h, w)
+    monkeypatch.setitem(blocks.WORKSPACE, SM90, 1 << 16)
     for rows in (64, 96):
-        monkeypatch.setitem(module.PART_ROWS, "sm90", rows)
+        monkeypatch.setitem(blocks.PART_ROWS, SM90, rows)
         assert_all_equal(grads(run, h, w), want, f"{rows} rows at a time")
 
 
 def test_rows_of_one_chain():
     """dweight of more rows than one chain takes: the chains' fp32 sums, added in order."""
-    n = HEAD_ROWS["sm90"]
+    n = SM90.head_rows
     h, w, target = head(n=2 * n + 100, d=32, v=600, dtype=torch.float32)
     target[torch.rand(len(target)) < 0.02] = -100
     rows = (target != -100).nonzero()[:, 0]

@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from alignkit import backends, cuda, ops
+from alignkit import ops
 from alignkit.ops.linear import matmul
-from alignkit.ops.linear_logp import _Transform
+from alignkit.ops.linear_logp.source import Transform
+from alignkit.runtime import cuda, dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn, seeds
@@ -28,7 +29,7 @@ def operands(n, d, v, seed):
 
 
 def transform(v, bias, cap, scale):
-    return _Transform(randn(v) if bias else None, cap, scale)
+    return Transform(randn(v) if bias else None, cap, scale)
 
 
 options = {
@@ -62,9 +63,7 @@ def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed
 
     got, want, products = outputs(), outputs(), torch.full((n, v + -v % 4), float("nan"))[:, :v]
     (m, q, u, z), (m0, q0, u0, z0) = got, want
-    assert kernels.head_statistics(
-        hidden, weight, how, t, target, first, m, q, u if entropy else None, z, None, 0, products
-    )
+    kernels.head_statistics(hidden, weight, how, t, target, first, m, q, u if entropy else None, z, None, 0, products)
     logits = matmul(hidden, weight)
     triton.statistics(logits, how, t, target, first, m0, q0, u0 if entropy else None, z0)
     assert_bitwise_equal(products, logits, "products")
@@ -88,7 +87,7 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
     for before in (None, 0, 100):
         got.fill_(float("nan"))
         of = None if before is None else torch.tensor(count + before).int()
-        assert kernels.head_gradient(hidden, weight, how, t, target, first, lse, ent, g, g_ent, got, of, before or 0)
+        kernels.head_gradient(hidden, weight, how, t, target, first, lse, ent, g, g_ent, got, of, before or 0)
         assert_bitwise_equal(got, want, f"dz, {before}")
 
 
@@ -105,7 +104,7 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
 @example(n=700, d=4096, c=4096 + 8, resume=True, add=False, counted=1.0, which="both", seed=0)
 def test_products(n, d, c, resume, add, counted, which, seed):
     """Over the rows of a batch that count."""
-    from alignkit.ops.linear.triton import _chain
+    from alignkit.ops.linear.triton import chain
     from alignkit.ops.linear.triton import resume as go_on
     from alignkit.ops.linear_logp import cuda as kernels
 
@@ -121,10 +120,10 @@ def test_products(n, d, c, resume, add, counted, which, seed):
         if resume:
             go_on(dz, weight.t(), dh0)
         else:
-            _chain(dz, weight.t(), None, dh0, False)
-        _chain(dz.t(), hidden.t(), None, dw0, add)
+            chain(dz, weight.t(), None, dh0, False)
+        chain(dz.t(), hidden.t(), None, dw0, add)
         count = None if of is None else torch.tensor(of + 7).int()
-        assert kernels.head_products(
+        kernels.head_products(
             dz,
             hidden,
             weight,
@@ -144,13 +143,13 @@ def test_products(n, d, c, resume, add, counted, which, seed):
 @given(m=st.integers(1, 64), k=st.integers(1, 60).map(lambda n: 8 * n), more=st.integers(0, 300), seed=seeds)
 def test_few_rows(m, k, more, seed):
     from alignkit.ops.linear import cuda as kernels
-    from alignkit.ops.linear.triton import _chain
+    from alignkit.ops.linear.triton import chain
 
     n = kernels.WIDE + more
     a, b = operands(m, k, n, seed)
     got, want = torch.full((m, n + 3), float("nan"))[:, :n], torch.empty(m, n)
-    assert kernels.few(a, b, got)
-    _chain(a, b, None, want, False)
+    kernels.few(a, b, None, got)
+    chain(a, b, None, want, False)
     assert_bitwise_equal(got, want)
 
 
@@ -176,7 +175,7 @@ def test_the_op(kwargs):
         out = out if isinstance(out, tuple) else (out,)
         return *out, *torch.autograd.grad(out, leaves, [torch.linspace(-1, 1, 9000) for _ in out])
 
-    with backends.use("triton"):
+    with dispatch.use("triton"):
         want = run()
     got = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -206,7 +205,7 @@ def test_what_the_kernels_do_not_take():
     """fp32, odd strides, few rows: Triton's, the same bits, and no error."""
     hidden, weight = operands(600, 72, 300, 0)
     target = torch.randint(0, 300, (600,))
-    with backends.use("triton"):
+    with dispatch.use("triton"):
         want = ops.linear_logp(hidden, weight, target)
     for h, w in (
         (hidden[:100], weight),

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from alignkit import backends, ops
+from alignkit import ops
 from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from alignkit.ops.rope import _table
+from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU
@@ -122,7 +123,7 @@ def assert_same(got, want, what):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_callers_mode(backend, dtype, mode):
     given = inputs(12 if backend == "reference" else 400, dtype)
-    with backends.use(backend):
+    with dispatch.use(backend):
         want = everything(given)
         with in_mode(mode):
             assert_same(everything(given), want, mode)
@@ -157,7 +158,7 @@ for dtype in given:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_precision_of_torchs_products(backend):
     given = inputs(12, torch.float32)
-    with backends.use(backend):
+    with dispatch.use(backend):
         want = everything(given)
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(everything(given), want, "autocast")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from alignkit.ops.linear import matmul
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, randn, seeds
+from .helpers import CPU, by_hopper, randn, seeds
 
 pytestmark = pytest.mark.skipif(CPU, reason="the schedules of the Triton backend need a GPU")
 
@@ -63,14 +63,13 @@ def test_matmul(m, n, k, leaves, dtype):
 
 def assert_hopper(a, b, leaves, bias, dtype):
     """hopper.py takes the product, and gives the bytes of tiles."""
-    from alignkit.ops.linear import hopper
     from alignkit.ops.linear.triton import tiles
 
     want = torch.empty(a.shape[0], b.shape[0], dtype=dtype)
     tiles(a, b, leaves, bias, want, False)
     for _ in range(3):  # a missing barrier would not show each time
         got = torch.full_like(want, float("nan"))
-        assert hopper.matmul(a, b, leaves, bias, got)
+        assert by_hopper(a, b, leaves, bias, got)
         assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves")
     return want
 
@@ -120,8 +119,6 @@ def test_more_than_2_31_elements():
     "case", ["fp32", "mixed", "leaf", "odd rows", "odd out", "address", "expanded", "by column", "no k"]
 )
 def test_operands_that_are_left_to_tiles(case):
-    from alignkit.ops.linear import hopper
-
     m, n, k = 300, 100 if case == "odd out" else 264, 8 * (32 if case == "leaf" else 64)
     a, b = randn(m, k, dtype=torch.bfloat16), randn(n, k, dtype=torch.bfloat16)
     if case == "fp32":
@@ -139,7 +136,7 @@ def test_operands_that_are_left_to_tiles(case):
     elif case == "no k":
         a, b = a[:, :0], b[:, :0]
     out = torch.full((m, n), 7.0, dtype=torch.bfloat16)
-    assert not hopper.matmul(a, b, 8, None, out)
+    assert not by_hopper(a, b, 8, None, out)
     assert bool((out == 7).all())
     if case != "no k":
         got = matmul(a, b, leaves=8)

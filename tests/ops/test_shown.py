@@ -9,19 +9,21 @@ import threading
 import pytest
 import torch
 
-from alignkit import BackendError, backends, contract_id, golden, ops, shown
+from alignkit import BackendError, golden, ops
+from alignkit.runtime import dispatch, families, shown
 
 DEVICE = torch.device(os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu"))
-FAMILY = "cpu" if DEVICE.type == "cpu" else "sm90"
+FAMILY = families.of_type(DEVICE)
 CASES = {case: golden.CASES[case] for case in ("linears float32", "norms bfloat16", "head bfloat16")}
-OTHER = {"cpu": ({"torch": "1.0"},), "sm90": ({"torch": "1.0", "triton": "1.0"},)}
+OTHER = {families.CPU: ({"torch": "1.0"},), families.SM90: ({"torch": "1.0", "triton": "1.0"},)}
 
 
 @pytest.fixture
 def other(monkeypatch, tmp_path):
     """As with versions that the bits were not shown with, in a new process. The cases that are computed, as they are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(shown, "SHOWN", OTHER)
+    for family, versions in OTHER.items():
+        monkeypatch.setattr(family, "shown", versions)
     monkeypatch.setattr(golden, "CASES", CASES)
     computed, hashes = [], golden.hashes
     monkeypatch.setattr(golden, "hashes", lambda case, device: (computed.append(case), hashes(case, device))[1])
@@ -31,7 +33,7 @@ def other(monkeypatch, tmp_path):
 
 def process(monkeypatch) -> None:
     """Forgets what is remembered in this one."""
-    monkeypatch.setattr(backends, "_names", {})
+    monkeypatch.setattr(dispatch, "_names", {})
     monkeypatch.setattr(shown, "_verdicts", {})
 
 
@@ -47,7 +49,7 @@ def test_the_versions_of_the_tests_are_stated():
     """The golden bits of this run are of versions in the table, or were tested first."""
     versions = shown.installed(FAMILY)
     assert versions["torch"] == torch.__version__
-    how = shown.require(DEVICE, backends.name(DEVICE))
+    how = shown.require(DEVICE, dispatch.name(DEVICE))
     assert how == "shown with " + ", ".join(f"{k} {v}" for k, v in versions.items()) or "every golden bit" in how
 
 
@@ -56,7 +58,7 @@ def test_other_versions_are_tested_once(other, monkeypatch, tmp_path):
     assert other == list(CASES)
     silu()
     assert len(other) == len(CASES) and len(files(tmp_path)) == 1
-    how = shown.require(DEVICE, backends.name(DEVICE))
+    how = shown.require(DEVICE, dispatch.name(DEVICE))
     assert how.startswith("shown with torch 1.0") and f"with torch {torch.__version__}" in how and "tested here" in how
 
     process(monkeypatch)
@@ -72,9 +74,9 @@ def test_other_versions_are_tested_once(other, monkeypatch, tmp_path):
 def test_each_backend_has_a_verdict_of_its_own(other):
     chosen = set()
     for choice in ("auto", "reference" if DEVICE.type == "cpu" else "triton"):
-        with backends.use(choice):
+        with dispatch.use(choice):
             silu()
-            chosen.add(backends.name(DEVICE))
+            chosen.add(dispatch.name(DEVICE))
     assert len(other) == len(chosen) * len(CASES)
     assert {json.loads(key)["backend"] for key in shown._verdicts} == chosen
 
@@ -105,7 +107,7 @@ def test_bits_that_differ_are_refused(other, monkeypatch, tmp_path):
         with pytest.raises(BackendError) as refusal:
             silu()
         message = str(refusal.value)
-        assert message.startswith(f"device: the bits of {contract_id(FAMILY)} were shown with torch 1.0")
+        assert message.startswith(f"device: the bits of {FAMILY.contract_id} were shown with torch 1.0")
         assert f"with torch {torch.__version__}" in message
         assert message.endswith("they are others: norms bfloat16: tensor 1 of 8 has other bits")
     assert other == list(CASES)[:2] and not files(tmp_path)  # once in this process, and another one looks again
@@ -128,7 +130,7 @@ def test_a_case_whose_bits_are_not_kept_is_refused(other, monkeypatch):
 
 def test_the_callers_modes_do_not_matter(other):
     with torch.inference_mode(), torch.autocast(DEVICE.type, dtype=torch.bfloat16), torch.device("meta"):
-        assert backends.name(DEVICE)
+        assert dispatch.name(DEVICE)
     assert other == list(CASES)
 
 
@@ -189,15 +191,15 @@ def test_a_captured_graph_stays_whole(other):
 def test_an_assembler_of_the_users_is_another_version(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    assert shown.installed("sm90").keys() == {"torch", "triton"}
+    assert shown.installed(families.SM90).keys() == {"torch", "triton"}
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
-    assert shown.installed("sm90")["ptxas"] == "/opt/ptxas"
+    assert shown.installed(families.SM90)["ptxas"] == "/opt/ptxas"
 
 
 def test_nothing_is_tested_or_read_at_import():
     code = (
         "import sys, alignkit.ops\n"
-        "from alignkit import native, shown\n"
+        "from alignkit.runtime import native, shown\n"
         "assert not shown._verdicts and not native.library.cache_info().currsize\n"
         "assert 'alignkit.golden' not in sys.modules"
     )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignkit import symmetric
+from alignkit.dist import symmetric
 
 DEVICE = torch.device("cpu")
 
@@ -18,18 +18,18 @@ def group(**options):
 
 
 def test_a_wait_is_as_long_as_the_groups(monkeypatch):
-    monkeypatch.delenv(symmetric._TIMEOUT, raising=False)
+    monkeypatch.delenv("ALIGNKIT_SYMMETRIC_TIMEOUT", raising=False)
     given = SimpleNamespace(_timeout=datetime.timedelta(minutes=30))
     assert symmetric._timeout(group(options=given), DEVICE) == 1800
     assert symmetric._timeout(group(), DEVICE) == symmetric._timeout(group(options=None), DEVICE) == 600
-    monkeypatch.setenv(symmetric._TIMEOUT, "2.5")
+    monkeypatch.setenv("ALIGNKIT_SYMMETRIC_TIMEOUT", "2.5")
     assert symmetric._timeout(group(options=given), DEVICE) == 2.5
 
 
 @pytest.mark.parametrize("value", ["soon", "", "0", "-1", "nan", "inf"])
 def test_a_wait_that_is_no_time(monkeypatch, value):
     """It is said on all ranks, which then do without symmetric memory: a rank that failed alone would leave others waiting."""
-    monkeypatch.setenv(symmetric._TIMEOUT, value)
+    monkeypatch.setenv("ALIGNKIT_SYMMETRIC_TIMEOUT", value)
     with pytest.raises(ValueError, match=f"ALIGNKIT_SYMMETRIC_TIMEOUT: {value!r}"):
         symmetric._timeout(group(), DEVICE)
     monkeypatch.setattr(symmetric, "_told", lambda group, value: [None, value])
@@ -38,5 +38,5 @@ def test_a_wait_that_is_no_time(monkeypatch, value):
 
 
 def test_the_head_is_that_of_the_kernel():
-    source = (Path(symmetric.__file__).parents[1] / "csrc/sm90/rank_sum/all_reduce.cu").read_text()
+    source = (Path(symmetric.__file__).parents[2] / "csrc/sm90/rank_sum/all_reduce.cu").read_text()
     assert int(re.search(r"kHeadBytes = (\d+);", source)[1]) == symmetric.HEAD

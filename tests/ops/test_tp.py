@@ -6,8 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
-from alignkit import cuda, ops, symmetric
+from alignkit import ops
+from alignkit.dist import symmetric
 from alignkit.errors import InputError
+from alignkit.runtime import cuda
 from alignkit.testing import Failed, assert_bitwise_equal
 
 from .helpers import CPU, UNIT, assert_within, gamma, randn

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alignkit import ops, symmetric
+from alignkit import ops
+from alignkit.dist import TP, symmetric
 from alignkit.testing import assert_bitwise_equal
-from alignkit.tp import TP
 from tests.megatron.gpus import GPUs
 
 WORLD = max((n for n in symmetric.SIZES if n <= torch.cuda.device_count()), default=0)

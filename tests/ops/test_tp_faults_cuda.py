@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alignkit import symmetric
+from alignkit.dist import TP, symmetric
 from alignkit.testing import free_port
-from alignkit.tp import TP
 from tests.megatron.gpus import join
 
 ROOT = Path(__file__).parents[2]

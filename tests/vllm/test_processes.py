@@ -5,9 +5,9 @@ from importlib.metadata import entry_points
 
 import pytest
 
+from alignkit.config import Config
 from alignkit.contract import contract_id
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.vllm.plugin import asked
 from tests.vllm.conftest import ENGINE
 
 
@@ -177,13 +177,13 @@ def test_plugin_does_nothing_until_asked(vllm_process, checkpoint):
 
 @pytest.mark.parametrize("value", ["1", " 1", "true", "Yes", "ON\n"])
 def test_words_that_ask(value):
-    assert asked(value)
+    assert Config.vllm.of(value)
 
 
 @pytest.mark.parametrize("value", ["2", "y", "aligned", "1,1", "-"])
 def test_other_words_are_refused(value):
     with pytest.raises(InputError, match=f"ALIGNKIT_VLLM: '{value}' is neither of 1, on, true, yes nor of 0, false"):
-        asked(value)
+        Config.vllm.of(value)
 
 
 def twice(state, model, value):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import backends
 from ...errors import InputError
+from ...runtime import dispatch, families
 from .._calls import differentiable_once, in_default_mode, op
 from .._common import check_apart, check_device, check_like, check_number, check_tensor, looks, require, unit
 from .paging import check_pages
@@ -21,7 +21,7 @@ INTS = (torch.int32, torch.int64)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, scale):
-        out, *statistics = backends.select("attention", q.device).forward(q, k, v, starts, scale)
+        out, *statistics = dispatch.select("attention", q.device).forward(q, k, v, starts, scale)
         ctx.save_for_backward(q, k, v, starts, out, *statistics)
         ctx.scale = scale
         return out
@@ -29,7 +29,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, *others = ctx.saved_tensors  # hooks on what is saved may have laid it out anew
-        grads = backends.select("attention", d_out.device).backward(
+        grads = dispatch.select("attention", d_out.device).backward(
             unit(q), unit(k), unit(v), *(t.contiguous() for t in (*others, d_out)), ctx.scale
         )
         return *grads, None, None
@@ -52,7 +52,7 @@ def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
     """`t` as the backends take it: its last dimension is dense, and on the CPU it is int64."""
     check_tensor(name, t, ndim, INTS)
     require(t.device == q.device, f"{name}: device {t.device} differs from q's {q.device}")
-    return unit(t.to(torch.int64) if t.device.type == "cpu" else t)
+    return unit(t.to(torch.int64) if families.on_host(t.device) else t)
 
 
 def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Tensor:
@@ -157,7 +157,7 @@ def paged_attention(
 def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out):
     """`paged_attention` of what it has checked: the integers dense in their last dim, and int64 on the CPU."""
     k, v = _rows_view("k_cache", k_cache), _rows_view("v_cache", v_cache)
-    backends.select("attention", q.device).paged(
+    dispatch.select("attention", q.device).paged(
         unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale, out
     )
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ... import native
+from ...runtime import native
 from .._common import rounded
 from .paging import by_rows
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ...contract import KV_BLOCK as _BLOCKS
+from ...runtime.families import CPU
 from .._calls import in_torch
 from .._common import exp, fma, tree
 from .paging import by_rows
 
-KV_BLOCK = _BLOCKS["cpu"]
+KV_BLOCK = CPU.kv_block
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:

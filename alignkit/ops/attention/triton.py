@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import contract
-from .._triton import LOG2E, launch, next_power_of_2
+from ...runtime.families import SM90
+from ...runtime.launch import launch
+from .._triton import LOG2E, next_power_of_2
 
-KV_BLOCK = contract.KV_BLOCK["sm90"]
+KV_BLOCK = SM90.kv_block
 _PAD = tl.constexpr(128)
 _VALUES = ["tokens", "seqs", "tiles", "pads", "pages", "width", "most"]
 """Arguments that change from call to call: no kernel is compiled for one of their values."""

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from ... import cuda
-from . import triton
+from ...runtime import cuda
+from .problem import Delta
 
 
 @cuda.mirrors("AlignkitDelta")
@@ -35,6 +35,10 @@ def _copied(t: torch.Tensor) -> torch.Tensor:
     return t if whole else t.clone(memory_format=torch.contiguous_format)
 
 
+def refuses(p: Delta) -> str | None:
+    return "fp32" if p.dtype == torch.float32 else None
+
+
 def bwd_dhu(
     q,
     k,
@@ -55,9 +59,6 @@ def bwd_dhu(
 ) -> None:
     """Fills dh, dh0 (or None) and dv2. columns: a schedule, on which no bit depends; 32, 64 or 128 of V to a
     multiprocessor (64 for K = 256, and at most V), 0: as is best."""
-    if q.dtype == torch.float32:
-        triton.bwd_dhu(q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first, base2, dh, dh0, dv2)
-        return
     inputs = [_copied(t) for t in (q, k, w, do, dv)]
     taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)
     p = _Delta(

@@ -8,8 +8,8 @@ import inspect
 
 import torch
 
-from ... import backends
 from ...errors import BackendError, InputError, UnsupportedError
+from ...runtime import dispatch
 from .._common import WITH_FP16, check_flag, check_int, check_plain, check_tensor, require
 from . import CHUNK, DIMS
 from . import chunk_gated_delta_rule_bwd_dhu as _back
@@ -92,7 +92,7 @@ def chunk_gated_delta_rule_bwd_dhu(
 def _refused(q: torch.Tensor, do: torch.Tensor, chunk_size: int = CHUNK, **_) -> str | None:
     """Why a call is not for this project's kernels, or None."""
     try:
-        backends.name(q.device)
+        dispatch.name(q.device)
     except BackendError as e:
         return str(e)
     if q.dtype not in TYPES:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import launch
+from ...runtime.launch import launch
 from . import CHUNK
 
 

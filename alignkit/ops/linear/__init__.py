@@ -5,13 +5,16 @@ docs/contract.md, "Linear".
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ... import backends
 from ...contract import k_leaves
-from ...tp import TP
+from ...dist import TP
+from ...runtime import dispatch
 from .._calls import differentiable_once, op
 from .._common import WITH_FP16, check_flag, check_tp, check_weight, require, rounded
+from .problem import Product
 
 
 def matmul(
@@ -32,8 +35,26 @@ def matmul(
     if out is None:
         out = to if to is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     if out.numel():
-        backends.select("linear", a.device).matmul(a, b, leaves, bias, out, accumulate)
+        product(a, b, leaves, bias, out, accumulate)
     return out
+
+
+_launches: dict[Product, Callable] = {}
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
+) -> None:
+    """out [M, N] <- a [M, K] . b [N, K]^T, as `matmul` says."""
+    backend = dispatch.name(a.device)
+    if (module := dispatch.sole("linear", backend)) is not None:
+        module.matmul(a, b, leaves, bias, out, accumulate)
+        return
+    p = Product.of(backend, a, b, leaves, bias, out, accumulate)
+    launch = _launches.get(p)
+    if launch is None:
+        launch = dispatch.prepare("linear", p, _launches)
+    launch(a, b, bias, out)
 
 
 @differentiable_once("linear")

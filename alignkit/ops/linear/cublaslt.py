@@ -4,7 +4,7 @@ An algorithm that takes all of k in one block of threads feeds the tensor core i
 does. That is no promise of cuBLASLt's, so three things are asked for. No workspace: with it go the algorithms whose
 blocks hand partial sums to each other. No split of k and no reduction scheme in the algorithm's configuration. And
 proof: before its first use at a k, an algorithm computes a trial of that k, whose bytes must be the chain's; one that
-fails is refused, and the next of cuBLASLt's suggestions takes its place. Where none is left, `matmul` declines.
+fails is refused, and the next of cuBLASLt's suggestions takes its place. Where none is left, `prepare` declines.
 
 Having no workspace also means that calls share nothing: any stream will do, and a CUDA graph may be captured.
 """
@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 
 from ...errors import BackendError
+from ...runtime.operands import Operand
+from .problem import Product
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +89,9 @@ def _aligned(elements: int) -> int:
     return elements + -elements % (_ALIGNMENT // 2)
 
 
-def _layout(t: torch.Tensor) -> tuple[bool, int] | None:
+def _layout(t: Operand) -> tuple[bool, int] | None:
     """Of t [R, K]: whether k is contiguous, and the elements between its rows (else columns). None: neither fits."""
-    (rows, k), (row_stride, k_stride) = t.shape, t.stride()
+    (rows, k), (row_stride, k_stride), _, _ = t
     if k_stride == 1:
         by_k, length, ld = True, k, row_stride if rows > 1 else k
     elif row_stride == 1:
@@ -99,36 +101,42 @@ def _layout(t: torch.Tensor) -> tuple[bool, int] | None:
     return (by_k, ld) if ld >= length and ld == _aligned(ld) else None
 
 
-def problem(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
-) -> Problem | None:
-    """What the operands ask of cuBLASLt, or None if that is not for it: types other than bf16 or fp16 in and that or fp32
-    out, a bias of another type than out, sizes, strides or addresses that it could only take slowly, k = 0."""
-    if (
-        a.dtype not in (torch.bfloat16, torch.float16)
-        or b.dtype != a.dtype
-        or out.dtype not in (a.dtype, torch.float32)
-    ):
-        return None
-    if bias is not None and (accumulate or bias.dtype != out.dtype or not bias.is_contiguous()):
-        return None
-    a_layout, b_layout, c_layout = _layout(a), _layout(b), _layout(out)
-    if not a.shape[1] or a_layout is None or b_layout is None or c_layout is None or not c_layout[0]:
-        return None
-    if (a.data_ptr() | b.data_ptr() | out.data_ptr() | _address(bias)) % _ALIGNMENT:
-        return None
+def refuses(p: Product) -> str | None:
+    if p.leaves > 1:
+        return f"{p.leaves} leaves: it computes chains"
+    (_, _, a_type, _), (_, _, b_type, _), (_, _, out_type, _) = p.a, p.b, p.out
+    if a_type not in (torch.bfloat16, torch.float16) or b_type != a_type or out_type not in (a_type, torch.float32):
+        return "types other than bf16 or fp16 in and that or fp32 out"
+    if p.bias is not None and p.accumulate:
+        return "a bias where it adds to what out holds"
+    if p.bias is not None and (p.bias[2] != out_type or not p.bias_is_dense):
+        return "a bias that is not contiguous or of another type than out"
+    if not p.k:
+        return "no k"
+    layouts = _layout(p.a), _layout(p.b), _layout(p.out)
+    if None in layouts or not layouts[2][0]:
+        return "strides that it could only take slowly"
+    if not all(t is None or t[3] for t in (p.a, p.b, p.bias, p.out)):
+        return f"addresses that are no multiples of {_ALIGNMENT}"
+    return None
+
+
+def problem(p: Product) -> Problem:
+    """What a product that it does not refuse asks of cuBLASLt."""
+    a_layout, b_layout, c_layout = _layout(p.a), _layout(p.b), _layout(p.out)
+    assert a_layout is not None and b_layout is not None and c_layout is not None
     return Problem(
-        a.get_device(),
-        out.shape[0],
-        out.shape[1],
-        a.shape[1],
+        p.device,  # pyright: ignore[reportArgumentType]
+        p.out[0][0],
+        p.out[0][1],
+        p.k,
         *a_layout,
         *b_layout,
         c_layout[1],
-        a.dtype,
-        out.dtype,
-        accumulate,
-        bias is not None,
+        p.a[2],
+        p.out[2],
+        p.accumulate,
+        p.bias is not None,
     )
 
 
@@ -409,32 +417,42 @@ def _decide(p: Problem, chain: Callable) -> Launcher | None:
     return None if algorithm is None else product.launcher(algorithm)
 
 
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool, chain: Callable
-) -> bool:
-    """out [M, N] = a [M, K] . b [N, K]^T, plus bias [N], or `out` if `accumulate`, by an algorithm that passed its trial.
-
-    False, and nothing done, where there is none, or where the problem is new while a CUDA graph is being captured (a
-    trial waits for the device). `chain(a, b, bias, out, accumulate)` is the computation whose bits count.
-    """
-    p = problem(a, b, bias, out, accumulate)
-    if p is None or _library() is None:
-        return False
+def prepare(product: Product) -> Callable | None:
+    """By an algorithm that passed its trial. None where there is none, or where the problem is new while a CUDA graph is being
+    captured (a trial waits for the device)."""
+    if _library() is None:
+        return None
+    p = problem(product)
     if p.device != torch.cuda.current_device():  # where cuBLASLt would launch it
         with torch.cuda.device(p.device):
-            return matmul(a, b, bias, out, accumulate, chain)
+            return prepare(product)
     try:
         launch = _launchers[p]
     except KeyError:
         if torch.cuda.is_current_stream_capturing():
-            return False
+            return None
         if len(_launchers) >= _MOST:
             _launchers.clear()
             _algorithms.clear()
-        launch = _launchers[p] = _decide(p, chain)
-    if launch is None:
-        return False
+        launch = _launchers[p] = _decide(p, _chain())
+    return None if launch is None else functools.partial(_run, p, launch)
+
+
+def _chain() -> Callable:
+    """The computation whose bits count, of (a, b, bias, out, accumulate)."""
+    from .triton import chain
+
+    return chain
+
+
+def _run(
+    p: Problem, launch: Launcher, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out [M, N] = a [M, K] . b [N, K]^T, plus bias [N], or `out` if `accumulate`."""
+    if p.device != torch.cuda.current_device():  # where cuBLASLt would launch it
+        with torch.cuda.device(p.device):
+            _run(p, launch, a, b, bias, out)
+        return
     status = launch(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), _stream(p.device))
     if status:
         raise BackendError(f"cublasLtMatmul failed with status {status} for {p}")
-    return True

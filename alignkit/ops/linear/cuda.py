@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 
-from ... import cuda
-from . import triton
-from .launch import copied, operand
-from .triton import resume
-
-__all__ = ["few", "matmul", "narrow", "resume", "takes", "tree"]
+from ...runtime import cuda
+from ...runtime.families import SM90
+from ...runtime.operands import Operand, copied
+from .problem import Product
 
 FEW = 256
 """At most so many rows."""
-FEWER, WIDE = 64, 128 * 132
+FEWER, WIDE = 64, 128 * SM90.multiprocessors
 """`few`: at most so many rows, and at least so many outputs, a tile for each multiprocessor."""
-NARROW, LONG = 16 * 132, 2048
+NARROW, LONG = 16 * SM90.multiprocessors, 2048
 """At most so many outputs, likewise, and at least so much k: there the chain takes longer than to read the weight."""
 NARROW_ROWS = 32
 """Each block reads all rows; with more, that takes longer than by larger tiles."""
@@ -30,20 +29,55 @@ IDS = 256
 """Outputs of a cluster at most."""
 
 
-def takes(t: torch.Tensor) -> bool:
+def takes(t: Operand) -> bool:
     """Whether a matrix may be an operand: bf16 that the copy engine takes."""
-    return t.dtype == torch.bfloat16 and copied(operand(t))  # pyright: ignore[reportArgumentType]
+    return t[2] == torch.bfloat16 and copied(t)
 
 
-def _fits(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
-    return (
-        0 < len(a) <= rows
-        and a.shape[1] > 0
-        and takes(a)
-        and takes(b)
-        and out.stride(1) == 1
-        and out.dtype in (torch.float32, torch.bfloat16)
-    )
+def _unfit(p: Product, rows: int) -> str | None:
+    """Why none of these kernels is for it; None: one of at most so many rows may be."""
+    if p.accumulate:
+        return "it adds to what out holds"
+    if not 0 < p.m <= rows:
+        return f"{p.m} rows, of 1 to {rows}"
+    if not p.k:
+        return "no k"
+    for name, t in (("x", p.a), ("weight", p.b)):
+        if not takes(t):
+            return f"{name} is not bf16 of rows that the copy engine takes: contiguous, at multiples of 16 bytes"
+    if p.out[1][1] != 1 or p.out[2] not in (torch.float32, torch.bfloat16):
+        return "out is not fp32 or bf16 of contiguous rows"
+    return None
+
+
+def _unfit_chain(p: Product, rows: int) -> str | None:
+    if p.leaves > 1:
+        return f"{p.leaves} leaves: it computes chains"
+    return "it adds no bias" if p.bias is not None else _unfit(p, rows)
+
+
+def few_refuses(p: Product) -> str | None:
+    if p.n < WIDE:
+        return f"{p.n} outputs, of at least {WIDE}"
+    return "out is not fp32" if p.out[2] != torch.float32 else _unfit_chain(p, FEWER)
+
+
+def narrow_refuses(p: Product) -> str | None:
+    if p.n > NARROW:
+        return f"{p.n} outputs, of at most {NARROW}"
+    return f"k = {p.k}, of at least {LONG}" if p.k < LONG else _unfit_chain(p, NARROW_ROWS)
+
+
+def tree_refuses(p: Product) -> str | None:
+    if p.leaves not in (2, 4, 8):
+        return f"{p.leaves} leaves: it computes trees of 2, 4 or 8"
+    if p.k % (p.leaves * STEP):
+        return f"leaves of {p.k // p.leaves} k, no multiple of {STEP}"
+    if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
+        return "a bias that is not contiguous bf16"
+    if (why := _unfit(p, FEW)) is not None:
+        return why
+    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if _parts(p) is None else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -54,18 +88,13 @@ def _rounded(out: torch.Tensor) -> int:
     return int(out.dtype == torch.bfloat16)
 
 
-def few(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """out [M, N], fp32, = a [M, K] . b [N, K]^T, one chain. False, and nothing done, if that is not for these operands."""
-    if len(b) < WIDE or out.dtype != torch.float32 or not _fits(a, b, out, FEWER):
-        return False
+def few(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None:
+    """out [M, N], fp32, = a [M, K] . b [N, K]^T, one chain."""
     cuda.call("alignkit_few_product", out.device, *_matrix(a), *_matrix(b), *_matrix(out), *out.shape, a.shape[1])
-    return True
 
 
-def narrow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+def narrow(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None:
     """As `few`; out fp32 or bf16."""
-    if len(b) > NARROW or a.shape[1] < LONG or not _fits(a, b, out, NARROW_ROWS):
-        return False
     cuda.call(
         "alignkit_narrow_product",
         out.device,
@@ -76,13 +105,14 @@ def narrow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
         *out.shape,
         a.shape[1],
     )
-    return True
 
 
-@functools.cache
-def _clusters(device: int) -> int:
-    """Of two blocks, that the device holds at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count // 2
+def prepare_few(p: Product) -> Callable:
+    return few
+
+
+def prepare_narrow(p: Product) -> Callable:
+    return narrow
 
 
 def deal(m: int, n: int, leaves: int, clusters: int) -> int | None:
@@ -99,24 +129,20 @@ def deal(m: int, n: int, leaves: int, clusters: int) -> int | None:
     )
 
 
+def _parts(p: Product) -> int | None:
+    return deal(p.m, p.n, p.leaves, p.multiprocessors // 2)  # a cluster is two blocks
+
+
+def prepare_tree(p: Product) -> Callable:
+    return functools.partial(tree, p.leaves, _parts(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
+
+
 def tree(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    leaves: int,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    parts: int | None = None,
-) -> bool:
-    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]. False, and
-    nothing done, if that is not for these operands. `parts` overrides the choice of `deal`, and changes no bit."""
+    leaves: int, parts: int, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]. On `parts`, of
+    `deal`, no bit depends."""
     (m, k), n = a.shape, len(b)
-    if leaves not in (2, 4, 8) or k % (leaves * STEP) or not _fits(a, b, out, FEW):
-        return False
-    if bias is not None and (bias.dtype != torch.bfloat16 or not bias.is_contiguous()):
-        return False
-    parts = parts or deal(m, n, leaves, _clusters(out.get_device()))
-    if parts is None:
-        return False
     pitch = -(-n // IDS) * IDS
     sums = None if parts == 1 else torch.empty(parts, m, pitch, dtype=torch.float32, device=out.device)
     cuda.call(
@@ -135,15 +161,3 @@ def tree(
         k,
         leaves,
     )
-    return True
-
-
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
-) -> None:
-    if leaves > 1:
-        done = not accumulate and tree(a, b, leaves, bias, out)
-    else:
-        done = bias is None and not accumulate and (few(a, b, out) or narrow(a, b, out))
-    if not done:
-        triton.matmul(a, b, leaves, bias, out, accumulate)

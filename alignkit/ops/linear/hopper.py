@@ -8,6 +8,7 @@ The order of k, and so every bit, is that of triton.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -22,8 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import MOST, Launch, Operand, copied, operand
+from ...runtime.launch import Launch
+from ...runtime.operands import copied
+from .problem import Product
 
+FEW = 256
+"""Up to so many rows, tiles of 128 x 128 would leave most of the device's multiprocessors idle."""
 ROWS = gl.constexpr(64)
 """Of a group of warps; a tile has two."""
 COLS = gl.constexpr(128)
@@ -163,7 +168,7 @@ def _matmul(a_desc, b_desc, c_desc, BIAS, M, N, steps, LEAVES: gl.constexpr, HAS
 
 
 class _Matrix(TensorDescriptor):
-    """Without the checks of each new object; `_choose` has made them."""
+    """Without the checks of each new object; `refuses` has made them."""
 
     def __post_init__(self):
         pass
@@ -174,28 +179,32 @@ def _block(rows: gl.constexpr, columns: gl.constexpr, dtype: torch.dtype) -> tup
     return shape, gl.NVMMASharedLayout.get_default_for(shape, gl.float32 if dtype == torch.float32 else gl.bfloat16)
 
 
-@functools.lru_cache(MOST)
-def _choose(device: int, a: Operand, b: Operand, bias: Operand | None, out: Operand, leaves: int) -> tuple | None:
-    """The launch and the blocks of a, b and out that are copied at once; None if the product is not for this kernel."""
-    (m, k), n = a[0], b[0][0]
-    if {a[2], b[2]} != {torch.bfloat16} or not k or k % (leaves * STEP.value):
-        return None
-    if not all(map(copied, (a, b, out))):
-        return None
+def refuses(p: Product) -> str | None:
+    if p.accumulate:
+        return "it adds to what out holds"
+    if p.m <= FEW:
+        return f"{p.m} rows, of more than {FEW}"
+    if {p.a[2], p.b[2]} != {torch.bfloat16}:
+        return "operands other than bf16"
+    if not p.k or p.k % (p.leaves * STEP.value):
+        return f"leaves of {p.k // p.leaves} k, no multiple of {STEP.value}"
+    if not all(map(copied, (p.a, p.b, p.out))):
+        return "strides or addresses that the copy engine does not take"
+    return None
+
+
+def prepare(p: Product) -> Callable:
+    (m, k), n = p.a[0], p.n
     tiles = triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLS.value)
-    grid = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
-    rest = (m, n, k // leaves // STEP.value, leaves, bias is not None)
-    launch = Launch(device, _matmul, (grid, 1, 1), rest, num_warps=4)
-    return launch, _block(ROWS, STEP, a[2]), _block(COLS, STEP, b[2]), _block(ROWS, COLS, out[2])
+    grid = min(tiles, p.multiprocessors)
+    rest = (m, n, k // p.leaves // STEP.value, p.leaves, p.bias is not None)
+    launch = Launch(p.device, _matmul, (grid, 1, 1), rest, num_warps=4)  # pyright: ignore[reportArgumentType]
+    blocks = _block(ROWS, STEP, p.a[2]), _block(COLS, STEP, p.b[2]), _block(ROWS, COLS, p.out[2])
+    return functools.partial(_run, launch, blocks)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
-    """out [M, N] = a [M, K] . b [N, K]^T by `leaves` chains and their tree, plus bias [N]. False, and nothing done, for types
-    other than bf16 (out: also fp32), leaves that are no multiple of 64, and strides or addresses that the device's copy
-    engine does not take."""
-    chosen = _choose(out.get_device(), operand(a), operand(b), operand(bias), operand(out), leaves)
-    if chosen is None:
-        return False
-    launch, *blocks = chosen
+def _run(
+    launch: Launch, blocks: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    bias = None if bias is None else bias.contiguous()
     launch(*(_Matrix(t, t.shape, t.stride(), *block) for t, block in zip((a, b, out), blocks, strict=True)), bias)
-    return True

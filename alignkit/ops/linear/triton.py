@@ -1,8 +1,7 @@
 """Triton: tiles of outputs, k ascending in steps of 16 through the tensor core; M chooses the schedule, not the bits.
 
 The tensor core's result depends on the order of k alone, whatever the tile, so every schedule below is a chain. fp32
-inputs take fused multiply-adds in the same order. Chains of 16 bits go to cuBLASLt where its bits are these, other
-products of many rows to hopper.py.
+inputs take fused multiply-adds in the same order.
 
 The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which is another order. It cannot where the dot's sum goes
 round a loop, so the number of steps is never a constant to it.
@@ -12,17 +11,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
+from ...runtime.launch import Launch
+from ...runtime.operands import MOST, Operand, operand
 from .._triton import tree_sum
-from . import cublaslt, hopper
-from .launch import MOST, Launch, Operand, operand
-
-FEW = 256
-"""Up to so many rows, hopper.py's tiles of 128 x 128 would leave most of the device's multiprocessors idle."""
+from .problem import Product
 
 
 @triton.jit
@@ -231,20 +229,19 @@ def tiles(
         join(sums, out, bias)
 
 
-def _chain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> None:
+def chain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> None:
     """What cuBLASLt's algorithms are held against; one tile, so that few kernels are compiled for it."""
     tiles(a, b, 1, bias, out, accumulate, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3)
 
 
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
+def prepare(p: Product) -> Callable:
+    return functools.partial(_run, p.leaves, p.accumulate)
+
+
+def _run(
+    leaves: int, accumulate: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    if leaves == 1 and cublaslt.matmul(a, b, bias, out, accumulate, _chain):
-        return
-    if bias is not None:
-        bias = bias.contiguous()
-    if accumulate or out.shape[0] <= FEW or not hopper.matmul(a, b, leaves, bias, out):
-        tiles(a, b, leaves, bias, out, accumulate)
+    tiles(a, b, leaves, None if bias is None else bias.contiguous(), out, accumulate)
 
 
 def resume(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import native
 from ...contract import VOCAB_TILE
+from ...runtime import native
 from .._common import rounded
 
 INF = float("inf")

@@ -7,26 +7,10 @@ import ctypes
 
 import torch
 
-from ... import cuda
+from ...runtime import cuda
+from ...runtime.operands import Operand
 from ..linear.cuda import takes
-from .triton import check_rows, finish, gradient, gradient_type, join, pick, put, spread, statistics, take, transform
-
-__all__ = [
-    "check_rows",
-    "finish",
-    "gradient",
-    "gradient_type",
-    "head_gradient",
-    "head_products",
-    "head_statistics",
-    "join",
-    "pick",
-    "put",
-    "spread",
-    "statistics",
-    "take",
-    "transform",
-]
+from .problem import Head, HeadGradient, HeadProducts
 
 FEW = 256
 """Up to so many rows a tile of the kernels is mostly empty."""
@@ -57,10 +41,41 @@ class _Head(ctypes.Structure):
     ]
 
 
-def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head | None:
-    """None if the kernels are not for these operands."""
-    if len(hidden) <= FEW or not len(weight) or not takes(hidden) or not takes(weight):
-        return None
+def _unfit(hidden: Operand, weight: Operand) -> str | None:
+    """Why the kernels are not for these operands; None: they may be."""
+    if hidden[0][0] <= FEW:
+        return f"{hidden[0][0]} rows, of more than {FEW}"
+    if not weight[0][0]:
+        return "no ids"
+    if not takes(hidden) or not takes(weight):
+        return "hidden or weight is not bf16 of rows that the copy engine takes"
+    return None
+
+
+def head_statistics_refuses(p: Head) -> str | None:
+    if p.products is not None and (p.products[1][0] % 4 or not p.products[3]):
+        return "products are kept where the kernel cannot write them"
+    return _unfit(p.hidden, p.weight)
+
+
+def head_gradient_refuses(p: HeadGradient) -> str | None:
+    if not takes(p.out) or p.out[1][0] - p.out[0][1] >= 8:
+        return "the gradient's memory is not bf16, or its rows lie apart"
+    return _unfit(p.hidden, p.weight)
+
+
+def head_products_refuses(p: HeadProducts) -> str | None:
+    (n, c), d = p.dz[0], p.hidden[0][1]
+    if not n or not c or d % 8:
+        return f"{n} rows, {c} ids and {d} columns: none is 0, and the last a multiple of 8"
+    if not all(map(takes, (p.dz, p.hidden, p.weight))):
+        return "operands that are not bf16 of rows that the copy engine takes"
+    if not _written(p.dhidden) or not _written(p.dweight):
+        return "results in memory that the kernel cannot write to"
+    return None
+
+
+def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head:
     cap, scale = how.soft_cap, how.logit_scale
     return _Head(
         hidden.data_ptr(),
@@ -84,15 +99,12 @@ def _head(hidden, weight, how, temperature, target, first: int, count, before: i
 
 def head_statistics(
     hidden, weight, how, temperature, target, first: int, m, q, u, z_target, count=None, before: int = 0, products=None
-) -> bool:
-    """`statistics` of hidden [n, K] . weight [C, K]^T, which are also written to `products` [n, C] if that is given; False,
-    and nothing done, if it is not for these operands.
+) -> None:
+    """`statistics` of hidden [n, K] . weight [C, K]^T, which are also written to `products` [n, C] if that is given.
 
     Of the rows, `before` of a batch come before these; the first count[0] of the batch (int32, on the device) are
     computed; None: all. Something is written for the others too."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
-    if head is None or (products is not None and (products.stride(0) % 4 or products.data_ptr() % 16)):
-        return False
     cuda.call(
         "alignkit_head_statistics",
         hidden.device,
@@ -105,7 +117,6 @@ def head_statistics(
         products,
         ctypes.c_int64(0 if products is None else products.stride(0)),
     )
-    return True
 
 
 def head_gradient(
@@ -122,13 +133,11 @@ def head_gradient(
     out,
     count=None,
     before: int = 0,
-) -> bool:
+) -> None:
     """`gradient` of hidden . weight^T to out [n, C], whose rows lie C elements apart, or the next multiple of 8: those between
-    are zeroed. False, and nothing done, if it is not for these operands. `count` and `before` as above; rows that are not
+    are zeroed. `count` and `before` as above; rows that are not
     computed get zeros."""
     head = _head(hidden, weight, how, temperature, target, first, count, before)
-    if head is None or not takes(out) or out.stride(0) - out.shape[1] >= 8:
-        return False
     cuda.call(
         "alignkit_head_gradient",
         hidden.device,
@@ -140,7 +149,6 @@ def head_gradient(
         out,
         ctypes.c_int64(out.stride(0)),
     )
-    return True
 
 
 @cuda.mirrors("AlignkitHeadProducts")
@@ -169,30 +177,23 @@ class _Products(ctypes.Structure):
     ]
 
 
-def _written(out: torch.Tensor | None) -> bool:
+def _written(out: Operand | None) -> bool:
     """Whether the kernels write to this fp32 or bf16 tensor, or need not."""
     if out is None:
         return True
-    if out.dtype == torch.float32:
-        return out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 16 == 0
-    return out.is_contiguous() and out.data_ptr() % 16 == 0
+    (rows, columns), (row, column), dtype, aligned = out
+    if dtype == torch.float32:
+        return column == 1 and row % 4 == 0 and aligned
+    dense = (column == 1 or columns == 1) and (row == columns or rows == 1)
+    return (dense or not rows * columns) and aligned
 
 
-def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool, count=None, before: int = 0) -> bool:
+def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool, count=None, before: int = 0) -> None:
     """dhidden fp32 [n, D] = dz [n, C] . weight [C, D], chains that go on from what it holds if `resume`; and dweight [C, D] =
     dz^T . hidden [n, D], chains that are rounded for bf16, added to what it holds if it is fp32 and `add`. Either may be
-    None. False, and nothing done, if they are not for these operands. `count` and `before` as above; rows that do not count
+    None. `count` and `before` as above; rows that do not count
     are taken for zeros."""
     (n, c), d = dz.shape, hidden.shape[1]
-    if (
-        not n
-        or not c
-        or d % 8
-        or not all(map(takes, (dz, hidden, weight)))
-        or not _written(dhidden)
-        or not _written(dweight)
-    ):
-        return False
     out = [(cuda.pointer(t), 0 if t is None else t.stride(0)) for t in (dhidden, dweight)]
     products = _Products(
         dz.data_ptr(),
@@ -213,4 +214,3 @@ def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool,
         add,
     )
     cuda.call("alignkit_head_products", dz.device, ctypes.byref(products))
-    return True

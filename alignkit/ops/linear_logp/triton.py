@@ -8,8 +8,9 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ...contract import VOCAB_TILE
+from ...runtime.launch import launch
 from .._triton import exp as _exp
-from .._triton import fixed, launch, next_power_of_2
+from .._triton import fixed, next_power_of_2
 
 INF = tl.constexpr(float("inf"))
 ROUND = tl.constexpr(1.5 * 2.0**52)

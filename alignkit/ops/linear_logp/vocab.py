@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...contract import VOCAB_TILE
-from ...tp import TP
+from ...dist import TP
 from .._common import check_int, require
 
 INF = float("inf")

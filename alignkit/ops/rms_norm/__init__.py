@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
-from ... import backends
 from ...errors import InputError
+from ...runtime import dispatch
+from ...runtime.operands import operand
 from .._calls import differentiable_once, op
 from .._common import check_device, check_flag, check_like, check_number, check_tensor, rounded
+from .problem import Norm
+
+
+def _kernel(op: str, x: torch.Tensor, *others: torch.Tensor) -> ModuleType:
+    backend = dispatch.name(x.device)
+    module = dispatch.sole(op, backend)
+    if module is not None:
+        return module
+    tensors = tuple(operand(t) for t in (x, *others))
+    return dispatch.choose(op, Norm(backend, tensors)).load()  # pyright: ignore[reportArgumentType]
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual, zero_centered: bool = False):
+    """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]; weight is contiguous."""
+    if residual is None:
+        return _kernel("rms_norm", x, weight).forward(x, weight, eps, None, zero_centered)
+    return dispatch.select("add_rms_norm", x.device).forward(x, weight, eps, residual, zero_centered)
 
 
 @differentiable_once("rms_norm")
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, zero_centered):
-        backend = backends.select("rms_norm", x.device)
-        total, y, rstd = backend.forward(x, weight.contiguous(), eps, residual, zero_centered)
+        total, y, rstd = forward(x, weight.contiguous(), eps, residual, zero_centered)
         ctx.save_for_backward(total, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.set_materialize_grads(False)
@@ -27,14 +46,9 @@ class _RMSNorm(torch.autograd.Function):
         has_residual = ctx.needs_input_grad[1]
         if dy is None:
             return d_total, d_total if has_residual else None, None, None, None
-        dx, dw = backends.select("rms_norm", dy.device).backward(
-            dy.contiguous(),
-            total,
-            weight.contiguous(),
-            rstd,
-            None if d_total is None else d_total.contiguous(),
-            ctx.zero_centered,
-        )
+        dy, weight_, d_total = dy.contiguous(), weight.contiguous(), None if d_total is None else d_total.contiguous()
+        kernel = _kernel("rms_norm_backward", total, dy, weight_, *(() if d_total is None else (d_total,)))
+        dx, dw = kernel.backward(dy, total, weight_, rstd, d_total, ctx.zero_centered)
         return dx, dx if has_residual else None, rounded(dw, weight.dtype), None, None
 
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 
-from ... import cuda
+from ...runtime import cuda
 from . import triton
+from .problem import Norm
 
 NARROW, LONG, WIDE, ROWS = 32, 4096, 16384, 1 << 27
 """Rows are longer than the first, forward than the second, where Triton no longer copies as fast as memory; no longer than the
@@ -45,19 +47,26 @@ class _NormGrad(ctypes.Structure):
     ]
 
 
-def _takes(*tensors: torch.Tensor, above: int = NARROW) -> bool:
-    """Whether the kernels are for rows like the first's, of more than `above` elements, and all are bf16 that they can read 16
-    bytes at a time."""
-    h = tensors[0].shape[-1]
-    return (
-        above < h <= WIDE
-        and h % 8 == 0
-        and 0 < tensors[0].numel() // h <= ROWS
-        and all(
-            t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in t.stride()[:-1])
-            for t in tensors
-        )
-    )
+def forward_refuses(p: Norm) -> str | None:
+    return _unfit(p, LONG)
+
+
+def backward_refuses(p: Norm) -> str | None:
+    return _unfit(p, NARROW)
+
+
+def _unfit(p: Norm, above: int) -> str | None:
+    """Why the kernels are not for these rows, of more than `above` elements; None: they are."""
+    shape = p.tensors[0][0]
+    h = shape[-1]
+    if not above < h <= WIDE or h % 8:
+        return f"rows of {h}, which is not a multiple of 8 of more than {above} and at most {WIDE}"
+    if not 0 < math.prod(shape[:-1]) <= ROWS:
+        return f"{math.prod(shape[:-1])} rows, of 1 to {ROWS}"
+    for _, strides, dtype, aligned in p.tensors:
+        if dtype != torch.bfloat16 or not aligned or any(s % 8 for s in strides[:-1]):
+            return "tensors that are not bf16 that can be read 16 bytes at a time"
+    return None
 
 
 def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
@@ -69,9 +78,7 @@ def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
 def forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
 ):
-    """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
-    if residual is not None or not _takes(x, weight, above=LONG):
-        return triton.forward(x, weight, eps, residual, zero_centered)
+    """x, y [..., H], and rstd fp32 [rows]; there is no residual."""
     h = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.numel() // h, dtype=torch.float32, device=x.device)
@@ -87,8 +94,6 @@ def backward(
     """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. chains: a schedule, on
     which no bit depends: of how many chains of dweight one sum in memory is, 1, 2, 4 or 8, if the kernel has so many; -n: of
     n, then of fewer, as for a device that holds one block; 0: as is best."""
-    if not _takes(x, dy, weight, *(() if d_total is None else (d_total,))):
-        return triton.backward(dy, x, weight, rstd, d_total, zero_centered)
     h = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)

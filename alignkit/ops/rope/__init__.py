@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ... import backends
+from ...runtime import dispatch, families
 from .._calls import differentiable_once, op
 from .._common import InputError, check_device, check_int, check_number, check_tensor, looks, require, unit
 
@@ -25,14 +25,14 @@ class _Rope(torch.autograd.Function):
 
 
 def _apply(x, positions, table, inverse):
-    return backends.select("rope", x.device).apply(unit(x), positions, table, inverse)
+    return dispatch.select("rope", x.device).apply(unit(x), positions, table, inverse)
 
 
 @functools.lru_cache(maxsize=8)
 def _table(head_dim: int, max_position: int, base: float, device: torch.device) -> torch.Tensor:
     """Never handed out: whoever wrote to it would change the results of all others."""
-    with torch.inference_mode(False), backends.for_tables():
-        return backends.select("rope", "cpu").table(head_dim, max_position, base).to(device)
+    with torch.inference_mode(False), dispatch.for_tables():
+        return dispatch.select("rope", families.CPU.device_type).table(head_dim, max_position, base).to(device)
 
 
 @op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ... import native
+from ...runtime import native
 
 
 def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import launch, next_power_of_2
+from ...runtime.launch import launch
+from .._triton import next_power_of_2
 
 
 @triton.jit

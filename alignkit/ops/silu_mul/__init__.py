@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import backends
 from ...errors import InputError
+from ...runtime import dispatch
 from .._calls import differentiable_once, op
 from .._common import check_device, check_like, check_tensor, rows
 
@@ -15,12 +15,12 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return backends.select("silu_mul", gate.device).forward(rows(gate), rows(up)).reshape(gate.shape)
+        return dispatch.select("silu_mul", gate.device).forward(rows(gate), rows(up)).reshape(gate.shape)
 
     @staticmethod
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        grads = backends.select("silu_mul", dy.device).backward(rows(gate), rows(up), rows(dy).contiguous())
+        grads = dispatch.select("silu_mul", dy.device).backward(rows(gate), rows(up), rows(dy).contiguous())
         return tuple(g.reshape(gate.shape) for g in grads)
 
 

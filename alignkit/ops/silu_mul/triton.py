@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import exp, launch
+from ...runtime.launch import launch
+from .._triton import exp
 
 
 @triton.jit

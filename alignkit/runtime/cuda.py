@@ -10,14 +10,13 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from . import built
-from .errors import BackendError
+from ..errors import BackendError
+from . import built, families
 
-LIBRARY = Path(__file__).with_name("_sm90.so")
+LIBRARY = families.SM90.library
 ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
 """Why there may be no library: with such an nvcc, an installation that cannot build it fails."""
 
@@ -28,7 +27,7 @@ def library() -> ctypes.CDLL:
     from other sources."""
     if not LIBRARY.exists():
         raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}")
-    lib = built.load(LIBRARY, "sm90")
+    lib = built.load(LIBRARY, families.SM90.part)
     lib.alignkit_cuda_error.restype = ctypes.c_char_p
     return lib
 

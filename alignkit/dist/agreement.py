@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import BackendError
+from ..errors import BackendError
 
 SLOT = 1024
 """Bytes of a message that travels at once; if a rank's is longer, all ranks send theirs a second time."""

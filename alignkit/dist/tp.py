@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import pickle
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -12,16 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import native, symmetric
+from ..config import config
+from ..errors import AlignkitError, InputError
+from ..runtime import families, native
+from . import symmetric
 from .agreement import told
-from .errors import AlignkitError, InputError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 
 
 def strict() -> bool:
     """Whether ``ALIGNKIT_STRICT=1``: values on a GPU are looked at before they are used, although that waits for it."""
-    return os.environ.get("ALIGNKIT_STRICT", "0") == "1"
+    return config.strict
 
 
 class TP:
@@ -140,12 +141,12 @@ class TP:
             return [checks()] * self.size
         error, said = None, None
         try:
-            said = (None, checks())
+            said = (strict(), None, checks())
             pickle.dumps(said)
         except Exception as e:
-            error, said = e, _as_alignkit(e)
+            error, said = e, (None, *_as_alignkit(e))
         assert self.group is not None  # there is more than one rank
-        answers = told(self.group, (strict(), *said))
+        answers = told(self.group, said)
         if error is not None:
             raise error
         for rank, (_, kind, value) in enumerate(answers):
@@ -176,7 +177,7 @@ class TP:
         given = {name: t.detach() for name, t in tensors.items() if t is not None and t.numel()}
         if self.size == 1 or self.agreed or not given:
             return
-        if strict() or all(t.device.type == "cpu" for t in given.values()):
+        if strict() or all(families.on_host(t.device) for t in given.values()):
             self.check_same(op, lambda: {f"{name}, its values": _digest(t) for name, t in given.items()})
             return
         sums = torch.stack([_value_sum(t) for t in given.values()])
@@ -229,13 +230,13 @@ def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """On a CPU by our kernels, which round and keep denormals in every mode that a thread may be in."""
-    ours = a.device.type == "cpu" and a.dtype in native.DTYPES and native.available()
+    ours = families.on_host(a.device) and a.dtype in native.DTYPES and native.available()
     return native.add(a, b) if ours else a + b
 
 
 def _finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """fp32 sums [M, N] plus bias [N], rounded; likewise."""
-    if sums.device.type == "cpu" and native.available():
+    if families.on_host(sums.device) and native.available():
         y = torch.empty(sums.shape, dtype=dtype, device=sums.device)
         native.round(sums, y, None if bias is None else bias.float().contiguous())
         return y

@@ -21,15 +21,11 @@ from pathlib import Path
 
 import torch
 
-from . import _sources, cuda, native
-from .contract import contract_id
-from .errors import BackendError
-
-SHOWN = {
-    "cpu": ({"torch": "2.13.0+cpu"}, {"torch": "2.13.0+cu130"}),
-    "sm90": ({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
-}
-"""By device family: each combination of versions."""
+from .. import _sources
+from ..config import config
+from ..errors import BackendError
+from . import cuda, families, native
+from .families import Family
 
 _lock = threading.Lock()
 _verdicts: dict[str, str | None] = {}
@@ -37,15 +33,15 @@ _verdicts: dict[str, str | None] = {}
 _thread = threading.local()
 
 
-def installed(family: str) -> dict[str, str]:
+def installed(family: Family) -> dict[str, str]:
     """The versions that decide a family's bits."""
     found = {"torch": str(torch.__version__)}
-    if family == "sm90":
+    if family.on_gpu:
         import triton
 
         found["triton"] = triton.__version__
-        if os.environ.get("TRITON_PTXAS_PATH"):  # an assembler other than Triton's own
-            found["ptxas"] = os.environ["TRITON_PTXAS_PATH"]
+        if config.ptxas:  # an assembler other than Triton's own
+            found["ptxas"] = config.ptxas
     return found
 
 
@@ -55,26 +51,27 @@ def require(device: torch.device, backend: str) -> str:
     captured."""
     if getattr(_thread, "unchecked", False):
         return ""
-    family = "sm90" if device.type == "cuda" else "cpu"
+    family = families.of_type(device)
+    assert family is not None  # it has a backend
     versions = installed(family)
-    if versions in SHOWN[family]:
+    if versions in family.shown:
         return f"shown with {_text(versions)}"
-    other = f"shown with {' or '.join(map(_text, SHOWN[family]))}; with {_text(versions)} "
+    other = f"shown with {' or '.join(map(_text, family.shown))}; with {_text(versions)} "
     with _lock:
         key = _key(family, device, backend)
         if key not in _verdicts and _remembered(key):
             _verdicts[key] = None
         if key not in _verdicts:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if family.on_gpu and torch.cuda.is_current_stream_capturing():
                 raise BackendError(
-                    f"device: the bits of {contract_id(family)} were {other}they must be tested, which "
+                    f"device: the bits of {family.contract_id} were {other}they must be tested, which "
                     "cannot be while a CUDA graph is captured: call an op before"
                 )
             _verdicts[key] = test(device, backend)
             if _verdicts[key] is None:
                 _remember(key)
     if _verdicts[key] is not None:
-        raise BackendError(f"device: the bits of {contract_id(family)} were {other}they are others: {_verdicts[key]}")
+        raise BackendError(f"device: the bits of {family.contract_id} were {other}they are others: {_verdicts[key]}")
     return f"{other}every golden bit was tested here"
 
 
@@ -93,12 +90,12 @@ def test(device: torch.device, backend: str) -> str | None:
 
     On a thread of its own, where the caller's modes (inference, autocast, default device, stream, torch functions) are
     not in force; and its backwards run there too, as `unchecked` is for that thread alone."""
-    from . import golden
+    from .. import golden
 
     found: list[str | None] = []
 
     def run() -> None:
-        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        current = contextlib.nullcontext() if families.on_host(device) else torch.cuda.device(device)
         try:
             with unchecked(), torch.autograd.set_multithreading_enabled(False), current:
                 found.append(golden.difference(device, backend))
@@ -115,16 +112,16 @@ def _text(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _key(family: str, device: torch.device, backend: str) -> str:
+def _key(family: Family, device: torch.device, backend: str) -> str:
     """All that a verdict is for."""
-    if family == "sm90":
+    if family.on_gpu:
         where = torch.cuda.get_device_name(device)
     else:
         where = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {' '.join(platform.libc_ver())}"
-    isa = native.isa() if backend == "cpu" else None
+    isa = native.isa() if backend == families.NATIVE else None
     return json.dumps(
         {
-            "contract": contract_id(family),
+            "contract": family.contract_id,
             "backend": backend,
             "isa": isa,
             "device": where,
@@ -138,14 +135,13 @@ def _key(family: str, device: torch.device, backend: str) -> str:
 @functools.cache
 def _package(backend: str) -> str:
     """The hash of this package: its Python, the golden bits, and the library of `backend`."""
-    folder = Path(__file__).parent
-    libraries = {"cpu": [native.LIBRARY], "cuda": [cuda.LIBRARY]}.get(backend, [])
+    folder = families.PACKAGE
+    libraries = {families.NATIVE: [native.LIBRARY], families.CUDA: [cuda.LIBRARY]}.get(backend, [])
     return _sources.digest([*sorted(folder.rglob("*.py")), *sorted(folder.glob("golden_*.json")), *libraries])
 
 
 def _file(key: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "alignkit" / f"golden-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return Path(config.cache).expanduser() / "alignkit" / f"golden-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _remembered(key: str) -> bool:

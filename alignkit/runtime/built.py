@@ -7,8 +7,9 @@ import ctypes
 import json
 from pathlib import Path
 
-from . import _sources
-from .errors import BackendError
+from .. import _sources
+from ..errors import BackendError
+from .families import PACKAGE
 
 AGAIN = "install alignkit again (in a checkout: `make kernels`) and restart Python"
 
@@ -45,7 +46,7 @@ def _expected(part: str) -> str:
     if sources is not None:
         return sources
     try:
-        return json.loads(Path(__file__).with_name(_sources.BUILT).read_text())[part]
+        return json.loads((PACKAGE / _sources.BUILT).read_text())[part]
     except (OSError, ValueError, KeyError):
         raise BackendError(
             f"{_sources.BUILT} of the package does not say from which sources the kernels of {part} were built: {AGAIN}"

@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-from . import built
-from .errors import BackendError
+from ..config import config
+from ..errors import BackendError
+from . import built, families
 
-LIBRARY = Path(__file__).with_name("_cpu.so")
+LIBRARY = families.CPU.library
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ROUNDED = DTYPES | {torch.float16: 2}
 """What fp32 is rounded to."""
@@ -33,12 +32,12 @@ def library() -> ctypes.CDLL:
             "alignkit's CPU kernels were not built: install alignkit where a C++17 compiler is "
             "found, or choose ALIGNKIT_BACKEND=reference (same bits, very slow)"
         )
-    lib = built.load(LIBRARY, "cpu")
+    lib = built.load(LIBRARY, families.CPU.part)
     built.check_layout(lib, "Attention", _Attention)
     lib.alignkit_isa.restype = ctypes.c_char_p
-    wanted = os.environ.get("ALIGNKIT_CPU_ISA", "")
+    wanted = config.cpu_isa
     if not lib.alignkit_choose_isa(wanted.encode()):
-        raise BackendError(f"ALIGNKIT_CPU_ISA={wanted!r}: this machine has no such instruction set")
+        raise BackendError(f"ALIGNKIT_CPU_ISA: {wanted!r}: this machine has no such instruction set")
     return lib
 
 

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import backends, cuda
-from .errors import BackendError
+from ..config import config
+from ..errors import BackendError, InputError
+from ..runtime import cuda, dispatch, families
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What the kernel rounds to."""
@@ -37,10 +38,8 @@ _ROWS = 8
 """Pieces are of multiples of this many rows, so that each begins at a multiple of 16 bytes."""
 _WHOLE, _SLICE, _SHARED = range(3)
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-_TIMEOUT = "ALIGNKIT_SYMMETRIC_TIMEOUT"
-"""Seconds that a rank waits in a sum for another. By default as long as the group's collectives do."""
 _TEN_MINUTES = 600.0
-"""What that is unless a group is made with another, and where it does not say."""
+"""For so long a group's collectives wait unless it is made with another time, and where it does not say."""
 
 T = TypeVar("T")
 Product = Callable[[slice, torch.Tensor], object]
@@ -53,7 +52,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.
 def workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
     """The group's workspace; None if a rank has ``ALIGNKIT_SYMMETRIC=0`` or cannot read another's memory. The first call is a
     collective one that waits for the device; while a CUDA graph is captured it decides nothing and is None."""
-    if device.type != "cuda" or group in _made:
+    if families.on_host(device) or group in _made:
         return _made.get(group)
     if (
         dist.get_world_size(group) not in SIZES
@@ -163,7 +162,15 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
     global _made_here
-    told = _told(group, (socket.gethostname(), _made_here) if _wanted(device) else None)
+    place = refusal = None
+    try:
+        place = (socket.gethostname(), _made_here) if _wanted(device) else None
+    except InputError as e:  # of a variable: a rank that failed alone would leave others waiting
+        refusal = str(e)
+    said = _told(group, (place, refusal))
+    if refusals := [why for _, why in said if why is not None]:
+        raise InputError(refusals[0])
+    told = [place for place, _ in said]
     hosts, made = zip(*(said or (None, None) for said in told), strict=True)
     if None in hosts or len(set(hosts)) > 1:
         return None
@@ -183,7 +190,7 @@ def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
     try:
         with torch.inference_mode(False):  # what is made in it may be written to inside only
             made = make()
-    # Of a driver, a torch that has none or another, or a value of _TIMEOUT.
+    # Of a driver, a torch that has none or another, or a value of ALIGNKIT_SYMMETRIC_TIMEOUT.
     except (RuntimeError, ImportError, AttributeError, TypeError, ValueError) as e:
         failure = f"{type(e).__name__}: {e}"
     failures = [said for said in _told(group, failure) if said is not None]
@@ -198,26 +205,20 @@ def _gathers(why: str) -> None:
 
 
 def _wanted(device: torch.device) -> bool:
-    if os.environ.get("ALIGNKIT_SYMMETRIC", "1") == "0":
+    if not config.symmetric:
         return False
     try:
-        return backends.name(device) == "cuda"
+        return dispatch.name(device) == families.CUDA
     except BackendError:
         return False
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     """In seconds."""
-    if (given := os.environ.get(_TIMEOUT)) is None:
-        options = getattr(group._get_backend(device), "options", None)
-        return options._timeout.total_seconds() if hasattr(options, "_timeout") else _TEN_MINUTES
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise ValueError(f"{_TIMEOUT}: {given!r} is not a number of seconds between 0 and 1e9")
-    return seconds
+    if (seconds := config.symmetric_timeout) is not None:
+        return seconds
+    options = getattr(group._get_backend(device), "options", None)
+    return options._timeout.total_seconds() if hasattr(options, "_timeout") else _TEN_MINUTES
 
 
 def _told(group: dist.ProcessGroup, value: T) -> list[T]:

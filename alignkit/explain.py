@@ -1,0 +1,160 @@
+"""`alignkit doctor --explain`: which kernel computes a problem, and why the others do not. It needs no GPU: it asks what is
+asked in a call, `runtime.dispatch`, of a problem that is described in words, as if the family's library were built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .config import NO, YES
+from .errors import BackendError, InputError
+from .ops.gated_delta_rule.problem import Delta
+from .ops.linear.problem import Product
+from .ops.linear_logp.problem import Head, HeadGradient, HeadProducts
+from .ops.rms_norm.problem import Norm
+from .runtime import dispatch, families
+from .runtime.operands import Operand
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Words:
+    """``name=value`` words. What is not asked for is none of the op's; what is not given has a default, or must be."""
+
+    def __init__(self, words: Sequence[str]):
+        self._given: dict[str, str] = {}
+        for word in words:
+            name, separator, value = word.partition("=")
+            if not separator or not value or name in self._given:
+                raise InputError(f"{name}: {word!r} is not one name=value")
+            self._given[name] = value
+        self.used: dict[str, str] = {}
+
+    def _take(self, name: str, default: str | None) -> str:
+        value = self._given.pop(name, default)
+        if value is None:
+            raise InputError(f"{name}: is needed, as in {name}=64")
+        self.used[name] = value
+        return value
+
+    def one_of(self, name: str, allowed: Sequence[str], default: str) -> str:
+        value = self._take(name, default)
+        if value not in allowed:
+            raise InputError(f"{name}: {value!r} is none of {', '.join(allowed)}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self._take(name, None if default is None else str(default))
+        if not value.isdecimal():
+            raise InputError(f"{name}: {value!r} is not a number from 0 on")
+        return int(value)
+
+    def flag(self, name: str, default: str = "no") -> bool:
+        return self.one_of(name, (*YES, *NO), default) in YES
+
+    def dtype(self, name: str, default: str = "bf16") -> torch.dtype:
+        return TYPES[self.one_of(name, tuple(TYPES), default)]
+
+    def nothing_left(self, op: str) -> None:
+        for name in self._given:
+            raise InputError(f"{name}: {op} takes {', '.join(self.used) or 'nothing'}")
+
+
+def _dense(dtype: torch.dtype, *shape: int, aligned: bool = True) -> Operand:
+    return torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype, aligned
+
+
+def _linear(backend: str, given: Words) -> Product:
+    m, k, n = (given.size(name) for name in ("rows", "k", "n"))
+    dtype, leaves = given.dtype("dtype"), given.size("leaves", 1)
+    out_dtype = given.dtype("out_dtype", given.used["dtype"])
+    bias = _dense(dtype, n) if given.flag("bias") else None
+    aligned, accumulate = given.flag("aligned", "yes"), given.flag("accumulate")
+    if not leaves or k % leaves:
+        raise InputError(f"leaves: {leaves} do not divide k = {k}")
+    a, b, out = _dense(dtype, m, k, aligned=aligned), _dense(dtype, n, k), _dense(out_dtype, m, n)
+    return Product(backend, None, a, b, bias, out, leaves, accumulate)
+
+
+def _norm(others: int) -> Callable[[str, Words], Norm]:
+    def described(backend: str, given: Words) -> Norm:
+        shape, dtype = (given.size("rows"), given.size("h")), given.dtype("dtype")
+        x = _dense(dtype, *shape, aligned=given.flag("aligned", "yes"))
+        return Norm(backend, (x, *[_dense(dtype, *shape)] * others, _dense(dtype, shape[1])))
+
+    return described
+
+
+def _head(given: Words) -> tuple[int, int, torch.dtype, Operand, Operand]:
+    n, ids, k = (given.size(name) for name in ("rows", "ids", "k"))
+    dtype = given.dtype("dtype")
+    return n, ids, dtype, _dense(dtype, n, k, aligned=given.flag("aligned", "yes")), _dense(dtype, ids, k)
+
+
+def _padded(dtype: torch.dtype, rows: int, columns: int, to: int) -> Operand:
+    return torch.Size((rows, columns)), (columns + -columns % to, 1), dtype, True
+
+
+def _statistics(backend: str, given: Words) -> Head:
+    n, ids, _, hidden, weight = _head(given)
+    return Head(backend, hidden, weight, _padded(torch.float32, n, ids, 4) if given.flag("keep_logits") else None)
+
+
+def _gradient(backend: str, given: Words) -> HeadGradient:
+    n, ids, dtype, hidden, weight = _head(given)
+    return HeadGradient(backend, hidden, weight, _padded(dtype, n, ids, 8))
+
+
+def _products(backend: str, given: Words) -> HeadProducts:
+    n, ids, dtype, hidden, weight = _head(given)
+    results = _dense(torch.float32, *hidden[0]), _dense(dtype, *weight[0])
+    return HeadProducts(backend, _padded(dtype, n, ids, 8), hidden, weight, *results)
+
+
+def _delta(backend: str, given: Words) -> Delta:
+    return Delta(backend, given.dtype("dtype"))
+
+
+DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
+    "linear": _linear,
+    "rms_norm": _norm(0),
+    "rms_norm_backward": _norm(1),
+    "head_statistics": _statistics,
+    "head_gradient": _gradient,
+    "head_products": _products,
+    "gated_delta_rule": _delta,
+}
+"""Ops of which the kernel depends on the problem."""
+
+
+def explain(op: str, words: Sequence[str]) -> Iterator[str]:
+    """Lines of text about `op` of `dispatch.OPS` and a problem in words, such as ``rows=64``. Raises InputError for words that
+    it does not take."""
+    given = Words(words)
+    family = families.BY_NAME[given.one_of("family", tuple(families.BY_NAME), families.SM90.name)]
+    backend = given.one_of("backend", family.backends, family.backends[0])
+    dispatch.order(op)  # there is such an op
+    problem = DESCRIBED[op](backend, given) if op in DESCRIBED else None
+    given.nothing_left(op)
+    yield f"{op}: " + " ".join(f"{name}={value}" for name, value in given.used.items())
+    try:
+        refusals = [(kernel, kernel.refuses(problem)) for kernel in dispatch.kernels(op, backend)]
+    except ImportError as e:
+        raise BackendError(f"family: the rules of {family.name} lie beside kernels that cannot be imported: {e}") from e
+    chosen = None
+    for kernel, why in refusals:
+        name = f"{kernel.name:<10}"
+        if why is not None:
+            yield f"  passed over  {name} {why}"
+        elif chosen is None:
+            yield f"  runs         {name} alignkit.ops.{kernel.folder}.{kernel.file}" + (
+                f", unless {kernel.declines}" if kernel.declines else ""
+            )
+        else:
+            yield f"  right too    {name} " + (
+                f"runs if {chosen.name} declines" if chosen.declines else f"after {chosen.name}, which is faster"
+            )
+        if why is None and (chosen is None or chosen.declines):
+            chosen = kernel

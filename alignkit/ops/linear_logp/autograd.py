@@ -1,0 +1,206 @@
+"""The forward and backward passes of the differentiable ops."""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime import dispatch
+from ...runtime.families import on_host
+from .._calls import differentiable_once
+from .._common import check_apart, round_into
+from ..linear import row_sum
+from .blocks import cuts, part_of
+from .source import GivenLogits, head_logits_of
+from .statistics import statistics_of
+
+
+def _remaining(ignored: torch.Tensor) -> torch.Tensor:
+    """The rows that count, in order. Counting them would wait for a GPU: there the ignored rows follow at the end."""
+    if on_host(ignored.device):
+        return (~ignored).nonzero()[:, 0]
+    return torch.argsort(ignored, stable=True)
+
+
+def _count(target: torch.Tensor) -> torch.Tensor | None:
+    """How many rows count, on a GPU; they come first there."""
+    return None if on_host(target.device) else (target >= 0).sum(dtype=torch.int32)
+
+
+def _taken(values: torch.Tensor | None, order: torch.Tensor | None) -> torch.Tensor | None:
+    return values if values is None or order is None else values.index_select(0, order)
+
+
+def _put_back(values: torch.Tensor | None, order: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Values of the rows `order` to their places among those of `shape`; zeros elsewhere."""
+    if values is None:
+        return None
+    if order is not None:
+        values = values.new_zeros(shape.numel()).index_copy_(0, order, values)
+    return values.view(shape)
+
+
+def _flat(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.reshape(-1)
+
+
+@differentiable_once("linear_logp")
+class LinearLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        target,
+        temperature,
+        ignore_index,
+        soft_cap,
+        logit_scale,
+        shards,
+        tp,
+        entropy,
+        keep,
+        main_grad,
+        workspace,
+        shape,
+    ):
+        ignored = target == ignore_index
+        order = _remaining(ignored)
+        target, temperature = target.masked_fill(ignored, -1).index_select(0, order), _taken(temperature, order)
+        kept = None
+        if keep:
+            columns = shards.columns(tp.rank)
+            kept = torch.empty(len(target), columns + -columns % 4, dtype=torch.float32, device=hidden.device)[
+                :, :columns
+            ]
+        count = _count(target)
+        source = head_logits_of(
+            _ordered(hidden, order, target), weight, bias, soft_cap, logit_scale, count, kept, workspace=workspace
+        )
+        logp, lse, ent = statistics_of(source, target, temperature, shards, tp, entropy)
+        ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept, count)
+        ctx.args = (soft_cap, logit_scale, shards, tp, workspace)
+        ctx.main_grad = main_grad  # written to in every backward pass, so nothing that autograd may watch
+        return _put_back(logp, order, shape), _put_back(ent, order, shape)
+
+    @staticmethod
+    def backward(ctx, g_logp, g_ent):
+        hidden, weight, bias, order, target, temperature, lse, ent, kept, count = ctx.saved_tensors
+        soft_cap, logit_scale, shards, tp, workspace = ctx.args
+        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        main = ctx.main_grad
+        if main is not None:
+            check_apart("main_grad", main, {"the gradient of logp": g_logp, "the gradient of entropy": g_ent})
+        # The rows in order lie where the gradient will.
+        given = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        source = head_logits_of(
+            _ordered(hidden, order, target, given),
+            weight,
+            bias,
+            soft_cap,
+            logit_scale,
+            count,
+            kept,
+            kept is not None,
+            workspace,
+        )
+        per_row = (
+            temperature,
+            target,
+            lse,
+            ent,
+            _taken(_flat(g_logp), order),
+            None if ent is None else _taken(_flat(g_ent), order),
+        )
+        height, width = source.slabs(len(order), max(shards.sizes), need_w and main is None)
+        blocks = cuts(0, len(order), height)
+        used, start = shards.columns(tp.rank) if blocks else 0, shards.starts[tp.rank]
+        dh = torch.empty(source.hidden.shape, dtype=torch.float32, device=hidden.device) if need_h else None
+        dw, db = (
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
+            for t, need in ((weight, need_w and main is None), (bias, need_b))
+        )
+        if need_h and not used:
+            dh.zero_()
+        highest = max((part.stop - part.start for part in blocks), default=0)
+        for columns, memory in source.places(highest, used, width, dw if len(blocks) == 1 else None):
+            dw_sum = db_sum = None
+            if main is not None:
+                dw_sum = main[columns]
+            elif need_w:  # rounded at once if it is one chain
+                dw_sum = dw[columns] if len(blocks) == 1 else torch.empty_like(dw[columns], dtype=torch.float32)
+            for rows in blocks:
+                dz = source.gradient(rows, columns, start + columns.start, per_row, memory)
+                source.products_of(
+                    dz,
+                    rows,
+                    columns,
+                    None if dh is None else dh[rows],
+                    dw_sum,
+                    columns.start > 0,
+                    main is not None or rows.start > 0,
+                )
+                if need_b:
+                    db_sum = row_sum(dz, out=db_sum)
+            if dw is not None and len(blocks) > 1:
+                round_into(dw[columns], dw_sum)  # pyright: ignore[reportArgumentType]
+            if need_b:
+                round_into(db[columns], db_sum)  # pyright: ignore[reportArgumentType] - `blocks` has some
+        for grad in (dw, db):
+            if grad is not None:
+                grad[used:].zero_()
+        return _returned(tp.tree_sum(dh), order, target, given) if need_h else None, dw, db, *[None] * 12
+
+
+def _ordered(
+    hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The rows in `order`, in the memory of `to` if given. An ignored one may hold anything: it is taken for zeros."""
+    to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if to is None else to
+    to = to[: len(order)]
+    dispatch.select("linear_logp", hidden.device).take(hidden, order, target, to)
+    return to
+
+
+def _returned(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """`to` [N, D] <- the fp32 rows `order`, rounded; zeros elsewhere."""
+    dispatch.select("linear_logp", to.device).put(sums, order, target, to)
+    return to
+
+
+@differentiable_once("logp_from_logits")
+class LogitsLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy, shape):
+        # On a GPU every row is taken where it is: nothing is summed over rows here.
+        ignored = target == ignore_index
+        order = _remaining(ignored) if on_host(target.device) else None
+        target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
+        logp, lse, ent = statistics_of(GivenLogits(logits, order), target, temperature, shards, tp, entropy)
+        ctx.save_for_backward(logits, order, target, temperature, lse, ent)
+        ctx.args = (shards, tp)
+        return _put_back(logp, order, shape), _put_back(ent, order, shape)
+
+    @staticmethod
+    def backward(ctx, g_logp, g_ent):
+        logits, order, target, temperature, lse, ent = ctx.saved_tensors
+        shards, tp = ctx.args
+        source, columns = GivenLogits(logits, order), slice(0, shards.columns(tp.rank))
+        per_row = (
+            temperature,
+            target,
+            lse,
+            ent,
+            _taken(_flat(g_logp), order).contiguous(),
+            None if ent is None else _taken(_flat(g_ent), order).contiguous(),
+        )
+        grad = (torch.empty if order is None else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
+        grad[:, columns.stop :].zero_()
+        backend = dispatch.select("linear_logp", logits.device)
+        for rows in cuts(0, len(target), source.blocks(len(target), max(shards.sizes))[0]):
+            z = source.products(rows, columns)
+            out = grad[rows, columns] if order is None else torch.empty_like(z)
+            backend.gradient(z, source.how, shards.starts[tp.rank], out, *(part_of(v, rows) for v in per_row))
+            if order is not None:
+                grad[order[rows], columns] = out
+        return grad, *[None] * 7

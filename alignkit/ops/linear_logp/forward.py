@@ -1,0 +1,141 @@
+"""The ops of rollout, which have no gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from ...contract import VOCAB_TILE
+from ...dist import SINGLE
+from ...errors import InputError
+from ...runtime import dispatch
+from .._calls import op
+from .._common import check_device, check_tensor, check_weight, looks, require
+from ..linear import matmul
+from .blocks import cuts, part_of
+from .checks import check_temperature, check_transform, flat_rows, temperatures
+from .source import GivenLogits, head_logits_of
+from .statistics import row_sums
+from .vocab import Shards
+
+
+@op
+def head_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+) -> torch.Tensor:
+    """The logits of `linear_logp` before temperature: what rollout samples from. Not differentiable.
+
+    Args:
+        hidden: [..., D], fp32 or bf16.
+        weight: [V_local, D], hidden's type.
+        bias: [V_local] or None.
+        soft_cap, logit_scale: as for `linear_logp`.
+
+    Returns:
+        fp32 [..., V_local].
+
+    Raises:
+        InputError: shapes, types or devices do not fit.
+    """
+    check_transform(soft_cap, logit_scale)
+    check_weight(hidden, weight, bias, "hidden")
+    if bias is None and soft_cap is None and logit_scale == 1.0:
+        z = matmul(hidden.reshape(-1, hidden.shape[-1]), weight)
+        return z if hidden.ndim == 2 else z.view(*hidden.shape[:-1], len(weight))
+    flat = hidden.detach().reshape(-1, hidden.shape[-1])
+    head = head_logits_of(
+        flat,
+        weight.detach(),
+        bias,
+        None if soft_cap is None else float(soft_cap),
+        None if logit_scale == 1.0 else float(logit_scale),
+    )
+    return head.logits(slice(0, len(flat)), slice(0, len(weight))).reshape(*hidden.shape[:-1], len(weight))
+
+
+@op
+def log_softmax(
+    logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0, vocab_size: int | None = None
+) -> torch.Tensor:
+    """Log-probabilities of every id, each with the bits that `linear_logp` gives it. Not differentiable.
+
+    Args:
+        logits: [..., V], fp32 or bf16, the whole vocabulary; -inf masks an id.
+        temperature: positive, a number or fp32 [...].
+        vocab_size: true size; columns at or beyond it get -inf. Default: V.
+
+    Returns:
+        fp32 [..., V].
+
+    Raises:
+        InputError: an argument is outside the above.
+    """
+    flat, t, shards = _whole(logits, temperature, vocab_size)
+    out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
+    source, backend = GivenLogits(flat), dispatch.select("linear_logp", flat.device)
+    for rows, m, sums in row_sums(source, flat.device, len(flat), None, t, shards, SINGLE, False):
+        backend.spread(source.products(rows, slice(0, shards.vocab_size)), part_of(t, rows), m, sums, out[rows])
+    return out.reshape(logits.shape)
+
+
+@op
+def token_logp(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
+) -> torch.Tensor:
+    """Log-probabilities of a few ids of each row: `log_softmax` gathered at `token_ids`, which is not computed whole.
+    Not differentiable.
+
+    Args:
+        logits: [..., V], fp32 or bf16, the whole vocabulary; -inf masks an id.
+        token_ids: int64 or int32 [..., K], in [0, V). On a GPU an id outside gives NaN.
+        temperature: positive, a number or fp32 [...].
+
+    Returns:
+        fp32 [..., K].
+
+    Raises:
+        InputError: an argument is outside the above.
+    """
+    check_tensor("logits", logits)
+    check_device("logits", logits)
+    check_tensor("token_ids", token_ids, logits.ndim, (torch.int64, torch.int32))
+    rows, (vocab, k), device = logits.shape[:-1], (logits.shape[-1], token_ids.shape[-1]), logits.device
+    require(vocab > 0, "logits: the vocabulary is empty")
+    if token_ids.shape[:-1] != rows or token_ids.device != device:
+        raise InputError(
+            f"token_ids: shape {tuple(token_ids.shape)} on {token_ids.device} does not fit logits of "
+            f"shape {tuple(logits.shape)} on {device}"
+        )
+    check_temperature(temperature, rows, device)
+    backend, t = dispatch.select("linear_logp", device), temperatures(temperature, rows, device)
+    if looks(device):
+        bad = token_ids[(token_ids < 0) | (token_ids >= vocab)][:1].tolist()
+        require(not bad, f"token_ids: {bad} is not in [0, {vocab})")
+    elif t is not None:
+        backend.check_rows(None, t, vocab, -1)
+    source, ids = GivenLogits(logits.detach().reshape(-1, vocab)), token_ids.reshape(rows.numel(), k).contiguous()
+    out = torch.empty(ids.shape, dtype=torch.float32, device=device)
+    tiles = -(-vocab // VOCAB_TILE)
+    for part in cuts(0, len(ids), source.blocks(len(ids), vocab)[0]):
+        z, of_part, n = source.given[part], part_of(t, part), part.stop - part.start
+        m, q = (torch.empty(n, tiles, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+        backend.statistics(z, source.how, of_part, None, 0, m, q, None, None)
+        backend.pick(z, of_part, ids[part], m, q, out[part])
+    return out if logits.ndim == 2 else out.reshape(token_ids.shape)
+
+
+def _whole(logits, temperature, vocab_size: int | None):
+    """Checked logits of the whole vocabulary as [N, V], their temperature, and the vocabulary."""
+    check_tensor("logits", logits)
+    check_device("logits", logits)
+    rows = logits.shape[:-1]
+    check_temperature(temperature, rows, logits.device)
+    shards = Shards.agree(
+        SINGLE, "log_softmax", lambda: (Shards.describe(0, logits.shape[-1], vocab_size), {}, (-1, ()))
+    )
+    _, t = flat_rows(None, temperature, rows, logits.device, -1, shards.vocab_size)
+    return logits.detach().reshape(-1, logits.shape[-1]), t, shards

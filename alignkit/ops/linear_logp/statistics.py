@@ -1,0 +1,71 @@
+"""A row's statistics over the vocabulary and over ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...contract import VOCAB_TILE
+from ...dist import TP
+from ...runtime import dispatch
+from .blocks import cuts, part_of
+from .source import Transform
+from .vocab import Shards
+
+
+def row_sums(source, device, n: int, target, temperature, shards: Shards, tp: TP, entropy: bool):
+    """For each block of the n rows: the block, and its maxima and sums over all ranks (see the backends' `join`)."""
+    backend = dispatch.select("linear_logp", device)
+    start, lead = shards.starts[tp.rank], shards.lead(tp.rank)
+    columns, tail = shards.columns(tp.rank), shards.tail(tp.rank)
+    tiles = -(-(columns - lead) // VOCAB_TILE)
+    height, width = source.blocks(n, max(shards.sizes))
+    for rows in cuts(0, n, height):
+        size = rows.stop - rows.start
+        m, q, u = (
+            torch.empty(size, tiles if kept else 0, dtype=dtype, device=device)
+            for dtype, kept in ((torch.float32, True), (torch.int32, True), (torch.int32, entropy))
+        )
+        z_target = None if target is None else torch.zeros(size, dtype=torch.float32, device=device)
+
+        def into(first: int, last: int, rows=rows, out=(m, q, u if entropy else None)) -> tuple:
+            """What else the statistics of the columns from `first` to `last` take, and where they go."""
+            of = slice((first - lead) // VOCAB_TILE, -((lead - last) // VOCAB_TILE))
+            return (
+                part_of(temperature, rows),
+                part_of(target, rows),
+                start + first,
+                *(None if t is None else t[:, of] for t in out),
+            )
+
+        if lead < tail and not source.statistics(rows, slice(lead, tail), *into(lead, tail), z_target):
+            for part in cuts(lead, tail, width, border=-start):
+                backend.statistics(
+                    source.products(rows, part), source.how.of(part), *into(part.start, part.stop), z_target
+                )
+        cut = shards.cut_tile(lambda part, rows=rows: source.logits(rows, part), tp)
+        if tail < columns:
+            of_cut = into(tail, columns)
+            backend.statistics(cut, Transform(), *of_cut, z_target)
+        if tp.size == 1:
+            yield rows, *backend.join(m, q, u if entropy else None, z_target, None)
+        else:
+            own = m.amax(dim=1) if tiles else m.new_full((size,), -math.inf)
+            top = torch.stack(tp.all_gather(own)).amax(dim=0)
+            _, sums = backend.join(m, q, u if entropy else None, z_target, top)
+            yield rows, top, torch.stack(tp.all_gather(sums)).sum(dim=0)
+
+
+def statistics_of(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
+    """logp, lse, entropy (or None), fp32 [N], of this source on every rank."""
+    backend = dispatch.select("linear_logp", target.device)
+    parts = [
+        backend.finish(m, sums, target[rows], entropy)
+        for rows, m, sums in row_sums(source, target.device, len(target), target, temperature, shards, tp, entropy)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    empty = torch.empty(0, dtype=torch.float32, device=target.device)
+    logp, lse, ent = zip(*parts, strict=True) if parts else ((empty,),) * 3
+    return torch.cat(logp), torch.cat(lse), torch.cat(ent) if entropy else None
