@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from alignkit import tp
+from alignkit import dist
 from alignkit.engines.policy import Policy, Row
 from alignkit.vllm.versions import Version
 
@@ -223,7 +223,7 @@ COMPILATION = Policy(
         ),
         Row(
             "cudagraph_mode",
-            lambda _, asked: not (asked.captures and tp.strict()),
+            lambda _, asked: not (asked.captures and dist.strict()),
             "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)",
         ),
         Row(

@@ -119,7 +119,7 @@ def register() -> None:
             "fla-core before 0.6 does not dispatch this function: call "
             "alignkit.ops.gated_delta_rule.fla.chunk_gated_delta_rule_bwd_dhu in its place"
         )
-    from fla import backends as theirs
+    from fla import backends as theirs  # pyright: ignore[reportAttributeAccessIssue] - it is not this file
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function
 
     arguments = inspect.signature(function)
