@@ -178,12 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch = Stopwatch(device)
     speed = copy_speed(watch)
     name = run_name()
-    info = made_on(
-        packages=["fla-core"],
-        seconds=options.seconds,
-        copy_tb_s=speed / 1e12,
-        backend=backend("gated_delta_rule", device),
-    )
+    info = made_on(packages=["fla-core"], seconds=options.seconds, copy_tb_s=speed / 1e12, backend=backend(device))
     old = read(options.json)
     had = keys(old, KEY) if options.resume else set()
     todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]

@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     name = run_name()
-    info = made_on(packages=["deep-gemm"], seconds=options.seconds, backend=backend("linear", device))
+    info = made_on(packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
     hungry = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == STARVED
     watch, impls = Stopwatch(device), loaded(["cublas"] if hungry else options.impl)

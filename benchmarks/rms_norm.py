@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         packages=["liger-kernel", "quack-kernels"],
         seconds=options.seconds,
         copy_tb_s=speed / 1e12,
-        backend=backend("rms_norm", device),
+        backend=backend(device),
     )
     old = read(options.json)
     rows: list[dict] = []

@@ -28,9 +28,9 @@ def made_on(*, packages: Iterable[str] = (), **more) -> dict:
     return info
 
 
-def backend(op: str, device: torch.device) -> str:
-    """What computes an op there: ``cuda``, ``triton``, ..."""
-    return dispatch.select(op, device).__name__.rpartition(".")[2]
+def backend(device: torch.device) -> str:
+    """The backend that ops on `device` run on: ``cuda``, ``triton``, ..."""
+    return dispatch.name(device)
 
 
 def read(path: Path) -> dict:
