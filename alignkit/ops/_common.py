@@ -52,7 +52,7 @@ def check_plain(name: str, t) -> None:
         memory = t.data_ptr()
     except RuntimeError:
         raise InputError(f"{name}: a tensor of torch.func or vmap, which alignkit's ops cannot transform") from None
-    if not memory and ((t.numel() and t.device.type != "meta") or torch._is_functional_tensor(t)):
+    if torch._is_functional_tensor(t) or (not memory and t.numel() and t.device.type != "meta"):
         raise InputError(f"{name}: its {t.numel()} elements have no memory")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
         raise InputError(f"{name}: has a tangent; forward-mode differentiation is not supported")

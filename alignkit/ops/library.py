@@ -88,6 +88,8 @@ def _linear(x, weight, bias):
 def _row_parallel_linear(x, weight, bias, group):
     if group:
         return _parallel(x, weight, bias, tp=_group(group))
+    if x is None or weight is None:
+        _refuse_none(x=x, weight=weight)
     return _product(x, weight, bias, k_leaves(x.shape[-1]))
 
 

@@ -131,7 +131,7 @@ def _fresh(p: Problem) -> dict[str, Any]:
 def _leaf(t: Any) -> Any:
     if isinstance(t, torch.Tensor) and not isinstance(t, (torch.nn.UninitializedParameter, _Opaque)):
         with contextlib.suppress(RuntimeError):  # what is no float, and tensors of inference mode, cannot be one
-            return t if isinstance(t, torch.nn.Parameter) else t.detach().requires_grad_()
+            return t.requires_grad_() if isinstance(t, torch.nn.Parameter) else t.detach().requires_grad_()
     return t
 
 
@@ -634,6 +634,11 @@ def _transform(d: Draw, s: Source) -> None:
         return
     d.wrapped = s.rng.choice(floating)
     d.wrap = s.rng.choice(("vmap", "func.grad", "fake mode", "forward AD"))
+    if (
+        d.wrap == "forward AD" and 0 in d.args[d.wrapped].stride()
+    ):  # torch makes no dual of what shares memory with itself
+        d.wrapped = d.wrap = ""
+        return
     lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf and "inference mode" not in d.forward
     d.worst(REFUSE if d.wrap == "fake mode" or lost else EITHER)
     call = getattr(d.problem.call, "__name__", "")

@@ -410,7 +410,9 @@ def _target(s: Source, rows, vocab: int, ignore: int) -> torch.Tensor:
 def _value_faults(s: Source, given, vocab: int) -> list:
     faults = []
     if "target" in given and given["target"].value.numel():
-        for value in (vocab, vocab + s.size(1000), -1 if given["ignore_index"].value != -1 else -2, 2**62, -(2**63)):
+        ignore = given["ignore_index"].value
+        for value in (vocab, vocab + s.size(1000), -1 if ignore != -1 else -2, 2**62, -(2**63)):
+            value += value == ignore  # which would be right
             faults.append((f"target {value}", _poke("target", value, s), ("target",)))
     t = given["temperature"]
     if isinstance(t, Tensor) and t.value.numel():

@@ -164,6 +164,24 @@ def test_nan_in_given_logits_stays_in_its_row():
     assert logp[2].isnan().all() and torch.equal(logp[:2], ops.log_softmax(X)[:2])
 
 
+@pytest.mark.skipif(not CPU, reason="functional tensors of the CPU")
+def test_functional_tensors_are_refused_wherever_they_begin():
+    weight = torch._to_functional_tensor(torch.ones(9)[1:])  # it has no memory, and its address is not 0
+    with pytest.raises(InputError, match="^weight: "):
+        ops.rms_norm(torch.ones(4, 8), weight, 1e-6)
+
+
+def test_a_quantized_temperature_is_refused():
+    temperature = torch.quantize_per_tensor(torch.tensor(1.0, device="cpu"), 0.1, 0, torch.qint8)
+    with pytest.raises(InputError, match="^temperature: "):
+        ops.log_softmax(torch.ones(2, 3), temperature=temperature)
+
+
+def test_none_where_torchs_dispatcher_takes_it():
+    with pytest.raises(InputError, match="^x: expected a tensor, got None"):
+        torch.ops.alignkit.row_parallel_linear(None, torch.ones(8, 16), None, "")
+
+
 def test_a_device_without_backend_is_refused():
     with pytest.raises(BackendError, match="device: .*meta"):
         ops.rms_norm(X.to("meta"), torch.ones(16, device="meta"), 1e-6)

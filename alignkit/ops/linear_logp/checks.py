@@ -26,7 +26,7 @@ def check_temperature(temperature, shape: torch.Size, device) -> None:
         return
     check_plain("temperature", temperature)
     require(
-        not temperature.is_complex() and temperature.dtype != torch.bool,
+        not temperature.is_complex() and not temperature.is_quantized and temperature.dtype != torch.bool,
         f"temperature: dtype {temperature.dtype} is not one of numbers",
     )
     if is_number(temperature):
