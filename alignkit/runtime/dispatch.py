@@ -119,8 +119,7 @@ def _require_capability(device: torch.device, family: Family) -> None:
 
 def family(device: torch.device | str) -> Family:
     """The device family whose bits `device` computes. Raises as `name` does."""
-    backend = name(device)
-    return next(family for family in families.FAMILIES if backend in family.backends)
+    return families.of_backend(name(device))
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,14 @@ class Kernel:
         return getattr(self.load(), self.rule)(problem) if self.rule else None
 
 
+PLAIN = (
+    Kernel("triton", families.TRITON, "triton"),
+    Kernel("cpu", families.NATIVE, "cpu"),
+    Kernel("reference", families.REFERENCE, "reference"),
+)
+"""The ways to compute most ops, and last of all what no faster kernel is for."""
+
+
 @functools.cache
 def order(op: str) -> tuple[Kernel, ...]:
     """The ways to compute `op`, fastest first."""
@@ -159,7 +166,7 @@ def order(op: str) -> tuple[Kernel, ...]:
 
 def kernels(op: str, backend: str) -> tuple[Kernel, ...]:
     """Of these, those of `backend` and of the slower ones of its family."""
-    family = next(family for family in families.FAMILIES if backend in family.backends)
+    family = families.of_backend(backend)
     admitted = family.backends[family.backends.index(backend) :]
     return tuple(kernel for kernel in order(op) if kernel.backend in admitted)
 

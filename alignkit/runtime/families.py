@@ -88,6 +88,11 @@ def of_type(device: torch.device) -> Family | None:
     return _BY_TYPE.get(device.type)
 
 
+def of_backend(backend: str) -> Family:
+    """The family whose bits it computes."""
+    return next(family for family in FAMILIES if backend in family.backends)
+
+
 def on_host(device: torch.device) -> bool:
     """Whether the values of its tensors can be looked at without waiting."""
     return device.type == CPU.device_type

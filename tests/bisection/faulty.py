@@ -13,6 +13,8 @@ from alignkit.drift.bisect import job as jobs
 from alignkit.drift.bisect.points import OPS
 from alignkit.megatron import modules
 
+from .elsewhere import named
+
 
 def main(path):
     job = jobs.read(path)
@@ -20,14 +22,6 @@ def main(path):
         swaps_of_hf(path, job)
     else:
         train.launch(job, swaps if job["swaps"] else faults)
-
-
-def named(job, name):
-    """The job, with its recording in another directory."""
-    out = Path(job["runs"][0]["out"])
-    job = job | {"runs": [{"out": str(out.parent.parent / name / out.name)}]}
-    Path(job["runs"][0]["out"]).parent.mkdir(exist_ok=True)
-    return job
 
 
 def record(rank, job, model, contract, name):

@@ -1,13 +1,14 @@
 """Recordings of vLLM with a fault planted: ``python -m tests.bisection.faulty_vllm JOB.json FAULT``."""
 
 import sys
-from pathlib import Path
 
 import torch
 
 from alignkit.drift.bisect import job as jobs
 from alignkit.drift.bisect import vllm_side
 from alignkit.drift.bisect.vllm_worker import Recording
+
+from .elsewhere import named
 
 BLOCK = 8
 
@@ -50,14 +51,6 @@ def main(path: str, fault: str) -> None:
         llm.collective_rpc("stock_layer")
         vllm_side.record(llm, job)
     llm.llm_engine.engine_core.shutdown()
-
-
-def named(job: dict, name: str) -> dict:
-    """The job, with its recording in another directory."""
-    out = Path(job["runs"][0]["out"])
-    out = out.parent.parent / name / out.name
-    out.parent.mkdir(exist_ok=True)
-    return job | {"runs": [{"out": str(out)}]}
 
 
 if __name__ == "__main__":

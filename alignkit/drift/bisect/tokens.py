@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ...contract import contract_id
+from ...check.machine import family
 from ...errors import InputError
 from .. import bounded, files
 from ..monitor import replay
@@ -29,7 +29,7 @@ def read(path: Path) -> tuple[list[list[int]], Replay | None]:
 
 def check_contract(path: Path, found: Replay, aligned: bool) -> None:
     """Raise InputError if aligned engines of this machine would compute other bits than those of the replay's run."""
-    ours = contract_id("cuda" if torch.cuda.is_available() else "cpu")
+    ours = family().contract_id
     theirs = found.info.get("contract")
     if aligned and theirs not in (ours, [ours, ours]):
         raise InputError(f"{path}: a replay under contract {theirs!r:.200}; aligned engines here are under {ours!r}")

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from ...runtime.dispatch import Kernel
-from ...runtime.families import NATIVE, REFERENCE, TRITON
+from ...runtime.dispatch import PLAIN
 
-ORDER = {
-    "attention": (
-        Kernel("triton", TRITON, "triton"),
-        Kernel("cpu", NATIVE, "cpu"),
-        Kernel("reference", REFERENCE, "reference"),
-    )
-}
+ORDER = {"attention": PLAIN}

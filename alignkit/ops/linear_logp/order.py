@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from ...runtime.dispatch import Kernel
-from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
+from ...runtime.dispatch import PLAIN, Kernel
+from ...runtime.families import CUDA
 
-PLAIN = (Kernel("triton", TRITON, "triton"), Kernel("cpu", NATIVE, "cpu"), Kernel("reference", REFERENCE, "reference"))
 ORDER = {
     "linear_logp": PLAIN,
     **{

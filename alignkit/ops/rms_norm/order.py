@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ...runtime.dispatch import Kernel
-from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
+from ...runtime.dispatch import PLAIN, Kernel
+from ...runtime.families import CUDA
 
-PLAIN = (Kernel("triton", TRITON, "triton"), Kernel("cpu", NATIVE, "cpu"), Kernel("reference", REFERENCE, "reference"))
 ORDER = {
     "rms_norm": (Kernel("cuda", CUDA, "cuda", rule="forward_refuses"), *PLAIN),
     "add_rms_norm": PLAIN,
