@@ -1,17 +1,46 @@
-"""How kernels in Triton are launched, at a fraction of the time that Triton itself takes: by `launch`, which tells apart what
-Triton compiles differently, or by a `Launch`, which is prepared once for operands of one description. Always with
-`enable_fp_fusion=False`: a multiply-add is fused where the source says `tl.fma` and nowhere else, so that no schedule can
-change a rounding."""
+"""How kernels in Triton are launched, at a fraction of the time that Triton itself takes: from the arguments of every launch it
+works out anew, in text, which compiled kernel is meant. A `Launch` is of one, and runs it; `launch` finds it by a shorter
+description of the arguments, and `prepared` is for who has compared them already. Always with `enable_fp_fusion=False`: a
+multiply-add is fused where the source says `tl.fma` and nowhere else, so that no schedule can change a rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
-from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 EXACT = {"enable_fp_fusion": False}
-_ready: dict[tuple, CompiledKernel] = {}
+
+
+class Launch:
+    """`kernel` as Triton compiles it for arguments of one description, with these options, on the GPU `device`. Triton's
+    launch hooks are not called: CUDA's profilers see these kernels, Proton does not name them."""
+
+    def __init__(self, device: int, kernel: triton.JITFunction, options: dict):
+        self.device, self.kernel, self.options = device, kernel, options
+        self.compiled = None
+
+    def __call__(self, grid: tuple[int, int, int], *args) -> None:
+        """Launch on the GPU's current stream; the first time, compile if need be. args: all of the kernel's, in its order. Once
+        it is compiled, an address will do for a tensor."""
+        if self.device == torch.cuda.current_device():  # where Triton would launch it
+            self._run(grid, args)
+        else:
+            with torch.cuda.device(self.device):
+                self._run(grid, args)
+
+    def _run(self, grid: tuple[int, int, int], args: tuple) -> None:
+        compiled = self.compiled
+        if compiled is None:
+            self.compiled = self.kernel[grid](*args, **self.options, **EXACT)
+            return
+        stream = driver.active.get_current_stream(self.device)
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+_ready: dict[tuple, Launch] = {}
 
 
 def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constants) -> None:
@@ -20,11 +49,9 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
     args: tensors, of one GPU, None, and numbers; `constants`: the kernel's constexpr parameters, which are its last, in
     order.
 
-    On each launch Triton describes all of that in text, to find what it compiled. Here the description is a tuple that
-    tells apart whatever Triton compiles differently, and more: constants and options by value; of a tensor the type,
-    the device, and the address modulo 16; of an integer whether it is 1, a multiple of 16, or beyond 32 bits; of
-    anything else its type. Triton's launch hooks are not called: CUDA's profilers see these kernels,
-    Proton does not name them.
+    The description is a tuple that tells apart whatever Triton compiles differently, and more: constants and options by
+    value; of a tensor the type, the device, and the address modulo 16; of an integer whether it is 1, a multiple of 16, or
+    beyond 32 bits; of anything else its type.
     """
     if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
         kernel[grid](*args, **constants, **options, **EXACT)
@@ -39,47 +66,21 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
         else:
             key.append(type(a))
         values.append(a)
-    if device != driver.active.get_current_device() and device >= 0:  # where Triton would launch it
-        with torch.cuda.device(device):
-            launch(kernel, grid, args, options, **constants)
+    grid, name = (*grid, 1, 1)[:3], tuple(key)
+    ready = _ready.get(name)
+    if ready is not None:
+        ready(grid, *values, *constants.values())
         return
-    name = tuple(key)
-    compiled = _ready.get(name)
-    if compiled is None:
-        _ready[name] = kernel[grid](*args, **constants, **options, **EXACT)
-        return
-    compiled.run(
-        *grid,
-        *(1, 1)[len(grid) - 1 :],
-        driver.active.get_current_stream(device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *values,
-        *constants.values(),
-    )
+    ready = Launch(device, kernel, options)
+    ready(grid, *args, *constants.values())  # to compile, Triton looks at the tensors themselves
+    _ready[name] = ready
 
 
-class Launch:
-    """From the arguments of every launch Triton works out anew which compiled kernel is meant, and a product of few rows takes
-    the device less time than that takes the host. What decides it is compared beforehand, with everything else that a
-    schedule depends on: the operands but for their addresses.
-
-    `kernel` on `grid` with `rest`, all its arguments after the tensors, in the kernel's order. It is for tensors of one
-    `operand` each, on the GPU `device`."""
-
-    def __init__(self, device: int, kernel: triton.JITFunction, grid: tuple[int, int, int], rest: tuple, **options):
-        self.device, self.kernel, self.grid, self.rest, self.options = device, kernel, grid, rest, options
-        self.again = None
-
-    def __call__(self, *tensors) -> None:
-        """Launch on the GPU's current stream; the first time, compile if need be."""
-        if self.device != torch.cuda.current_device():  # where Triton would launch it
-            with torch.cuda.device(self.device):
-                self(*tensors)
-        elif self.again is None:
-            self.again = self.kernel[self.grid](*tensors, *self.rest, **self.options, **EXACT)[self.grid]
-        else:
-            self.again(*tensors, *self.rest)
+def prepared(
+    device: int, kernel: triton.JITFunction, grid: tuple[int, int, int], rest: tuple, **options
+) -> Callable[..., None]:
+    """`kernel` on `grid`, to be called with its tensors, each of one `operand`, on the GPU `device`. rest: all its arguments
+    after them, in its order. What decides which compiled kernel is meant was compared beforehand, with everything else that a
+    schedule depends on: the operands but for their addresses."""
+    ready = Launch(device, kernel, options)
+    return lambda *tensors: ready(grid, *tensors, *rest)

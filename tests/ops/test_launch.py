@@ -11,7 +11,6 @@ from alignkit.ops.linear.problem import Product
 
 pytest.importorskip("triton")
 from alignkit.runtime import launch as launches
-from alignkit.runtime.launch import Launch
 
 
 class On(torch.Tensor):
@@ -28,23 +27,26 @@ class On(torch.Tensor):
 
 
 class Kernel:
-    """Notes which GPU is current where it is launched."""
+    """Notes which GPU is current where it is launched, and, once it is compiled, with what."""
 
     def __init__(self, gpus):
-        self.fn, self.gpus, self.launched, self.compiled = None, gpus, [], 0
+        self.fn, self.gpus, self.launched, self.compiled, self.given = None, gpus, [], 0, []
 
     def __getitem__(self, grid):
         def compile_and_launch(*args, **kwargs):
+            assert len(grid) == 3 and kwargs.pop("enable_fp_fusion") is False
             self.compiled += 1
-            self.run(*grid)
-            compiled = mock.MagicMock(run=self.run)
-            compiled.__getitem__.return_value = self.run
-            return compiled
+            self.launched.append(self.gpus.current)
+            self.given.append((grid, args, kwargs))
+            return mock.Mock(run=self.run, function="function", packed_metadata="metadata")
 
         return compile_and_launch
 
-    def run(self, *args):
+    def run(self, x, y, z, stream, function, metadata, of_launch, enter, leave, *args):
+        assert (function, metadata, of_launch, enter, leave) == ("function", "metadata", None, None, None)
+        assert stream == 10 + self.gpus.current
         self.launched.append(self.gpus.current)
+        self.given.append(((x, y, z), args, {}))
 
 
 class GPUs:
@@ -66,7 +68,7 @@ def gpus(monkeypatch):
     found = GPUs()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current)
     monkeypatch.setattr(torch.cuda, "device", found.device)
-    active = mock.Mock(get_current_device=lambda: found.current, get_current_stream=lambda device: 0)
+    active = mock.Mock(get_current_device=lambda: found.current, get_current_stream=lambda device: 10 + device)
     monkeypatch.setattr(launches, "driver", mock.Mock(active=active))
     monkeypatch.setattr(launches, "triton", mock.Mock(JITFunction=Kernel))
     monkeypatch.setattr(launches, "_ready", {})
@@ -74,19 +76,51 @@ def gpus(monkeypatch):
 
 
 def test_launch(gpus):
-    kernel = Kernel(gpus)
+    kernel, tensors = Kernel(gpus), [On(0, 8), On(1, 8)]
     for number in (1, 0, 1, 0):
-        launches.launch(kernel, (1,), (None, On(number, 8), 3), {"num_warps": 4}, BLOCK=8)
+        launches.launch(kernel, (5,), (None, tensors[number], 3 + number), {"num_warps": 4}, BLOCK=8, FAST=True)
     assert kernel.launched == [1, 0, 1, 0] and kernel.compiled == 2 and gpus.current == 0
+    compiled, ran = kernel.given[:2], kernel.given[2:]
+    for (grid, args, options), number in zip(compiled, (1, 0), strict=True):
+        assert grid == (5, 1, 1) and options == {"num_warps": 4}
+        assert args[1] is tensors[number] and (args[0], *args[2:]) == (None, 3 + number, 8, True)
+    for (grid, args, _), number in zip(ran, (1, 0), strict=True):
+        assert grid == (5, 1, 1) and args == (None, tensors[number].data_ptr(), 3 + number, 8, True)
+
+
+@pytest.mark.parametrize("other", [{"BLOCK": 16}, {"number": 1}, {"number": 32}, {"number": 2**31}, {"given": 0}])
+def test_what_triton_compiles_differently_is_compiled_again(gpus, other):
+    """And numbers that it does not tell apart are not."""
+    kernel, x = Kernel(gpus), On(0, 8)
+
+    def launch(BLOCK=8, number=3, given=None):
+        launches.launch(kernel, (1,), (given, x, number), {}, BLOCK=BLOCK)
+
+    launch()
+    launch(number=5)
+    assert kernel.compiled == 1
+    launch(**other)
+    assert kernel.compiled == 2
+
+
+def test_what_failed_to_compile_is_compiled_when_it_is_launched_again(gpus):
+    """From the tensors, not from their addresses."""
+    kernel, x = Kernel(gpus), On(0, 8)
+    with mock.patch.object(Kernel, "__getitem__", side_effect=MemoryError), pytest.raises(MemoryError):
+        launches.launch(kernel, (1,), (x,), {})
+    launches.launch(kernel, (1,), (x,), {})
+    assert kernel.given[0][1][0] is x
 
 
 def test_launches_that_are_prepared(gpus):
     kernel = Kernel(gpus)
     for number in (1, 0):
-        launch = Launch(number, kernel, (1, 1, 1), ())
+        launch = launches.prepared(number, kernel, (5, 2, 1), (3, 8), num_warps=4)
         for _ in range(2):
-            launch(On(number, 8))
+            launch("x", None)
     assert kernel.launched == [1, 1, 0, 0] and kernel.compiled == 2 and gpus.current == 0
+    first, again = ((5, 2, 1), ("x", None, 3, 8), {"num_warps": 4}), ((5, 2, 1), ("x", None, 3, 8), {})
+    assert kernel.given == [first, again, first, again]
 
 
 def test_cublaslt(gpus, monkeypatch):

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...runtime.launch import Launch
+from ...runtime.launch import prepared
 from ...runtime.operands import copied
 from .problem import Product
 
@@ -198,13 +198,13 @@ def prepare(p: Product) -> Callable:
     tiles = triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLS.value)
     grid = min(tiles, p.multiprocessors)
     rest = (m, n, k // p.leaves // STEP.value, p.leaves, p.bias is not None)
-    launch = Launch(p.device, _matmul, (grid, 1, 1), rest, num_warps=4)  # pyright: ignore[reportArgumentType]
+    launch = prepared(p.device, _matmul, (grid, 1, 1), rest, num_warps=4)  # pyright: ignore[reportArgumentType]
     blocks = _block(ROWS, STEP, p.a[2]), _block(COLS, STEP, p.b[2]), _block(ROWS, COLS, p.out[2])
     return functools.partial(_run, launch, blocks)
 
 
 def _run(
-    launch: Launch, blocks: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    launch: Callable, blocks: tuple, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     bias = None if bias is None else bias.contiguous()
     launch(*(_Matrix(t, t.shape, t.stride(), *block) for t, block in zip((a, b, out), blocks, strict=True)), bias)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Launch
+from ...runtime.launch import prepared
 from ...runtime.operands import MOST, Operand, operand
 from .._triton import tree_sum
 from .problem import Product
@@ -160,7 +160,7 @@ def _choose(
     accumulate: bool,
     resumed: bool,
     schedule: tuple,
-) -> tuple[Launch, Launch | None, int]:
+) -> tuple[Callable, Callable | None, int]:
     """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
     ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
     if dtype == torch.float32:
@@ -191,9 +191,9 @@ def _choose(
         8,
     )
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
-    product = Launch(device, _matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
+    product = prepared(device, _matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
     rest = (m, n, row, parts.bit_length() - 1, bias is not None, 512)
-    return product, None if whole else Launch(device, _join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
+    return product, None if whole else prepared(device, _join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
 
 
 def tiles(
