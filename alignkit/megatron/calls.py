@@ -10,6 +10,7 @@ import torch
 
 from alignkit.dist import strict
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
+from alignkit.runtime.families import on_host
 
 
 def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *values: torch.Tensor) -> None:
@@ -17,7 +18,7 @@ def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *value
 
     On a device nothing is waited for, unless in strict mode: there a device-side assertion stops all further work
     of the process and prints `message`."""
-    if holds.device.type != "cpu" and not strict():
+    if not on_host(holds.device) and not strict():
         torch._assert_async(holds, message)
     elif not holds:
         found = [str(v) for t in values for v in t.reshape(-1).tolist()]
@@ -144,7 +145,7 @@ def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> N
                 given,
                 (torch.float32, torch.float64, torch.bfloat16),
                 (),
-                None if given.device.type == "cpu" else device,
+                None if on_host(given.device) else device,
             )
     elif isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise InputError(f"temperature: {given!r} is not a number or a tensor")
@@ -160,7 +161,7 @@ def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> N
 
 def _looks(device: torch.device) -> bool:
     """Whether values on `device` are looked at before they are used; on a GPU the op checks them there."""
-    return device.type == "cpu" or strict()
+    return on_host(device) or strict()
 
 
 _BLOCK = frozenset({"rotary_pos_emb", "packed_seq_params", "padding_mask"})
@@ -214,7 +215,7 @@ def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ..
     longest = 0
     for name in fields[5:]:
         value = getattr(params, name)
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and on_host(value.device):
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(f"packed_seq_params.{name}: {value!r} is not a number of tokens")

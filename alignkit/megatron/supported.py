@@ -12,6 +12,7 @@ import torch
 from alignkit.dist import strict
 from alignkit.errors import BackendError, InputError, UnsupportedError
 from alignkit.runtime import dispatch
+from alignkit.runtime.families import on_host
 
 
 def check_model(model, vocab_size: int) -> None:
@@ -44,7 +45,7 @@ def check_rotary(rotary, base: float, head_dim: int) -> None:
         raise UnsupportedError("rotary_interleaved / seq_len_interpolation_factor: neither is supported")
     frequencies, seen = rotary.inv_freq, _frequencies.get(rotary)
     # Reading them from a device waits for it: done once, and again when they have changed.
-    remember = frequencies.device.type != "cpu" and not frequencies.is_inference() and not strict()
+    remember = not on_host(frequencies.device) and not frequencies.is_inference() and not strict()
     if remember and seen is not None and seen[0] is frequencies and seen[1] == frequencies._version:
         return
     expected = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)

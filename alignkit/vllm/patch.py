@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alignkit.contract import contract_id
 from alignkit.engines import patch as engine_patch
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.plugin import ENV
@@ -67,7 +66,7 @@ class Patch(engine_patch.Patch):
                 os.environ[ENV] = self._env
 
     def facts(self) -> dict[str, Any]:
-        return {"contract": contract_id(installed().family)}
+        return {"contract": installed().family.contract_id}
 
 
 def patch_vllm() -> Patch:
@@ -119,7 +118,7 @@ def _aligned_config(create_engine_config):
         config.parallel_config.worker_cls = WORKER
         config.attention_config.backend = AttentionBackendEnum[version.attention]
         # vLLM keeps compiled models on disk by a hash of the configuration: aligned and stock ones must not meet.
-        config.additional_config = {**config.additional_config, "alignkit": contract_id(version.family)}
+        config.additional_config = {**config.additional_config, "alignkit": version.family.contract_id}
         return config
 
     return create

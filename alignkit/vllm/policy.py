@@ -60,7 +60,7 @@ ENGINE = Policy(
     rows=(
         Row(
             "device_config",
-            lambda device, asked: device.device_type == asked.version.device,
+            lambda device, asked: device.device_type == asked.version.family.device_type,
             lambda device, _: (
                 f"device {device.device_type} (no {device.device_type.upper()} backend yet for this version of vLLM)"
             ),

@@ -7,6 +7,8 @@ import pkgutil
 from dataclasses import dataclass
 
 from alignkit.engines.versions import Row, Versions
+from alignkit.runtime import families
+from alignkit.runtime.families import Family
 from alignkit.vllm.seams import COMMON, CPU, CUDA, SINCE_0_32, UNTIL_0_26
 
 
@@ -14,21 +16,19 @@ from alignkit.vllm.seams import COMMON, CPU, CUDA, SINCE_0_32, UNTIL_0_26
 class Version:
     """What is different about a version that the adapter runs on. Classes are ``module:name``.
 
-    device: of `VllmConfig.device_config`. family: of the contract there. worker: the stock worker class.
-    attention: the entry of `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused
-    request must also be, for vLLM's server to tell the client why. graphs: whether the V2 runner, torch.compile and
-    CUDA graphs are supported.
+    family: of the devices that it runs on. worker: the stock worker class. attention: the entry of
+    `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused request must also be, for vLLM's
+    server to tell the client why. graphs: whether the V2 runner, torch.compile and CUDA graphs are supported.
     """
 
-    device: str
-    family: str
+    family: Family
     worker: str
     attention: str
     client_error: str
     graphs: bool
 
     def __str__(self) -> str:
-        return f".x on {self.device}"
+        return f".x on {self.family.device_type}"
 
 
 VERSIONS: Versions[Version] = Versions(
@@ -37,8 +37,7 @@ VERSIONS: Versions[Version] = Versions(
         "0.26": Row(
             COMMON + CUDA + UNTIL_0_26,
             Version(
-                device="cuda",
-                family="sm90",
+                family=families.SM90,
                 worker="vllm.v1.worker.gpu_worker:Worker",
                 attention="CUSTOM",
                 client_error="builtins:ValueError",
@@ -48,8 +47,7 @@ VERSIONS: Versions[Version] = Versions(
         "0.32": Row(
             COMMON + CPU + SINCE_0_32,
             Version(
-                device="cpu",
-                family="cpu",
+                family=families.CPU,
                 worker="vllm.v1.worker.cpu_worker:CPUWorker",
                 attention="CPU_ATTN",
                 client_error="vllm.exceptions:VLLMClientError",

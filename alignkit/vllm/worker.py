@@ -15,6 +15,7 @@ from alignkit.dist import TP, symmetric
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.runtime import dispatch
+from alignkit.runtime.families import on_host
 from alignkit.vllm.layers import aligned_layers
 from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import GROUP, EngineTP
@@ -48,7 +49,7 @@ class AlignedWorker(resolve(installed().worker)):
         logger.info("aligned: contract %s", dispatch.family(self.device).contract_id)
 
     def compile_or_warm_up_model(self):
-        if self.device.type == "cuda":
+        if not on_host(self.device):
             warm_up(self.model_runner.get_model(), self.vllm_config, self._logprobs)
         times = super().compile_or_warm_up_model()
         self._watch.inspect()  # what was compiled, and is in CUDA graphs now

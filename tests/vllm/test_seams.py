@@ -122,4 +122,4 @@ def test_other_versions_are_refused_by_name(version, reason):
     "version, device", [("0.32.0", "cpu"), ("0.32.1+cpu", "cpu"), ("0.26.0", "cuda"), ("0.26.1+cu129", "cuda")]
 )
 def test_patch_releases_of_a_version_run(version, device):
-    assert VERSIONS.require(version).device == device
+    assert VERSIONS.require(version).family.device_type == device

@@ -15,6 +15,7 @@ import torch
 
 from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
+from alignkit.runtime.families import on_host
 from alignkit.vllm.versions import installed, resolve
 
 from . import job as jobs
@@ -183,7 +184,7 @@ class SwappedWorker(resolve(installed().worker)):
 
         op = self.vllm_config.additional_config[SWAP]
         # vLLM's attention on the CPU takes AMX for granted, which a process must ask for; its products, by oneDNN, did.
-        if self.device.type == "cpu" and torch.cpu._is_amx_tile_supported():
+        if on_host(self.device) and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         library.name_group(GROUP, EngineTP())
         with aligned_layers(LAYERS[op], attention=op == "attention"):
