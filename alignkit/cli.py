@@ -106,9 +106,9 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
         soft_wrap=True,
     )
     for failure in result.failures:
-        click.echo(f"not equal: {failure}", err=True)
+        _say(f"not equal: {failure}")
     if result.failures:
-        click.echo(f"where it begins: {runs.bisect_command(options, result)}", err=True)
+        _say(f"where it begins: {runs.bisect_command(options, result)}")
     return EXIT_DIFFERENT if result.failures else 0
 
 
@@ -314,6 +314,12 @@ def watch(directory, host, port) -> int:
     return 0
 
 
+def _say(message: object) -> None:
+    """As an error. Not by click, which looks for the stream of bytes below: vLLM's server exchanges `sys.stderr.write` for one
+    that takes text only."""
+    print(message, file=sys.stderr)
+
+
 def main(args: list[str] | None = None) -> None:
     """The entry point: however a command ends, its exit status says how, as in `STATUSES`.
 
@@ -324,14 +330,14 @@ def main(args: list[str] | None = None) -> None:
         status = cli.main(args, prog_name="alignkit", standalone_mode=False, obj=settings)
         sys.stdout.flush()
     except click.ClickException as e:
-        e.show()
+        e.show(sys.stderr)
         status = EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; the engines were stopped", err=True)
+        _say("interrupted; the engines were stopped")
         status = EXIT_INTERRUPTED
     except SystemExit as e:
         if e.code is not None and not isinstance(e.code, int):
-            click.echo(e.code, err=True)
+            _say(e.code)
         status = EXIT_FAILED if e.code == 1 or not isinstance(e.code, int | None) else e.code
     except BrokenPipeError:  # who read the output has left; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -347,11 +353,11 @@ def _failed(e: Exception, with_traceback: bool) -> int:
         traceback.print_exception(e)
     expected = isinstance(e, (AlignkitError, OSError))
     if expected:
-        click.echo(f"error: {e}", err=True)
+        _say(f"error: {e}")
     elif not with_traceback:
         message = " ".join(str(e).split())
-        click.echo(f"unexpected {type(e).__name__}: {message:.300}", err=True)
-        click.echo("alignkit --traceback COMMAND ... shows where", err=True)
+        _say(f"unexpected {type(e).__name__}: {message:.300}")
+        _say("alignkit --traceback COMMAND ... shows where")
     if isinstance(e, (InputError, UnsupportedError)):
         return EXIT_REFUSED
     return EXIT_FAILED if expected else EXIT_UNEXPECTED

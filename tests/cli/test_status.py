@@ -1,5 +1,6 @@
 """Exit statuses: 1 says "not equal" and nothing else; every other end has one of its own."""
 
+import io
 import os
 import subprocess
 import sys
@@ -111,6 +112,33 @@ def test_all_are_different_and_documented(alignkit):
     assert status == 0 and listed == [str(s) for s in sorted([0, *statuses])]
     text = (Path(__file__).parents[2] / "docs/drift.md").read_text()
     assert all(f"| {s} |" in text for s in (0, *statuses))
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (BackendError("x: bad"), "error: x: bad\n"),
+        (KeyError("x"), "unexpected KeyError: 'x'\nalignkit --traceback COMMAND ... shows where\n"),
+        (KeyboardInterrupt(), "interrupted; the engines were stopped\n"),
+        (SystemExit("a reason"), "a reason\n"),
+        (click.UsageError("a reason"), "Error: a reason\n"),
+    ],
+)
+def test_where_text_only_can_be_written_to_stderr(files, monkeypatch, error, said):
+    """As vLLM's server leaves it: it puts a prefix before each line."""
+    written = []
+
+    def write_with_prefix(s: str):
+        if s:
+            written.append(s[: s.find("\n")] + s[s.find("\n") :])
+
+    stderr = io.TextIOWrapper(io.BytesIO())
+    stderr.write = write_with_prefix
+    monkeypatch.setattr(sys, "stderr", stderr)
+    raises(monkeypatch, error)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", *map(str, files)])
+    assert ended.value.code not in (0, 1) and "".join(written).endswith(said)
 
 
 def process(*args, code="from alignkit import cli; cli.main()", **options):

@@ -178,6 +178,8 @@ def test_a_quantized_temperature_is_refused():
 
 
 def test_none_where_torchs_dispatcher_takes_it():
+    from alignkit.ops import library  # noqa: F401 - it tells torch of the ops
+
     with pytest.raises(InputError, match="^x: expected a tensor, got None"):
         torch.ops.alignkit.row_parallel_linear(None, torch.ones(8, 16), None, "")
 

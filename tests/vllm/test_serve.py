@@ -91,7 +91,7 @@ def serving(model, options, log, env):
     try:
         deadline = time.monotonic() + 200
         while not answers(address):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            assert process.poll() is None and time.monotonic() < deadline, errors(log.read_text())
             time.sleep(0.5)
         yield address
         process.send_signal(signal.SIGTERM)
@@ -100,6 +100,12 @@ def serving(model, options, log, env):
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def errors(log):
+    """Of a server's log: the lines that speak of errors, the first of which is the cause, and its end."""
+    spoken = [line for line in log.splitlines() if "Error" in line]
+    return "\n".join([*spoken[:40], "...", log[-4000:]])
 
 
 def answers(address):
