@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -54,10 +55,18 @@ def pointer(t: torch.Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
+def fail(message: str) -> NoReturn:
+    """Raises BackendError for a call that returned an error; or torch's own error where the current GPU had failed before, in a
+    device-side assertion, say: from then on all calls return errors, which do not tell of that."""
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+    raise BackendError(message)
+
+
 def check(error: int, function: str) -> None:
-    """Raises BackendError in CUDA's words if `function` of the library returned an `error`, a cudaError_t other than 0."""
+    """`fail` in CUDA's words if `function` of the library returned an `error`, a cudaError_t other than 0."""
     if error:
-        raise BackendError(f"{function}: {library().alignkit_cuda_error(error).decode()}")
+        fail(f"{function}: {library().alignkit_cuda_error(error).decode()}")
 
 
 def call(function: str, device: torch.device, *args) -> None:

@@ -614,7 +614,9 @@ def _wrong_backward(d: Draw, s: Source) -> None:
     """A gradient of another kind, or a second derivative."""
     d.worst(REFUSE)
     d.names |= {d.problem.op, "backward", "double backward", "gradient"}
-    if s.chance(0.4):
+    # A weight's gradient that is added to main_grad is none that could be differentiated.
+    returned = [n for n in d.leaves if n != "weight" or d.args.get("main_grad") is None]
+    if s.chance(0.4) or not returned:
         d.gradient = s.rng.choice(("sparse", "fake"))
     else:
         plain = _second(d.problem, d.leaves) and s.chance(0.5)

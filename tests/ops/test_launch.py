@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from alignkit import BackendError
 from alignkit.ops.linear import cublaslt
 from alignkit.ops.linear.problem import Product
 
@@ -121,6 +122,29 @@ def test_launches_that_are_prepared(gpus):
     assert kernel.launched == [1, 1, 0, 0] and kernel.compiled == 2 and gpus.current == 0
     first, again = ((5, 2, 1), ("x", None, 3, 8), {"num_warps": 4}), ((5, 2, 1), ("x", None, 3, 8), {})
     assert kernel.given == [first, again, first, again]
+
+
+@pytest.mark.parametrize("broken, capturing, said", [(True, False, "assert"), (False, False, "13"), (True, True, "13")])
+def test_an_error_of_cublaslt_tells_its_cause(gpus, monkeypatch, broken, capturing, said):
+    """What a kernel before it did; but while a graph is captured, nothing can be waited for."""
+
+    def synchronize():
+        if broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(cublaslt, "_stream", lambda device: 0)
+    monkeypatch.setattr(cublaslt, "_library", lambda: object())
+    monkeypatch.setattr(cublaslt, "_launchers", {})
+    monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: lambda *args: 13)
+    a, b, out = On(0, 40, 64), On(0, 24, 64), On(0, 40, 24)
+    launch = cublaslt.prepare(Product.of("triton", a, b, 1, None, out, False))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    with pytest.raises(RuntimeError, match=said) as raised:
+        launch(a, b, None, out)
+    assert isinstance(raised.value, BackendError) is (said == "13")
 
 
 def test_cublaslt(gpus, monkeypatch):

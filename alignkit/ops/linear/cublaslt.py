@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...errors import BackendError
+from ...runtime.cuda import fail
 from ...runtime.operands import Operand
 from .problem import Product
 
@@ -173,7 +173,7 @@ def _library() -> ctypes.CDLL | None:
 def _call(function: str, *args) -> None:
     status = getattr(_library(), f"cublasLt{function}")(*args)
     if status:
-        raise BackendError(f"cublasLt{function} failed with status {status}")
+        fail(f"cublasLt{function} failed with status {status}")
 
 
 @functools.cache
@@ -251,7 +251,7 @@ class _Product:
         if status == _NOT_SUPPORTED:
             return []
         if status:
-            raise BackendError(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
+            fail(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
         return [bytes(s.algorithm) for s in found[: count.value] if s.state == 0 and s.workspace == 0]
 
     def takes(self, algorithm: bytes) -> bool:
@@ -355,7 +355,7 @@ def _passes(algorithm: bytes, trial: Problem, chain: Callable) -> bool:
             a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), _stream(trial.device)
         )
         if status not in (0, _NOT_SUPPORTED):
-            raise BackendError(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
+            fail(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
         as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
         return status == 0 and torch.equal(out.view(as_bits), want.view(as_bits))
 
@@ -455,4 +455,4 @@ def _run(
         return
     status = launch(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), _stream(p.device))
     if status:
-        raise BackendError(f"cublasLtMatmul failed with status {status} for {p}")
+        fail(f"cublasLtMatmul failed with status {status} for {p}")
