@@ -1,6 +1,6 @@
 """The tests that need a GPU: ``make gpu-test``, or ``python benchmarks/gpu_tests.py [--suites ...] [for pytest]``.
 
-Each test file is a pytest process of its own, some side by side. The suites' counts go to
+Each test file is a pytest process of its own, some side by side; so are the lanes, each of some suites. The suites' counts go to
 benchmarks/results/h200/gpu_test.json as ``rows``, with ``runs``: by the rows' ``run``, the date, commit, versions and
 GPUs. All rows are of one commit: a suite that is run alone joins those of the same commit, and others go; of a checkout
 with changes all go. ``not_run`` names the suites that are missing. A row:
@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -37,7 +38,7 @@ from alignkit.check.machine import machine
 CUDA = {"ALIGNKIT_TEST_DEVICE": "cuda"}
 """The default device of the whole process is the GPU."""
 RANKS = tuple(f"tests/ops/test_{name}_cuda.py" for name in ("tp", "tp_faults", "agreement", "devices"))
-"""Of the ops on several GPUs: a rank that waits for another must not share its GPU with other tests."""
+"""Of the ops on several GPUs: of files whose ranks wait for each other, one at a time."""
 SUITES = {
     "ops": (("tests/ops/test_*.py",), CUDA),
     "ranks": (RANKS, CUDA),
@@ -47,6 +48,8 @@ SUITES = {
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
 at a time."""
+LANES = (("vllm", "ops"), ("ranks", "megatron", "fuzz"))
+"""Run side by side, the suites of each one after the other."""
 NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}
 NEEDS = re.compile(rf"needs? (\d+|{'|'.join(NUMBERS)}) GPUs?\b")
 NOT_BUILT = "not built"
@@ -157,11 +160,20 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     name, info, rows = run_name(), machine(), []
     old = of_commit(read(options.json), info["commit"])
-    for suite in options.suites:
-        rows.append(run_suite(suite, options.at_once, rest, len(info["gpus"])))
-        made = merge(old, name, info, rows, ("suite",))
-        made["not_run"] = [suite for suite in SUITES if suite not in {row["suite"] for row in made["rows"]}]
-        write(options.json, made)
+    made, lock = old, threading.Lock()
+
+    def run_lane(lane: tuple[str, ...]) -> None:
+        nonlocal made
+        for suite in (suite for suite in lane if suite in options.suites):
+            row = run_suite(suite, options.at_once, rest, len(info["gpus"]))
+            with lock:
+                rows.append(row)
+                made = merge(old, name, info, rows, ("suite",))
+                made["not_run"] = [suite for suite in SUITES if suite not in {row["suite"] for row in made["rows"]}]
+                write(options.json, made)
+
+    with ThreadPoolExecutor(len(LANES)) as pool:
+        list(pool.map(run_lane, LANES))
     for row in rows:
         print(
             f"{row['suite']:<10} {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped, "

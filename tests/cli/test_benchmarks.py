@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,7 @@ def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
     monkeypatch.setattr(tests, "SUITES", {name: ((f"test_{name}.py",), {}) for name in ("first", "second")})
+    monkeypatch.setattr(tests, "LANES", (("first", "second"),))
     monkeypatch.setattr(tests, "machine", lambda: INFO | {"commit": commit[0], "gpus": ["NVIDIA H200"] * 2})
 
     def run(*arguments):
@@ -294,6 +296,26 @@ def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
     for commit[0] in ("2", "2-dirty", "2-dirty", "unknown", "unknown"):
         _, rows, not_run = run("--suites", "first")
         assert list(rows) == ["first"] and not_run == ["second"]
+
+
+def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
+    """Side by side; each writes what it has, and all is there at the end. What fails in one ends with status 1."""
+    tests, out, meet = module("gpu_tests"), tmp_path / "gpu_test.json", threading.Barrier(2, timeout=60)
+    assert sorted(suite for lane in tests.LANES for suite in lane) == sorted(tests.SUITES)
+    monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": ["NVIDIA H200"] * 2})
+    row = {"arguments": [], "passed": 1, "failed": 0, "skipped": 0, "failures": [], "skips": {}, "could_have_run": []}
+
+    def run_suite(suite, at_once, arguments, gpus):
+        if suite in ("vllm", "ranks"):
+            meet.wait()  # one after the other they would never pass
+        return {"suite": suite} | row | {"exit_status": int(suite == "fuzz"), "seconds": 1.0}
+
+    monkeypatch.setattr(tests, "run_suite", run_suite)
+    assert tests.main(["--json", str(out)]) == 1
+    made = json.loads(out.read_text())
+    assert {row["suite"] for row in made["rows"]} == set(tests.SUITES) and made["not_run"] == []
+    assert len({row["run"] for row in made["rows"]}) == 1
+    assert tests.main(["--json", str(out), "--suites", "ops", "megatron"]) == 0
 
 
 @pytest.mark.parametrize(
