@@ -18,13 +18,13 @@ class Launch:
     """`kernel` as Triton compiles it for arguments of one description, with these options, on the GPU `device`. Triton's
     launch hooks are not called: CUDA's profilers see these kernels, Proton does not name them."""
 
-    def __init__(self, device: int, kernel: triton.JITFunction, options: dict):
-        self.device, self.kernel, self.options = device, kernel, options
+    def __init__(self, device: int, kernel: triton.JITFunction, options: dict, constants: dict):
+        self.device, self.kernel, self.options, self.constants = device, kernel, options, constants
         self.compiled = None
 
     def __call__(self, grid: tuple[int, int, int], *args) -> None:
-        """Launch on the GPU's current stream; the first time, compile if need be. args: all of the kernel's, in its order. Once
-        it is compiled, an address will do for a tensor."""
+        """Launch on the GPU's current stream; the first time, compile if need be. args: all of the kernel's but
+        for the constants, which are its last, in its order. Once it is compiled, an address will do for a tensor."""
         if self.device == torch.cuda.current_device():  # where Triton would launch it
             self._run(grid, args)
         else:
@@ -34,10 +34,11 @@ class Launch:
     def _run(self, grid: tuple[int, int, int], args: tuple) -> None:
         compiled = self.compiled
         if compiled is None:
-            self.compiled = self.kernel[grid](*args, **self.options, **EXACT)
+            self.compiled = self.kernel[grid](*args, **self.constants, **self.options, **EXACT)
             return
         stream = driver.active.get_current_stream(self.device)
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+        values = *args, *self.constants.values()  # Triton's launcher counts the constants, and does not look at them
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
 _ready: dict[tuple, Launch] = {}
@@ -46,8 +47,7 @@ _ready: dict[tuple, Launch] = {}
 def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constants) -> None:
     """``kernel[grid](*args, **constants, **options, **EXACT)`` on the tensors' GPU, at a fraction of the host's time.
 
-    args: tensors, of one GPU, None, and numbers; `constants`: the kernel's constexpr parameters, which are its last, in
-    order.
+    args: tensors, of one GPU, None, and numbers; `constants`: the kernel's constexpr parameters, which are its last.
 
     The description is a tuple that tells apart whatever Triton compiles differently, and more: constants and options by
     value; of a tensor the type, the device, and the address modulo 16; of an integer whether it is 1, a multiple of 16, or
@@ -69,10 +69,10 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
     grid, name = (*grid, 1, 1)[:3], tuple(key)
     ready = _ready.get(name)
     if ready is not None:
-        ready(grid, *values, *constants.values())
+        ready(grid, *values)
         return
-    ready = Launch(device, kernel, options)
-    ready(grid, *args, *constants.values())  # to compile, Triton looks at the tensors themselves
+    ready = Launch(device, kernel, options, constants)
+    ready(grid, *args)  # to compile, Triton looks at the tensors themselves
     _ready[name] = ready
 
 
@@ -82,5 +82,5 @@ def prepared(
     """`kernel` on `grid`, to be called with its tensors, each of one `operand`, on the GPU `device`. rest: all its arguments
     after them, in its order. What decides which compiled kernel is meant was compared beforehand, with everything else that a
     schedule depends on: the operands but for their addresses."""
-    ready = Launch(device, kernel, options)
+    ready = Launch(device, kernel, options, {})
     return lambda *tensors: ready(grid, *tensors, *rest)

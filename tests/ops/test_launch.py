@@ -83,8 +83,8 @@ def test_launch(gpus):
     assert kernel.launched == [1, 0, 1, 0] and kernel.compiled == 2 and gpus.current == 0
     compiled, ran = kernel.given[:2], kernel.given[2:]
     for (grid, args, options), number in zip(compiled, (1, 0), strict=True):
-        assert grid == (5, 1, 1) and options == {"num_warps": 4}
-        assert args[1] is tensors[number] and (args[0], *args[2:]) == (None, 3 + number, 8, True)
+        assert grid == (5, 1, 1) and options == {"num_warps": 4, "BLOCK": 8, "FAST": True}, "by name: in any order"
+        assert args[1] is tensors[number] and (args[0], *args[2:]) == (None, 3 + number)
     for (grid, args, _), number in zip(ran, (1, 0), strict=True):
         assert grid == (5, 1, 1) and args == (None, tensors[number].data_ptr(), 3 + number, 8, True)
 
