@@ -123,7 +123,7 @@ def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
         "chunk": None,
         "decode": 0,
         "seed": 0,
-        "swap": None,
+        "swap": [],
         "keep": None,
         "swaps": False,
         "sequences": [list(range(3, 3 + n)) for n in LENGTHS],
