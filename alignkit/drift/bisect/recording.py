@@ -7,6 +7,7 @@ it. A directory holds ``recording.json`` and ``recording.safetensors``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
