@@ -15,8 +15,9 @@ model puts out, as `alignkit bisect` does. where_drift.json gets a row for each 
     All ops by alignkit on both sides but this one, which is each engine's own.
 
 A row: ``a`` and ``b``, engines with their settings; of the next tokens' logprobs ``tokens``, ``bit_equal``, ``max_abs`` and
-``mean_abs``; ``first``, the first point that differs, and ``points``, as in bisect.json; ``failure``, why there is none of
-these.
+``mean_abs``; ``points``, in the order of computation: how many of the ``compared`` tokens are ``differing`` and, over those
+whose values were looked at, the numbers of `Values` in bisect.json (where an op is named only the ends of layers, and what
+is outside of them); ``first``, the point that differs first; ``failure``, why there is none of these.
 """
 
 from __future__ import annotations
@@ -170,10 +171,22 @@ def row(case: Case, a: Side, b: Side) -> dict:
         made |= {
             "compared": found.compared,
             "missing": found.missing,
-            "first": None if first is None else first.point,
-            "points": [asdict(p) for p in found.points],
+            "first": None if first is None else brief(first),
+            "points": [brief(p) for p in found.points if not case.op or outside(p.point)],
         }
     return made
+
+
+def brief(point: bisect.PointDifference) -> dict:
+    values = asdict(point.values) if point.values else {}
+    return {k: getattr(point, k) for k in ("point", "op", "differing", "compared", "dtypes")} | {
+        k: values.get(k) for k in ("tokens", "median_ulps", "max_ulps", "relative", "mean_abs", "max_abs")
+    }
+
+
+def outside(point: str) -> bool:
+    """Whether it is the end of a layer, or of none."""
+    return point.endswith(".residual") or not point.startswith("layers.")
 
 
 def empty(case: Case) -> dict:
@@ -280,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
         if made["failure"] is None:
             said = f"{made['bit_equal']} of {made['tokens']} logprobs equal, mean |d| {made['mean_abs']:.2e}"
             if "points" in made:
-                said += f"; first point that differs: {made['first'] or 'none'}"
+                said += f"; first point that differs: {made['first']['point'] if made['first'] else 'none'}"
         else:
             said = f"failed: {made['failure']}"
         screen.print(f"{name:<24} {said}", soft_wrap=True, markup=False)

@@ -101,8 +101,9 @@ def test_where_the_drift_comes_from(tmp_path):
     assert {p["compared"] for p in points[:-1]} == {logprob["compared"] + 8} and logprob["compared"] == aligned[
         "tokens"
     ]
-    assert stock["first"] == "layers.0.input_norm" and stock["mean_abs"] > 0
+    assert stock["first"]["point"] == "layers.0.input_norm" and stock["mean_abs"] > 0
     by_name = {p["point"]: p for p in stock["points"]}
-    assert by_name["layers.0.input_norm"]["values"]["median_ulps"] == 1
-    assert 0 < by_name["layers.0.input_norm"]["values"]["relative"] < by_name["layers.1.residual"]["values"]["relative"]
-    assert exchanged["first"] != stock["first"] and exchanged["a"]["swap"] == exchanged["b"]["swap"] == "rms_norm"
+    assert by_name["layers.0.input_norm"] == stock["first"] and stock["first"]["median_ulps"] == 1
+    assert 0 < stock["first"]["relative"] < by_name["layers.1.residual"]["relative"]
+    assert exchanged["first"]["point"] != "layers.0.input_norm"
+    assert exchanged["a"]["swap"] == exchanged["b"]["swap"] == "rms_norm" and len(exchanged["points"]) == 6
