@@ -119,7 +119,7 @@ def compiled(common: dict, out: Path) -> dict:
         "tp": 1,
         "eager": False,
         "runner": "v2",
-        "max_num_batched_tokens": None,
+        "max_num_batched_tokens": max(2048, sum(map(len, sequences))),  # all at once, as in the recordings
         "prompts": sequences,
         "max_tokens": 1,
         "temperature": 1.0,

@@ -70,11 +70,11 @@ def faults(rank, job, model, contract):
 def products(rank, job, model, contract):
     """Another way to the products: what a setting of the process, or another algorithm of the library, does."""
     megatron_side.body(rank, job, model, contract)
-    down = model.decoder.layers[1].mlp.linear_fc2
-    down.forward = lambda x: (in_two_parts(x, down.weight), None)
-    record(rank, job, model, contract, "split")
-    del down.forward
-
+    if not job["patched"]:  # an aligned model would refuse it
+        down = model.decoder.layers[1].mlp.linear_fc2
+        down.forward = lambda x: (in_two_parts(x, down.weight), None)
+        record(rank, job, model, contract, "split")
+        del down.forward
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True
         record(rank, job, model, contract, "tf32")
