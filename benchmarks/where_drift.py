@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if the aligned engines differ, 2 if an engine failed, after all others have run."""
     device = "cuda" if gpus() else "cpu"
     results = H200 if gpus() else H200.with_name("cpu")
-    parser = options_parser(__doc__, results / "where_drift.json")
+    parser = options_parser(__doc__, results / "where_drift.json", resume=True)
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default=device, help="the one that the engines here run on"
     )
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--longest", type=int, default=600 if gpus() else 60, help="sequence, in tokens")
     parser.add_argument("--sample", type=int, default=32, help="tokens whose values are looked at, at every point")
-    parser.add_argument("--per-gpu", type=int, default=6 if gpus() else 1, help="engines that share a GPU")
+    parser.add_argument("--per-gpu", type=int, default=8 if gpus() else 1, help="engines that share a GPU")
     parser.add_argument(
         "--timeout", type=float, default=150.0 if gpus() else 600.0, help="seconds that one engine may take"
     )
@@ -272,6 +272,9 @@ def main(arguments: list[str] | None = None) -> int:
         "sequences": sequences,
     }
     planned = cases(wanted, options.ops)
+    if options.resume:
+        good = {(r["case"], r["op"]) for r in read(options.json).get("rows", []) if r["failure"] is None}
+        planned = [case for case in planned if (case.name, case.op) not in good]
     jobs = [job(name, common, out) for name in dict.fromkeys(n for case in planned for n in (case.a, case.b))]
     jobs.sort(key=lambda one: one.name != COMPILED)  # it takes longest
     info = made_on(

@@ -1,7 +1,5 @@
 """`alignkit bisect` on GPUs: ``python -m pytest tests/bisection/test_cuda.py``."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -12,8 +10,7 @@ from alignkit.check import run as checks
 from alignkit.check.model import make_checkpoint
 from alignkit.drift import bisect
 from alignkit.drift.bisect import run as runs
-from alignkit.drift.bisect.points import OPS
-from tests.bisection.test_engines import between, job_of, names, run_faulty
+from tests.bisection.test_engines import between, every_op_exchanged, names, run_faulty
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -79,24 +76,7 @@ def test_on_two_ranks(kind, model, tmp_path):
 
 
 def test_with_every_op_exchanged_stock_vllm_is_aligned_up_to_the_logprob(model, tmp_path):
-    jobs = {
-        "vllm_side": job_of(model, tmp_path / "a", LENGTHS, engine="vllm", patched=False, swap=list(OPS)),
-        "megatron_side": job_of(model, tmp_path / "b", LENGTHS, engine="megatron", patched=True),
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", f"alignkit.drift.bisect.{module}", str(path)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for module, path in jobs.items()
-    ]
-    for process in started:
-        said = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, said
-    c = between(tmp_path / "a/good", tmp_path / "b/good", tmp_path)
-    assert c.missing == [] and (c.suspect is None or c.suspect.point == "logprob")
+    every_op_exchanged(model, tmp_path, LENGTHS)
 
 
 @pytest.fixture(scope="module")

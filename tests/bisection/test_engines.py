@@ -188,6 +188,32 @@ def test_another_way_to_one_layers_product_is_found_there(model, tmp_path):
     assert between(at / "good", at / "split", tmp_path).suspect.point == "layers.1.down"
 
 
+def every_op_exchanged(path, tmp_path, lengths=LENGTHS):
+    """In stock vLLM all at once, against aligned Megatron: only the logprob's own arithmetic may differ."""
+    jobs = {
+        "vllm": job_of(path, tmp_path / "a", lengths, engine="vllm", patched=False, swap=list(OPS)),
+        "megatron": job_of(path, tmp_path / "b", lengths, engine="megatron", patched=True),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", runs.module_of(engine), str(job)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for engine, job in jobs.items()
+    ]
+    for process in started:
+        said = process.communicate(timeout=400)[0]
+        assert process.returncode == 0, said
+    c = between(tmp_path / "a/good", tmp_path / "b/good", tmp_path)
+    assert c.missing == [] and (c.suspect is None or c.suspect.point == "logprob")
+
+
+def test_with_every_op_exchanged_stock_vllm_is_aligned_up_to_the_logprob(model, tmp_path):
+    every_op_exchanged(model("llama"), tmp_path)
+
+
 @pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), ("hf", "llama")])
 def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, tmp_path):
     """Each moves the first difference on, and with all of them only the logprob's own arithmetic is stock."""
