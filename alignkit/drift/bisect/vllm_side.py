@@ -39,9 +39,9 @@ def engine(job: dict, **options):
         "seed": job["seed"],
         "max_num_batched_tokens": job["chunk"] or max(2048, sum(map(len, job["sequences"]))),
     }
-    rollout.prepare(asked)
     invariant = job.get("batch_invariant", False)
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(invariant))  # as the job says, not the user's environment
+    rollout.prepare(asked)
     from . import vllm_worker
 
     module = vllm_worker.__name__
