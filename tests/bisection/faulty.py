@@ -85,9 +85,10 @@ def products(rank, job, model, contract):
 
 
 def in_two_parts(x, weight):
-    """As an algorithm that splits the sum: that of the even columns in fp32, that of the odd ones, then the two."""
-    even, odd = (x[..., i::2].float() @ weight[:, i::2].float().T for i in range(2))
-    return (even + odd).to(x.dtype)
+    """As an algorithm that splits the sum and adds the parts in the output's type, as cuBLAS may in bf16: the even
+    columns, the odd ones, then the two."""
+    even, odd = (x[..., i::2] @ weight[:, i::2].T for i in range(2))
+    return even + odd
 
 
 def swaps(rank, job, model, contract):
