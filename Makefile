@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
 
-.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -36,7 +36,7 @@ fuzz: setup
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -77,6 +77,10 @@ gpu-rms:
 # Sums over tensor-parallel ranks beside NCCL's.
 gpu-tree-sum:
 	$(GPU) benchmarks/tree_sum.py $(TREE_SUM_ARGS)
+
+# Where the drift of stock engines begins, how it grows, and which op makes how much of it.
+gpu-where-drift:
+	$(GPU) benchmarks/where_drift.py $(WHERE_DRIFT_ARGS)
 
 # The op tests under compute-sanitizer.
 gpu-sanitize:

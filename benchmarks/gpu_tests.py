@@ -44,6 +44,7 @@ SUITES = {
     "ranks": (RANKS, CUDA),
     "vllm": (("tests/vllm/test_cuda.py",), {}),
     "megatron": (("tests/megatron/test_cuda.py",), {}),
+    "bisection": (("tests/bisection/test_cuda.py",), {}),
     "fuzz": (("tests/fuzz/test_cuda.py",), {}),
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file

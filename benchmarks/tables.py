@@ -38,6 +38,14 @@ ENGINES = {
     "hf_compiled": "Hugging Face, compiled",
     "aligned": "**aligned**",
 }
+DRIFT_PAIRS = {
+    "stock": "stock vLLM, stock Megatron-core",
+    "compiled": "vLLM as it comes, stock Megatron-core",
+    "batch_invariant": "vLLM with VLLM_BATCH_INVARIANT=1, stock Megatron-core",
+    "hf": "Hugging Face, stock Megatron-core",
+    "aligned": "**aligned vLLM, aligned Megatron-core**",
+}
+DRIFT_FEW = tuple(f"layers.0.{point}" for point in ("input_norm", "q", "q_norm", "q_rope", "attention"))
 MATMUL_FEW = 256
 """Rows of decoding, in a table of their own."""
 LOGP_PASSES = ("forward", "forward_backward")
@@ -165,6 +173,97 @@ def _spread(row: dict) -> tuple[float, float] | None:
         return None
     middle = row["ratio_to_stock"] * median(seconds)
     return middle / max(seconds), middle / min(seconds)
+
+
+def where_drift(results: dict) -> str:
+    """The pairs; how the difference grows through the model; what each op has to do with it."""
+    rows = {(r["case"], r["op"]): r for r in results["rows"]}
+    pairs = {name: rows[name, ""] for name in DRIFT_PAIRS if (name, "") in rows}
+    lines = [
+        "| pair | first point that differs | tokens that differ there | logprobs equal | mean difference | largest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in pairs.items():
+        lines.append(f"| {DRIFT_PAIRS[name]} | {' | '.join(_drift(row))} |")
+    parts = ["\n".join(lines), _growth({k: r for k, r in pairs.items() if r.get("points")}), _ops_of_drift(rows)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _drift(row: dict) -> list[str]:
+    if row["failure"]:
+        return ["failed", "", "", "", ""]
+    first = row.get("first")
+    point, share = ("none", "0") if "first" in row else ("not recorded", "")
+    if first:
+        ulps = f", by {first['median_ulps']} ulp" if first["median_ulps"] else ""
+        point, share = f"`{first['point']}`", f"{first['differing']} of {first['compared']}{ulps}"
+    equal = f"{row['bit_equal']} of {row['tokens']}"
+    return [point, share, equal, f"{row['mean_abs']:.1e}", f"{row['max_abs']:.1e}"]
+
+
+def _growth(pairs: dict[str, dict]) -> str:
+    """A line for each of the first layer's points up to its attention, and for each layer's end."""
+    if not pairs:
+        return ""
+    by = {name: {p["point"]: p for p in row["points"]} for name, row in pairs.items()}
+    shown = [
+        name
+        for name in dict.fromkeys(name for points in by.values() for name in points)
+        if name in DRIFT_FEW or name.endswith(".residual") or not name.startswith("layers.")
+    ]
+    lines = [f"| point | {' | '.join(DRIFT_PAIRS[name] for name in pairs)} |", "|---" * (len(pairs) + 1) + "|"]
+    for name in shown:
+        lines.append(f"| `{name}` | {' | '.join(_size(points.get(name)) for points in by.values())} |")
+    return "\n".join(lines)
+
+
+def _size(point: dict | None) -> str:
+    """``12%, 0.3%``: of the tokens; the difference relative to the values."""
+    if point is None:
+        return ""
+    if not point["differing"]:
+        return "equal"
+    share = f"{100 * point['differing'] / point['compared']:.3g}%"
+    return share if point["relative"] is None else f"{share}, {point['relative']:.1e}"
+
+
+def _ops_of_drift(rows: dict[tuple[str, str], dict]) -> str:
+    """A line for each op, that with the largest difference of its own first; and which that is, in words."""
+    good = {key: row for key, row in rows.items() if not row["failure"]}
+    ops = {op for case, op in rows if case in ("exchanged", "alone") and op != "all"}
+    if not ops:
+        return ""
+
+    def mean(case: str, op: str) -> float:
+        return good[case, op]["mean_abs"] if (case, op) in good else -1.0
+
+    stock = mean("stock", "")
+    lines = [
+        "| op | exchanged on both sides: first point that differs | mean difference that remains "
+        "| it alone not exchanged: mean difference |",
+        "|---|---|---|---|",
+    ]
+    for op in [*sorted(ops, key=lambda op: (-mean("alone", op), mean("exchanged", op), op)), "all"]:
+        found = rows.get(("exchanged", op))
+        cells = ["", "", ""]
+        if found:
+            cells[:2] = _drift(found)[0], _of(found, stock)
+        if ("alone", op) in rows:
+            cells[2] = _of(rows["alone", op], stock)
+        if any(cells):
+            lines.append(f"| {'all six' if op == 'all' else op} | {' | '.join(cells)} |")
+    most = max(ops, key=lambda op: mean("alone", op))
+    if mean("alone", most) > 0:
+        least = min((op for op in ops if ("alone", op) in good), key=lambda op: mean("alone", op))
+        lines += ["", f"By itself `{most}` makes the largest difference, `{least}` the smallest."]
+    return "\n".join(lines)
+
+
+def _of(row: dict, stock: float) -> str:
+    """``1.2e-02 (0.95 of stock's)``."""
+    if row["failure"]:
+        return "failed"
+    return f"{row['mean_abs']:.1e}" + (f" ({row['mean_abs'] / stock:.2f} of stock's)" if stock > 0 else "")
 
 
 def linear_logp(results: dict) -> str:
@@ -560,6 +659,7 @@ def tables() -> dict[str, str]:
         "rms_norm": rms_norm,
         "matmul": matmul,
         "tree_sum": tree_sum,
+        "where_drift": where_drift,
     }
     for name, write in writers.items():
         results = _read(f"h200/{name}.json")

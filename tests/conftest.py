@@ -41,6 +41,7 @@ def ranks():
 STARTS_AN_ENGINE = {"world", "pair", "vllm_process", "rollout"}
 """Fixtures."""
 ENGINES = (
+    "bisection/test_cuda.py",
     "e2e/test_benchmarks.py",
     "e2e/test_check.py",
     "e2e/test_grpo.py",

@@ -1,5 +1,6 @@
 """Recordings of Megatron-core with a fault planted: ``python -m tests.bisection.faulty JOB.json`` writes, beside the job's
-own recording, one of each fault; with ``"swaps"`` in the job instead one of a stock model after each exchange."""
+own recording, one of each fault of its ``what``: "faults", "products", or "swaps", of a stock model after each exchange
+of an op."""
 
 import json
 import sys
@@ -21,7 +22,7 @@ def main(path):
     if job["engine"] == "hf":
         swaps_of_hf(path, job)
     else:
-        train.launch(job, swaps if job["swaps"] else faults)
+        train.launch(job, {"faults": faults, "products": products, "swaps": swaps}[job["what"]])
 
 
 def record(rank, job, model, contract, name):
@@ -47,7 +48,8 @@ def faults(rank, job, model, contract):
     # Another rope base, as a config read wrongly would give it.
     rotary, kept = model.rotary_pos_emb, (model.rotary_base, model.rotary_pos_emb.inv_freq)
     model.rotary_base = 2 * kept[0]
-    half = torch.arange(0, model.config.kv_channels, 2, dtype=torch.float32) / model.config.kv_channels
+    half = torch.arange(0, model.config.kv_channels, 2, dtype=torch.float32, device=kept[1].device)
+    half /= model.config.kv_channels
     rotary.inv_freq = 1.0 / model.rotary_base**half
     record(rank, job, model, contract, "rope-base")
     model.rotary_base, rotary.inv_freq = kept
@@ -63,6 +65,30 @@ def faults(rank, job, model, contract):
         module = layer.mlp.linear_fc2
         module.__class__ = modules.stock_class(type(module))
     record(rank, job, model, contract, "lost-patch")
+
+
+def products(rank, job, model, contract):
+    """Another way to the products: what a setting of the process, or another algorithm of the library, does."""
+    megatron_side.body(rank, job, model, contract)
+    if not job["patched"]:  # an aligned model would refuse it
+        down = model.decoder.layers[1].mlp.linear_fc2
+        down.forward = lambda x: (in_two_parts(x, down.weight), None)
+        record(rank, job, model, contract, "split")
+        del down.forward
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = True
+        record(rank, job, model, contract, "tf32")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        for library in ("cublas", "cublaslt"):
+            torch.backends.cuda.preferred_blas_library(library)
+            record(rank, job, model, contract, library)
+
+
+def in_two_parts(x, weight):
+    """As an algorithm that splits the sum and adds the parts in the output's type, as cuBLAS may in bf16: the even
+    columns, the odd ones, then the two."""
+    even, odd = (x[..., i::2] @ weight[:, i::2].T for i in range(2))
+    return even + odd
 
 
 def swaps(rank, job, model, contract):

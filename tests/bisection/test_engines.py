@@ -113,7 +113,8 @@ def test_a_recording_of_another_model_or_other_tokens_is_refused_before_an_engin
     assert (aligned[0] / "recordings/a/recording.json").exists()
 
 
-def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
+def job_of(path, at, lengths=LENGTHS, **job):
+    """A file with the job to record this model at `at`."""
     job = {
         "weights": "w",
         "model": str(path),
@@ -123,15 +124,21 @@ def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
         "chunk": None,
         "decode": 0,
         "seed": 0,
-        "swap": None,
+        "swap": [],
         "keep": None,
-        "swaps": False,
-        "sequences": [list(range(3, 3 + n)) for n in LENGTHS],
-        "runs": [{"out": str(tmp_path / "good/recording.json")}],
+        "what": "faults",
+        "sequences": [list(range(3, 3 + n)) for n in lengths],
+        "runs": [{"out": str(at / "good/recording.json")}],
     } | job
-    (tmp_path / "job.json").write_text(json.dumps(job))
+    at.mkdir(exist_ok=True)
+    (at / "job.json").write_text(json.dumps(job))
+    return at / "job.json"
+
+
+def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
+    job = job_of(path, tmp_path, **job)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.bisection.{script}", str(tmp_path / "job.json"), *arguments],
+        [sys.executable, "-W", "ignore", "-m", f"tests.bisection.{script}", str(job), *arguments],
         capture_output=True,
         text=True,
         timeout=400,
@@ -176,10 +183,41 @@ def test_a_stock_layer_in_one_worker_is_found_there(model, tmp_path):
     assert result.b.settings["replaced"].startswith("worker 1: ") and "down_proj" in result.b.settings["replaced"]
 
 
+def test_another_way_to_one_layers_product_is_found_there(model, tmp_path):
+    at = run_faulty(model("qwen2"), tmp_path, engine="megatron", patched=False, what="products")
+    assert between(at / "good", at / "split", tmp_path).suspect.point == "layers.1.down"
+
+
+def every_op_exchanged(path, tmp_path, lengths=LENGTHS):
+    """In stock vLLM all at once, against aligned Megatron: only the logprob's own arithmetic may differ."""
+    jobs = {
+        "vllm": job_of(path, tmp_path / "a", lengths, engine="vllm", patched=False, swap=list(OPS)),
+        "megatron": job_of(path, tmp_path / "b", lengths, engine="megatron", patched=True),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", runs.module_of(engine), str(job)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for engine, job in jobs.items()
+    ]
+    for process in started:
+        said = process.communicate(timeout=400)[0]
+        assert process.returncode == 0, said
+    c = between(tmp_path / "a/good", tmp_path / "b/good", tmp_path)
+    assert c.missing == [] and (c.suspect is None or c.suspect.point == "logprob")
+
+
+def test_with_every_op_exchanged_stock_vllm_is_aligned_up_to_the_logprob(model, tmp_path):
+    every_op_exchanged(model("llama"), tmp_path)
+
+
 @pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), ("hf", "llama")])
 def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, tmp_path):
     """Each moves the first difference on, and with all of them only the logprob's own arithmetic is stock."""
-    at = run_faulty(model(arch), tmp_path, engine=engine, patched=False, swaps=True)
+    at = run_faulty(model(arch), tmp_path, engine=engine, patched=False, what="swaps")
     (tmp_path / "reference").mkdir()
     run_faulty(model(arch), tmp_path / "reference", engine="megatron", patched=True)
     firsts = []
@@ -210,6 +248,8 @@ def test_values_are_recorded_in_a_second_run_when_they_are_many(model, tmp_path)
         ({"a": "hf:tp=2"}, "no setting"),
         ({"a": "stock-megatron:mode=packed"}, "mode"),
         ({"a": "stock-vllm:chunk=0"}, "chunk"),
+        ({"a": "aligned-vllm:batch_invariant=1"}, "no setting"),
+        ({"a": "stock-vllm:batch_invariant=yes"}, "batch_invariant"),
         ({"dtype": "float16"}, "dtype"),
         ({"swap": "softmax"}, "swap"),
         ({"a": "aligned-vllm", "swap": "linear"}, "neither side is a stock"),
@@ -224,6 +264,12 @@ def test_what_cannot_be_is_refused_by_name(change, said, tmp_path):
     with pytest.raises((ValueError, NotImplementedError), match=said):
         bisect.bisect(bisect.Options(**options))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU vLLM has that mode")
+def test_vllms_batch_invariance_is_refused_on_a_cpu(tmp_path):
+    with pytest.raises(NotImplementedError, match="batch_invariant: .* on GPUs only"):
+        bisect.bisect(bisect.Options("stock-vllm:batch_invariant=1", "hf", tmp_path / "out"))
 
 
 def test_tokens_that_the_model_cannot_take_are_refused(model, tmp_path):

@@ -45,7 +45,7 @@ def record(tmp_path, values, tp=1, keep=None, index=None, **about):
         "sequences": SEQUENCES,
         "settings": {},
     } | about
-    return recording.merge(parts, None, ARCH, keep, **about)
+    return recording.merge(parts, None, ARCH, **about)
 
 
 def test_the_order_of_rows_padding_and_ranks_change_nothing(tmp_path):
@@ -66,9 +66,64 @@ def test_the_first_point_that_differs_its_tokens_and_its_ulps(tmp_path):
     c = comparing.compare(a, b)
     assert c.suspect.point == "layers.1.up" and c.suspect.op == "linear"
     assert c.tokens == [(1, 0)] and c.suspect.differing == 1 and c.suspect.pieces == [1]
-    assert c.suspect.values.max_ulps == 3 and c.suspect.values.where == (1, 0, 20)
+    v = c.suspect.values
+    assert v.max_ulps == v.median_ulps == 3 and v.where == (1, 0, 20)
+    assert v.relative == pytest.approx(abs(v.a - v.b) / values["layers.1.up"].norm().item(), rel=1e-4)
     assert [p.point for p in c.points if p.differing] == ["layers.1.up", "logprob"]
     assert {p: m for p, _, m in c.by_position}[1] == pytest.approx(1.0)
+
+
+MASK = 2**64 - 1
+
+
+def mix(x):
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ x >> shift) * factor & MASK
+    return x ^ x >> 31
+
+
+def digest(values):
+    """Of a row's piece, by the definition, in Python's whole numbers."""
+    bits = struct.unpack(f"<{len(values)}i", struct.pack(f"<{len(values)}f", *values))
+    golden = 0x9E3779B97F4A7C15
+    return sum(mix(b * golden + mix(i * golden & MASK) & MASK) for i, b in enumerate(bits, 1)) & MASK
+
+
+def test_digests_are_as_defined(monkeypatch):
+    rows = torch.randn(5, 24)
+    rows[0, :4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+    expected = [[digest(piece) for piece in row.view(3, 8).tolist()] for row in rows]
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        for at_once in (1, 50, 10**6):  # rows at a time: one, some, all
+            monkeypatch.setattr(recording, "_AT_ONCE", at_once)
+            monkeypatch.setattr(recording, "_AT_ONCE_GPU", at_once)
+            found = recording.digests(rows.to(device), 3)
+            assert found.dtype == np.int64 and (found.view(np.uint64) == np.array(expected, dtype=np.uint64)).all()
+
+
+def test_a_digest_knows_values_and_their_places():
+    row = torch.randn(64)
+    others = [row.roll(1), row.flip(0), -row, torch.zeros(64)]
+    others += [torch.where(torch.arange(64) == i, torch.nextafter(row, row + 1), row) for i in range(64)]
+    found = recording.digests(torch.stack([row, *others]), 1)
+    assert len(set(found.flatten().tolist())) == 69
+
+
+def test_values_of_a_sample_come_with_all_digests(tmp_path):
+    recorder = recording.Recorder(ARCH, ROWS, None, sample=[1, 4])
+    for index in ([2, 4, -1], [0, 1, 3]):
+        recorder.index = np.array(index)
+        for name, value in outputs().items():
+            recorder.put(name, value[np.maximum(recorder.index, 0)])
+    recorder.save(tmp_path / "part")
+    whole = record(tmp_path, outputs())
+    sampled = recording.merge(
+        [tmp_path / "part"], None, ARCH, **{k: getattr(whole, k) for k in recording._ABOUT if k != "dtypes"}
+    )
+    assert comparing.compare(whole, sampled).compared == ROWS * len(points(ARCH))
+    for name, value in outputs().items():
+        kept = [0, 1, 2, 3, 4] if name == "logprob" else [1, 4]
+        assert sampled.kept[name].tolist() == kept and sampled.values[name].equal(value[kept])
 
 
 def test_types_that_differ_are_compared_by_value(tmp_path):
@@ -176,7 +231,7 @@ def test_tensors_that_do_not_fit_are_refused(saved, change, said):
     "change, said",
     [
         ({"format": "other"}, "not a recording"),
-        ({"format_version": 2}, "version"),
+        ({"format_version": 1}, "version"),
         ({"sequences": [[]]}, "sequences"),
         ({"sequences": [[1, True]]}, "token id"),
         ({"architecture": {"layers": 1}}, "architecture"),

@@ -930,3 +930,96 @@ def test_the_pages_hold_the_tables_of_the_results(tables):
     text = "".join(page.read_text() for page in pages)
     for name in made:
         assert f"<!-- table:{name} -->" in text, name
+
+
+# where_drift
+
+
+def test_where_drift_has_a_recording_for_each_side_once(module):
+    where = module("where_drift")
+    every = where.cases(where.CASES, list(where.OPS))
+    assert [c.name for c in every if not c.op] == ["stock", "aligned", "compiled", "batch_invariant", "hf"]
+    assert {(c.name, c.op) for c in every if c.op} == {
+        ("exchanged", "all"),
+        *((kind, op) for kind in ("exchanged", "alone") for op in where.OPS),
+    }
+    for c in every:
+        if c.op:
+            a, b = where.swapped(c.a), where.swapped(c.b)
+            others = set(where.OPS) - {c.op}
+            assert a == b and set(a) == ({c.op} & set(where.OPS) or set(where.OPS) if c.name == "exchanged" else others)
+    assert where.swapped("vllm") == where.swapped("megatron-aligned") == where.swapped("vllm-batch-invariant") == []
+    assert [c.op for c in where.cases(["exchanged"], ["rope"])] == ["rope"]  # "all" only where all are asked for
+
+
+def test_where_drift_goes_on_after_a_failure(module, tmp_path, monkeypatch):
+    """The row says what failed; the file is there before the last engine has ended."""
+    where = module("where_drift")
+    monkeypatch.setattr(where, "read_side", lambda name, out: name)
+    monkeypatch.setattr(where, "row", lambda case, a, b: where.empty(case) | {"a": a, "b": b})
+    case = where.Case
+    planned = [case("stock", "", "vllm", "megatron"), case("hf", "", "hf", "megatron")]
+    harvest = where.Harvest(where.console(), tmp_path / "w.json", dict(INFO), planned, tmp_path)
+    names = ("vllm", "megatron", "hf")
+    jobs = {name: where.Job(name, "no.module", {"tp": 1, "runs": []}) for name in names}
+    harvest.planned(list(jobs.values()))
+    for name, failure in zip(
+        names, (None, None, "exit status 1\nthe end of hf.log:\n  | " + "x" * 9999 + "why"), strict=True
+    ):
+        harvest.started(jobs[name])
+        harvest.ended(jobs[name], 1.0, failure)
+        rows = json.loads((tmp_path / "w.json").read_text())["rows"] if (tmp_path / "w.json").exists() else []
+        assert len(rows) == names.index(name)
+    assert rows[0]["failure"] is None and rows[0]["a"] == "vllm"
+    assert rows[1]["failure"].startswith("hf: exit status 1: ") and rows[1]["failure"].endswith("why")
+    assert len(rows[1]["failure"]) < 700
+
+
+def drift_row(case, op="", mean=1e-3, first="layers.0.input_norm", failure=None, **more):
+    if failure:
+        return {"case": case, "op": op, "failure": failure, "run": "r"}
+    point = {"op": "rms_norm", "dtypes": ["bfloat16"] * 2, "tokens": 4, "max_ulps": 9, "mean_abs": 1e-3, "max_abs": 1.0}
+    names = ("embedding", "layers.0.input_norm", "layers.0.k", "layers.0.residual", "logprob")
+    points = [
+        point
+        | {"point": name, "compared": 10, "differing": 0 if i < names.index(first) else 5}
+        | {"median_ulps": 2, "relative": 0.25}
+        for i, name in enumerate(names)
+    ]
+    made = {"case": case, "op": op, "failure": None, "tokens": 9, "bit_equal": 3, "max_abs": 0.5, "mean_abs": mean}
+    return made | {"run": "r", "first": next(p for p in points if p["point"] == first), "points": points} | more
+
+
+def test_table_of_where_drift_comes_from(tables):
+    compiled = drift_row("compiled", mean=4e-3)
+    del compiled["first"], compiled["points"]
+    equal = drift_row("aligned", mean=0.0, bit_equal=9, max_abs=0.0)
+    equal |= {"first": None, "points": [p | {"differing": 0} for p in equal["points"]]}
+    rows = [
+        drift_row("stock", mean=2e-3),
+        compiled,
+        equal,
+        drift_row("hf", failure="hf: exit status 1"),
+        drift_row("exchanged", "rms_norm", 1e-3, "layers.0.k"),
+        drift_row("exchanged", "linear", 2e-3),
+        drift_row("alone", "linear", 1.5e-3, "layers.0.k"),
+        drift_row("alone", "rms_norm", 5e-4),
+        drift_row("exchanged", "rope", failure="vllm: no result after 9 s"),
+        drift_row("exchanged", "all", 1e-6, "logprob"),
+    ]
+    text = tables.where_drift({"runs": {"r": INFO}, "rows": rows})
+    pairs, growth, ops, words = text.split("\n\n")
+    assert "| `layers.0.input_norm` | 5 of 10, by 2 ulp | 3 of 9 | 2.0e-03 | 5.0e-01 |" in pairs
+    assert "not recorded |  | 3 of 9 | 4.0e-03" in pairs and "failed" in pairs
+    assert "| none | 0 | 9 of 9 | 0.0e+00 | 0.0e+00 |" in pairs
+    assert "| `embedding` | equal | equal |" in growth and "| `layers.0.residual` | 50%, 2.5e-01 | equal |" in growth
+    assert "layers.0.k" not in growth
+    assert [line.split(" | ")[0].strip("| ") for line in ops.splitlines()[2:]] == [
+        "linear",
+        "rms_norm",
+        "rope",
+        "all six",
+    ]
+    assert "| linear | `layers.0.input_norm` | 2.0e-03 (1.00 of stock's) | 1.5e-03 (0.75 of stock's) |" in ops
+    assert "| rope | failed | failed |  |" in ops and "| all six | `logprob` | 1.0e-06 (0.00 of stock's) |  |" in ops
+    assert words == "By itself `linear` makes the largest difference, `rms_norm` the smallest."

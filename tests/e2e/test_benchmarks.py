@@ -83,3 +83,27 @@ def test_the_cost_benchmark(tmp_path):
     profile = json.loads((tmp_path / "profile.json").read_text())["rows"]
     assert {(r["what"], r["engine"]) for r in profile} == both
     assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)
+
+
+def test_where_the_drift_comes_from(tmp_path):
+    result = tmp_path / "where_drift.json"
+    benchmark(
+        "where_drift.py", "--device", "cpu", "--quick", "--ops", "rms_norm", "--json", result, "--out", tmp_path / "out"
+    )
+    rows = {(r["case"], r["op"]): r for r in json.loads(result.read_text())["rows"]}
+    assert rows.keys() == {("stock", ""), ("aligned", ""), ("exchanged", "rms_norm")}
+    assert {r["failure"] for r in rows.values()} == {None}
+    stock, aligned, exchanged = rows.values()
+    assert aligned["first"] is None and aligned["bit_equal"] == aligned["tokens"] and aligned["max_abs"] == 0
+    # Every point of every token, of which the last of a sequence has no logprob.
+    points, logprob = aligned["points"], aligned["points"][-1]
+    assert aligned["missing"] == [] and len(points) == 38
+    assert {p["compared"] for p in points[:-1]} == {logprob["compared"] + 8} and logprob["compared"] == aligned[
+        "tokens"
+    ]
+    assert stock["first"]["point"] == "layers.0.input_norm" and stock["mean_abs"] > 0
+    by_name = {p["point"]: p for p in stock["points"]}
+    assert by_name["layers.0.input_norm"] == stock["first"] and stock["first"]["median_ulps"] == 1
+    assert 0 < stock["first"]["relative"] < by_name["layers.1.residual"]["relative"]
+    assert exchanged["first"]["point"] != "layers.0.input_norm"
+    assert exchanged["a"]["swap"] == exchanged["b"]["swap"] == "rms_norm" and len(exchanged["points"]) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -20,12 +21,15 @@ STOCK = "stock"
 @dataclass
 class Values:
     """How far the recorded values of a point lie apart: of `tokens` of its tokens. max_ulps: in the narrower of the two
-    types. where: (sequence, position, column) of the largest difference, and a and b there."""
+    types; median_ulps: of the values that differ. relative: the root of the mean square of the differences, over that of
+    a's values. where: (sequence, position, column) of the largest difference, and a and b there."""
 
     tokens: int
     max_abs: float
     mean_abs: float
     max_ulps: int
+    median_ulps: int
+    relative: float
     where: tuple[int, int, int]
     a: float
     b: float
@@ -181,15 +185,20 @@ def add_values(comparison: Comparison, a: Recording, b: Recording) -> None:
         d[same_bits(x, y)] = 0  # equal infinities and NaNs too
         worst = int(d.argmax())
         row, column = divmod(worst, d.shape[1])
-        finite = d[d.isfinite()]
+        finite = d.isfinite() & x.isfinite()
+        apart = ulps(x, y)
+        different = apart[apart > 0]
+        size = float(x[finite].double().square().sum())
         point.values = Values(
-            len(common),
-            float(d.max()),
-            float(finite.mean()) if len(finite) else 0.0,
-            int(ulps(x, y).max()),
-            (*a.token(int(common[row])), column),
-            float(x[row, column]),
-            float(y[row, column]),
+            tokens=len(common),
+            max_abs=float(d.max()),
+            mean_abs=float(d[finite].mean()) if finite.any() else 0.0,
+            max_ulps=int(apart.max()),
+            median_ulps=int(different.median()) if len(different) else 0,
+            relative=math.sqrt(float(d[finite].square().sum()) / size) if size else 0.0,
+            where=(*a.token(int(common[row])), column),
+            a=float(x[row, column]),
+            b=float(y[row, column]),
         )
 
 

@@ -25,8 +25,8 @@ def main(arguments: list[str]) -> None:
     )
     model = loaded.to(device).eval()
     recorder = jobs.recorder(job)
-    if job["swap"]:
-        swap(model, job["swap"], arch)
+    for op in job["swap"]:
+        swap(model, op, arch)
     _hook(model, recorder)
     with torch.inference_mode():
         for tokens, rows in jobs.micro_batches(job["sequences"], job["mode"]):

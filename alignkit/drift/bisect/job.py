@@ -2,9 +2,11 @@
 
 JOB: ``engine`` ("vllm" | "megatron" | "hf"), ``patched``, ``model`` (HF directory), ``weights`` (its digest),
 ``dtype``, ``tp``, ``mode`` ("padded" | "one" | "packed"; of megatron and hf), ``chunk`` (of vllm; tokens in a step, or
-null), ``decode`` (of vllm: tokens sampled after each sequence, 0 for none), ``seed``, ``swap`` (an op of `points.OPS`,
-or null), ``keep`` (null, or by point the rows whose values are recorded), ``sequences``, and ``runs``: one, ``{"out":
-recording.json}``, with ``"in"``, another recording's, where the sequences are those recorded there.
+null), ``batch_invariant`` (of vllm, optional: its own mode of that name), ``decode`` (of vllm: tokens sampled after each
+sequence, 0 for none), ``seed``, ``swap`` (a list of `points.OPS`, empty for none), ``keep`` (null, or by point the rows
+whose values are recorded), ``sample`` (optional: rows whose values are recorded of all points, beside all digests),
+``sequences``, and ``runs``: one, ``{"out": recording.json}``, with ``"in"``, another recording's, where the sequences are
+those recorded there.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def part(job: dict, rank: int) -> Path:
 
 def recorder(job: dict) -> Recorder:
     rows = sum(map(len, job["sequences"])) + job["decode"] * len(job["sequences"])
-    return Recorder(read_architecture(job["model"]), rows, job["keep"], job["tp"])
+    return Recorder(read_architecture(job["model"]), rows, job["keep"], job["tp"], job.get("sample", ()))
 
 
 def finish(
@@ -50,7 +52,7 @@ def finish(
     settings = {
         "dtype": job["dtype"],
         "tp": job["tp"],
-        "swap": job["swap"],
+        "swap": ", ".join(job["swap"]),
         **settings,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
@@ -59,7 +61,6 @@ def finish(
         parts,
         extra,
         arch,
-        job["keep"],
         engine=engine,
         contract=contract,
         architecture=asdict(arch),

@@ -27,8 +27,8 @@ def body(rank: int, job: dict, model, contract: str) -> None:
     import megatron.core
 
     arch = read_architecture(job["model"])
-    if job["swap"]:
-        swap(model, job["swap"])
+    for op in job["swap"]:
+        swap(model, op)
     recorder = jobs.recorder(job)
     record = _Hooks(model, recorder, arch)
     device = next(model.parameters()).device

@@ -1,7 +1,7 @@
 """Recordings: what the points of a model put out, token by token, as digests and, of some, as tensors.
 
 A row is digested as its values in fp32, which holds those of bf16 and fp16 exactly: sides of different types compare by
-value. Rows are numbered over all sequences, end to end: a row is a (sequence, position), however the engine had batched
+value. It is digested where it is, so that of a GPU's tensors only digests and chosen rows are copied. Rows are numbered over all sequences, end to end: a row is a (sequence, position), however the engine had batched
 it. A directory holds ``recording.json`` and ``recording.safetensors``.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ..files import MAX_CONTRACT, MAX_SEQUENCES, MAX_TOKENS
 from .points import Point, points
 
 FORMAT = "alignkit-recording"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 JSON, TENSORS = "recording.json", "recording.safetensors"
 MAX_JSON = 2**28
 """Bytes: the ids of `MAX_TOKENS` tokens would take more, but no recording is of so many."""
@@ -39,14 +39,24 @@ class Recorder:
     """Takes what the points of one rank put out; `index` says which row each token of the running step is.
 
     keep: by point, the rows whose values are kept, and nothing else is recorded then; None: digests of all, and values
-    of the logprobs. Nothing of a tensor is held but digests and the rows to keep.
+    of the logprobs and, of all points, of the rows `sample`. Nothing of a tensor is held but digests and the rows to
+    keep.
     """
 
-    def __init__(self, arch: Architecture, rows: int, keep: Mapping[str, list[int]] | None, tp: int = 1):
+    def __init__(
+        self,
+        arch: Architecture,
+        rows: int,
+        keep: Mapping[str, Sequence[int]] | None,
+        tp: int = 1,
+        sample: Sequence[int] = (),
+    ):
         self._points = {p.name: p for p in points(arch)}
         self._rows, self._tp = rows, tp
         self._only = None if keep is None else frozenset(keep)
-        self._keep = {"logprob": range(rows)} if keep is None else keep
+        if keep is None:
+            keep = {name: sample for name in self._points if len(sample)} | {"logprob": range(rows)}
+        self._keep = keep
         self._digests: dict[str, np.ndarray] = {}
         self._seen: dict[str, np.ndarray] = {}
         self._values: dict[str, torch.Tensor] = {}
@@ -73,7 +83,8 @@ class Recorder:
         if not wanted.any():
             return
         rows = index[wanted]
-        chosen = value.detach().reshape(len(index), width)[torch.from_numpy(wanted).to(value.device)].cpu()
+        value = value.detach().reshape(len(index), width)
+        chosen = value if wanted.all() else value[torch.from_numpy(wanted).to(value.device)]
         self.dtypes[name] = str(value.dtype).removeprefix("torch.")
         if name not in self._digests:
             self._digests[name] = np.zeros((self._rows, pieces), dtype=np.int64)
@@ -81,10 +92,12 @@ class Recorder:
         self._digests[name][rows] = digests(chosen, pieces)
         self._seen[name][rows] = 1
         if name in self._keep:
-            place = self._place_of(name)
+            place = self._place_of(name)[rows]
             if name not in self._values:
                 self._values[name] = torch.zeros(len(self._keep[name]), width, dtype=chosen.dtype)
-            self._values[name][torch.from_numpy(place[rows])] = chosen
+            here = np.flatnonzero(place >= 0)
+            kept = chosen if len(here) == len(rows) else chosen[torch.from_numpy(here).to(chosen.device)]
+            self._values[name][torch.from_numpy(place[here])] = kept.cpu()
 
     def _place_of(self, name: str) -> np.ndarray:
         """By row, its place among those that are kept; -1 for others."""
@@ -99,18 +112,37 @@ class Recorder:
         tensors = {f"digest/{n}": torch.from_numpy(d) for n, d in self._digests.items()}
         tensors |= {f"seen/{n}": torch.from_numpy(s) for n, s in self._seen.items()}
         tensors |= {f"value/{n}": v.contiguous() for n, v in self._values.items()}
+        tensors |= {f"kept/{n}": torch.tensor(list(self._keep[n]), dtype=torch.int64) for n in self._values}
         save_file(tensors, path, metadata={"dtypes": json.dumps(self.dtypes)})
 
 
 def digests(rows: torch.Tensor, pieces: int) -> np.ndarray:
-    """int64 [rows, pieces]: of 8 bytes each, by BLAKE2b."""
-    values = rows.to(torch.float32).contiguous().numpy().view(np.uint8)
-    flat = values.reshape(-1).data
-    size = values.size // (len(rows) * pieces)
-    joined = b"".join(
-        hashlib.blake2b(flat[i * size : (i + 1) * size], digest_size=8).digest() for i in range(len(rows) * pieces)
-    )
-    return np.frombuffer(joined, dtype="<i8").reshape(len(rows), pieces)
+    """int64 [rows, pieces] of rows [rows, width]: in whole numbers, which are the same on every device.
+
+    The sum over a piece of each value's bits, mixed with its place. A row with one other value never has the same
+    digest, one with several has it by chance: one in 2^64.
+    """
+    size = rows.shape[1] // pieces
+    places = _mix(torch.arange(1, size + 1, device=rows.device) * _GOLDEN)
+    at_once = max(1, (_AT_ONCE_GPU if rows.is_cuda else _AT_ONCE) // rows.shape[1])
+    parts = []
+    for part in rows.split(at_once):
+        bits = part.to(torch.float32).contiguous().view(torch.int32).view(-1, pieces, size)
+        parts.append(_mix(bits.long().mul_(_GOLDEN).add_(places)).sum(-1))
+    return torch.cat(parts).cpu().numpy()
+
+
+_AT_ONCE, _AT_ONCE_GPU = 2**16, 2**25
+"""Values that are digested at once: what a core's cache holds, and what a GPU has memory for beside an engine."""
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's mixing, in place: one to one, and a change of any bit changes half of them."""
+    for shift, factor in _MIX:
+        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
 
 
 @dataclass
@@ -176,9 +208,7 @@ class Recording:
         os.replace(temporary, path / JSON)
 
 
-def merge(
-    parts: list[Path], extra: Path | None, arch: Architecture, keep: Mapping[str, list[int]] | None, **about
-) -> Recording:
+def merge(parts: list[Path], extra: Path | None, arch: Architecture, **about) -> Recording:
     """The ranks' parts as one recording; extra: a part of points that are no rank's. `about`: the fields of `Recording`
     that no part holds."""
     ranks = [safe_open(part, framework="pt") for part in parts]
@@ -204,8 +234,7 @@ def merge(
         if f"value/{point.name}" in holders[0].keys():
             values = [f.get_tensor(f"value/{point.name}") for f in holders]
             merged.values[point.name] = torch.cat(values, 1) if point.sharded else values[0]
-            kept = range(len(seen[0])) if keep is None else keep[point.name]
-            merged.kept[point.name] = np.array(kept, dtype=np.int64)
+            merged.kept[point.name] = holders[0].get_tensor(f"kept/{point.name}").numpy()
     return merged
 
 

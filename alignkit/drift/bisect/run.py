@@ -34,6 +34,13 @@ _MODULES = {
     "hf": ("transformers", "transformers"),
 }
 MODES = ("padded", "one", "packed")
+
+
+def module_of(engine: str) -> str:
+    """What records it: for ``python -m``, with a job of `job`."""
+    return f"{__package__}.{engine}_side"
+
+
 LENGTHS = (5, 17, 64, 100)
 VOCAB = 2000
 """Of the model that is made."""
@@ -45,7 +52,7 @@ FOLDERS = ("recordings", "values", "swapped", "logs", "jobs")
 @dataclass
 class Side:
     """One side: an engine, or the directory of a recording. mode: of Megatron-core's and Hugging Face's micro-batches;
-    chunk: most tokens of a step of vLLM's."""
+    chunk: most tokens of a step of vLLM's; batch_invariant: vLLM's mode of that name."""
 
     name: str
     engine: str | None = None
@@ -53,6 +60,7 @@ class Side:
     tp: int = 1
     mode: str = "padded"
     chunk: int | None = None
+    batch_invariant: bool = False
     directory: Path | None = None
 
     @property
@@ -77,6 +85,10 @@ def parse_side(text: str) -> Side:
             if value not in MODES or (value == "packed" and name != "aligned-megatron"):
                 raise InputError(f"side: {text}: mode {value!r} is not one of {name}'s; packed is aligned-megatron's")
             side.mode = value
+        elif key == "batch_invariant" and name == "stock-vllm":
+            if value != "1":
+                raise InputError(f"side: {text}: batch_invariant {value!r} is not 1")
+            side.batch_invariant = True
         elif (key == "tp" and engine != "hf") or (key == "chunk" and engine == "vllm"):
             if not value.isdecimal() or not 0 < int(value) < 2**20:
                 raise InputError(f"side: {text}: {key} {value!r} is not a positive number")
@@ -228,6 +240,8 @@ def _check(options: Options, sides: list[Side]) -> None:
                 raise UnsupportedError(f"{name} is not installed here, which {side.name} runs")
             if gpus() and side.tp > len(gpus()):
                 raise InputError(f"tp: {side.tp} ranks need as many GPUs, there are {len(gpus())}")
+            if side.batch_invariant and not gpus():
+                raise UnsupportedError("batch_invariant: vLLM has that mode on GPUs only")
         elif options.out.exists() and options.out.resolve() in side.directory.resolve().parents:
             raise InputError(f"out: {options.out} holds the recording {side.directory}, which would be deleted")
     if options.dtype not in plan.DTYPES:
@@ -355,10 +369,11 @@ class _Jobs:
             "tp": side.tp,
             "mode": side.mode,
             "chunk": side.chunk,
+            "batch_invariant": side.batch_invariant,
             "decode": decode,
             "keep": keep,
-            "swap": swap,
+            "swap": [swap] if swap else [],
             "runs": [run],
         }
         name = side.name.replace(":", "-").replace("=", "").replace(",", "-")
-        return Job(f"{'ab'[i]}-{name}{suffix}", f"{__package__}.{side.engine}_side", spec, needs)
+        return Job(f"{'ab'[i]}-{name}{suffix}", module_of(side.engine), spec, needs)

@@ -6,6 +6,7 @@ hooks see nothing in a CUDA graph.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def engine(job: dict, **options):
         "seed": job["seed"],
         "max_num_batched_tokens": job["chunk"] or max(2048, sum(map(len, job["sequences"]))),
     }
+    invariant = job.get("batch_invariant", False)
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(invariant))  # as the job says, not the user's environment
     rollout.prepare(asked)
     from . import vllm_worker
 
@@ -45,6 +48,8 @@ def engine(job: dict, **options):
     overrides = {"worker_extension_cls": f"{module}.Recording", "enable_prefix_caching": False}
     if job["swap"]:
         overrides |= {"worker_cls": f"{module}.SwappedWorker", "additional_config": {vllm_worker.SWAP: job["swap"]}}
+    if invariant:
+        overrides["attention_backend"] = "FLASH_ATTN"  # in that mode vLLM chooses none itself
     return rollout.engine(asked, **overrides | options)
 
 
@@ -96,7 +101,13 @@ def record(llm, job: dict, *, prompts: bool = True) -> None:
         f"vllm {vllm.__version__}",
         contract,
         sequences,
-        {"eager": True, "runner": "v1", "chunk": job["chunk"], "decode": decode}
+        {
+            "eager": True,
+            "runner": "v1",
+            "chunk": job["chunk"],
+            "decode": decode,
+            "batch_invariant": job.get("batch_invariant", False),
+        }
         | ({"replaced": "; ".join(replaced)} if replaced else {}),
         extra=driver,
     )

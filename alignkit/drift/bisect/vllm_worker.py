@@ -21,7 +21,7 @@ from alignkit.vllm.versions import installed, resolve
 from . import job as jobs
 
 SWAP = "alignkit_swap"
-"""In vLLM's ``additional_config``: which op `SwappedWorker` exchanges."""
+"""In vLLM's ``additional_config``: which ops `SwappedWorker` exchanges."""
 LAYERS = {
     "rms_norm": ("RMSNorm",),
     "linear": (
@@ -175,20 +175,32 @@ def _rotated(recorder, i: int):
 
 
 class SwappedWorker(resolve(installed().worker)):
-    """A stock worker with one op exchanged for alignkit's."""
+    """A stock worker with some ops exchanged for alignkit's."""
 
     def load_model(self, **kwargs) -> None:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
         from alignkit.ops import library
-        from alignkit.vllm.layers import aligned_layers
+        from alignkit.vllm.attention import AlignedAttentionImpl
+        from alignkit.vllm.layers import ALIGNED, aligned_layers
         from alignkit.vllm.parallel import GROUP, EngineTP
 
-        op = self.vllm_config.additional_config[SWAP]
+        swapped = self.vllm_config.additional_config[SWAP]
         # vLLM's attention on the CPU takes AMX for granted, which a process must ask for; its products, by oneDNN, did.
         if on_host(self.device) and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         library.name_group(GROUP, EngineTP())
-        with aligned_layers(LAYERS[op], attention=op == "attention"):
+        if "attention" in swapped:
+            # Unasked, vLLM would choose one of its own on a GPU.
+            self.vllm_config.attention_config.backend = AttentionBackendEnum[installed().attention]
+        layers = [name for op in swapped for name in LAYERS[op]]
+        with aligned_layers(layers, attention="attention" in swapped):
             super().load_model(**kwargs)
+        modules = list(self.model_runner.get_model().modules())
+        for op in swapped:
+            kinds = (AlignedAttentionImpl,) if op == "attention" else tuple(ALIGNED[name] for name in LAYERS[op])
+            if not any(isinstance(x, kinds) for m in modules for x in (m, getattr(m, "impl", None))):
+                raise UnsupportedError(f"swap: this vLLM model has no module for {op}")
 
 
 def write_job(job: dict, path: Path) -> str:
