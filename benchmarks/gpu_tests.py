@@ -49,7 +49,7 @@ SUITES = {
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
 at a time."""
-LANES = (("vllm", "ops"), ("ranks", "megatron", "fuzz"))
+LANES = (("vllm", "ops", "bisection"), ("ranks", "megatron", "fuzz"))
 """Run side by side, the suites of each one after the other."""
 NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}
 NEEDS = re.compile(rf"needs? (\d+|{'|'.join(NUMBERS)}) GPUs?\b")
