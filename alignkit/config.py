@@ -128,16 +128,6 @@ class Config:
         "when a group of ranks first adds, then kept for the group",
         refusal="not a number of seconds between 0 and 1e9",
     )
-    meeting_timeout = Variable(
-        "ALIGNKIT_MEETING_TIMEOUT",
-        ("<seconds>",),
-        _seconds,
-        300,
-        "How long the first of a group's ranks to come to an aligned call waits there for the others. Ranks whose models load "
-        "slower than that apart need more.",
-        "when a group of ranks first computes together",
-        refusal="not a number of seconds between 0 and 1e9",
-    )
     vllm = _flag(
         "ALIGNKIT_VLLM",
         False,

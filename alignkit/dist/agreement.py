@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import Config, config
 from ..errors import BackendError
 
 SLOT = 1024
@@ -20,8 +19,6 @@ _LENGTH = 8
 _CPU = torch.device("cpu")
 _TIMEOUT = datetime.timedelta(minutes=30)
 """For how long a rank waits for another, which may be loading data: that of torch's groups by gloo."""
-
-_HERE = "alignkit/here"
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
@@ -48,29 +45,9 @@ def _made(group: dist.ProcessGroup):
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), _TIMEOUT)
 
 
-def _meet(group: dist.ProcessGroup) -> None:
-    """Waits until all ranks are here, once for a group. Raises BackendError that names those that do not come: one that was not
-    patched never will, and the first message to it would be waited for as long as the group's collectives are."""
-    store = dist.PrefixStore(_HERE, dist.distributed_c10d._get_process_group_store(group))
-    store.set(str(dist.get_rank(group)), "")
-    ranks, patience = range(dist.get_world_size(group)), config.meeting_timeout
-    try:
-        store.wait([str(rank) for rank in ranks], datetime.timedelta(seconds=patience))
-    except dist.DistStoreError:
-        absent = [dist.get_global_rank(group, rank) for rank in ranks if not store.check([str(rank)])]
-        raise BackendError(
-            f"tensor-parallel group: of its ranks, {', '.join(map(str, absent))} did not come to an aligned call within "
-            f"{patience:g} s of this one. Does each call patch_megatron() or patch_vllm(), and run the same model? "
-            f"{Config.meeting_timeout.name} sets for how long to wait"
-        ) from None
-
-
 def told(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """What each rank says, in rank order. A collective of the hosts. Raises BackendError if another rank is gone, or does not
-    come to the first."""
+    """What each rank says, in rank order. A collective of the hosts. Raises BackendError if another rank is gone."""
     size, ours = dist.get_world_size(group), pickle.dumps(value)
-    if group not in _channels:
-        _meet(group)
     try:
         through = channel(group)
         messages = _send(through, size, ours, SLOT)

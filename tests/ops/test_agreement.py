@@ -84,27 +84,6 @@ def test_channel(ranks):
     assert ranks.run(2, through_a_channel) == [True, True]
 
 
-def late(tp):
-    """Rank 1, to a group that has not met yet."""
-    with mock.patch.object(agreement, "_channels", WeakKeyDictionary()), mock.patch.object(agreement, "_HERE", "there"):
-        if tp.rank == 1:
-            time.sleep(3)
-        else:
-            began = time.monotonic()
-            with (
-                mock.patch.dict("os.environ", ALIGNKIT_MEETING_TIMEOUT="0.5"),
-                pytest.raises(BackendError, match=r"of its ranks, 1 did not come .* 0\.5 s .*patch_megatron\(\)"),
-            ):
-                calls.linear(tp, 4)
-            assert time.monotonic() - began < 2.5
-        calls.linear(tp, 4)
-
-
-def test_a_rank_that_does_not_come_is_named(ranks):
-    """And those that do come later are waited for."""
-    ranks.run(2, late)
-
-
 def growth(tp):
     calls.linear(tp, 4)
     tracemalloc.start()
