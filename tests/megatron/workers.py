@@ -57,13 +57,13 @@ def batch(rows, multiple=1):
     return (t.to(DEVICE) for t in (tokens, torch.arange(s).expand_as(tokens), labels, labels != IGNORE))
 
 
-def every_way(tp, model_dir, dtype, sequence_parallel, rows):
-    """The logprobs of `rows` by every way there is to ask for them, fp32, rows one after the other."""
+def every_way(tp, model_dir, dtype, sequence_parallel, rows, **config):
+    """The logprobs of `rows` by every way there is to ask for them, fp32, rows one after the other. config: for `build`."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     vocab = read_architecture(model_dir).vocab
     with megatron(tp), patch_megatron(vocab), torch.no_grad():
-        model = build(model_dir, dtype, sequence_parallel)
+        model = build(model_dir, dtype, sequence_parallel, **config)
         given = as_logprobs(rows)
         result = {mode: torch.cat(recompute(model, given, mode)) for mode in ("one", "padded", "packed")}
         tokens, positions, labels, counted = batch(rows, tp.size if sequence_parallel else 1)
