@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from alignkit.convert import Checkpoint
 from alignkit.testing import Ranks, assert_bitwise_equal
-from tests.megatron import workers
+from tests.megatron import te_workers, workers
+from tests.megatron.test_recompute import RECOMPUTED, same
 
 MODELS = {
     "qwen2": ("qwen2", torch.bfloat16, False),
@@ -57,3 +59,73 @@ def test_gradients_are_those_of_the_local_spec(name, checkpoint, rows, te, world
             assert loss == expected[0] and grads.keys() == expected[1].keys()
             for weight, gradient in grads.items():
                 assert_bitwise_equal(gradient, expected[1][weight], f"{weight}, TP {size}, SP {sequence_parallel}")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_taken_over_and_back(name, checkpoint, rows, te):
+    path = checkpoint(*MODELS[name])
+    ops = {
+        "self_attention.linear_qkv": "rms_norm, linear",
+        "self_attention.core_attention": "attention",
+        "self_attention.linear_proj": "row_parallel_linear",
+        "mlp.linear_fc1": "rms_norm, linear",
+        "mlp.linear_fc2": "row_parallel_linear",
+        **({"self_attention.q_layernorm": "rms_norm"} if name == "qwen3" else {}),
+    }
+    for size, sequence_parallel in ((1, False), (2, True)):
+        for report, before, aligned, after in te(size, te_workers.taken_over_and_back, path, sequence_parallel, rows):
+            assert not report["stock"]
+            assert report["classes"]["TELayerNormColumnParallelLinear"] == "rms_norm, linear"
+            assert report["aligned"]["decoder.final_layernorm"] == "rms_norm"
+            for module, op in ops.items():
+                assert report["aligned"][f"decoder.layers.1.{module}"] == op
+            assert_bitwise_equal(after, before, "after undo")
+            assert not torch.equal(aligned, before)
+
+
+def test_distributed_checkpoints(checkpoint, rows, te, tmp_path):
+    """Saved stock, loaded aligned, and the other way round. Both layer specs have the same keys but for `_extra_state`."""
+    for name, size in (("qwen3", 1), ("qwen2", 2)):
+        for folder in ("stock", "aligned"):
+            (tmp_path / name / folder).mkdir(parents=True)
+        for stock, local in te(size, te_workers.checkpointed, checkpoint(*MODELS[name]), tmp_path / name, rows):
+            assert stock == local
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_under_their_hf_names(name, checkpoint, te):
+    path = checkpoint(*MODELS[name])
+    expected = Checkpoint(path)
+    for weights in te(2, te_workers.sent, path):
+        assert set(weights) == set(expected) - ({"lm_head.weight"} if MODELS[name][2] else set())
+        for weight, value in weights.items():
+            assert torch.equal(value, expected[weight].to(value.dtype)), weight
+
+
+def test_gradient_accumulation_fusion_changes_nothing(checkpoint, rows, te):
+    """`main_grad` holds the same bytes: DDP adds the gradients to it, and overlaps its reductions with the backward pass."""
+    for size, sequence_parallel in ((1, False), (2, True)):
+        for plain, fused in te(size, te_workers.fused, checkpoint(*MODELS["qwen3"]), rows, sequence_parallel):
+            same(fused, plain, f"TP {size}")
+
+
+def test_recomputation(checkpoint, rows, te):
+    given = checkpoint(*MODELS["qwen2"]), torch.bfloat16, False, rows
+    configs = {name: c | {"transformer_engine": True} for name, c in RECOMPUTED.items()}
+    configs["stored"] = {"transformer_engine": True}
+    for result in te(2, workers.recomputed, *given, configs):
+        for name, actual in result.items():
+            same(actual, result["stored"], name)
+
+
+def test_what_one_rank_has_is_refused_on_both(checkpoint, te):
+    for names, raised in te(2, te_workers.refused, checkpoint()):
+        for name in names:
+            assert name in raised, f"{name} is not refused"
+            kind, message = raised[name]
+            assert kind == "UnsupportedError" and name in message, message
+
+
+def test_attention_dropout_in_training(checkpoint, te):
+    with pytest.raises(RuntimeError, match="core_attention: dropout of 0.1 in training is not supported"):
+        te(1, te_workers.attention_dropout, checkpoint())

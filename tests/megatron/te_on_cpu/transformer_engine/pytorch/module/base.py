@@ -1,3 +1,5 @@
+from abc import ABC, abstractmethod
+
 import torch
 
 from ..quantization import FP8GlobalStateManager
@@ -12,7 +14,7 @@ def get_dummy_wgrad(shape, dtype, zero=False):
     return torch.zeros(shape, dtype=dtype)
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(torch.nn.Module, ABC):
     def __init__(self, name=None):
         super().__init__()
         self.name = name
@@ -65,10 +67,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def prepare_forward(self, inp):
         """As there, what is learned of the input is kept as an attribute."""
-        if self.fast_get("fuse_wgrad_accumulation"):
-            raise NotImplementedError("fuse_wgrad_accumulation")
         self.fast_setattr("activation_dtype", inp.dtype)
         self.fast_setattr("fp8_initialized", True)
 
-    def fast_get(self, name):
-        return self.__dict__.get(name)
+    @abstractmethod
+    def forward(self): ...

@@ -57,6 +57,8 @@ class _Linear(TransformerEngineBaseModule):
     def _product(self, inp):
         from megatron.core.tensor_parallel import mappings
 
+        if self.fuse_wgrad_accumulation:
+            raise NotImplementedError("fuse_wgrad_accumulation")
         self.prepare_forward(inp)
         if self.parallel_mode == "column":
             if self.sequence_parallel:

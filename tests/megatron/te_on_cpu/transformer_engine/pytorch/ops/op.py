@@ -1,7 +1,9 @@
+import abc
+
 import torch
 
 
-class BasicOperation(torch.nn.Module):
+class BasicOperation(torch.nn.Module, metaclass=abc.ABCMeta):
     def __init__(self):
         super().__init__()
         self._fp8_metas = None
@@ -17,5 +19,5 @@ class BasicOperation(torch.nn.Module):
     def forward(self, input, *extra_inputs, **kwargs):
         return self.op_forward(input)
 
-    def op_forward(self, input_):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def op_forward(self, input_): ...

@@ -6,6 +6,13 @@ from ...module.base import TransformerEngineBaseModule, no_torch_dynamo
 from .backends import FlashAttention, UnfusedDotProductAttention
 
 
+def _remove_extra_states_check(module, incompatible_keys):
+    """Distributed checkpoints do not have it."""
+    for key in incompatible_keys.missing_keys:
+        if "core_attention._extra_state" in key:
+            incompatible_keys.missing_keys.remove(key)
+
+
 class DotProductAttention(TransformerEngineBaseModule):
     def __init__(
         self,
@@ -51,6 +58,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         scale = softmax_scale or 1.0 / math.sqrt(kv_channels if isinstance(kv_channels, int) else kv_channels[0])
         self.flash_attention = FlashAttention(scale, attention_dropout)
         self.unfused_attention = UnfusedDotProductAttention(scale, attention_dropout)
+        self.register_load_state_dict_post_hook(_remove_extra_states_check)
 
     @no_torch_dynamo
     def forward(self, query, key, value, attention_mask=None, qkv_format=None, cu_seqlens_q=None, **_):
