@@ -366,11 +366,12 @@ def causal_mask(s):
     return torch.ones(1, 1, s, s, dtype=torch.bool, device=DEVICE).triu(1)
 
 
-def without_waiting(tp, model_dir, dtype, sequence_parallel, rows):
-    """Two rounds of micro-batches, the second, with new tensors, under torch's watch for synchronisations."""
+def without_waiting(tp, model_dir, dtype, sequence_parallel, rows, **config):
+    """Two rounds of micro-batches, the second, with new tensors, under torch's watch for synchronisations. config: for
+    `build`."""
     multiple = tp.size if sequence_parallel else 1
     with megatron(tp), patch_megatron(read_architecture(model_dir).vocab):
-        model = build(model_dir, dtype, sequence_parallel).train()
+        model = build(model_dir, dtype, sequence_parallel, **config).train()
         for mode in ("default", "error"):
             tokens, positions, labels, _ = batch(rows, multiple)
             mask = causal_mask(tokens.shape[1])
