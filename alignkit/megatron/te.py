@@ -2,8 +2,8 @@
 
 TransformerEngine is not imported here: a module that exists has brought its class. `ROWS` says, by the path of a class,
 what takes its place; a class that is made of the two is kept in `modules.STOCK`, like alignkit's own. It overrides the
-forward and calls nothing else of TransformerEngine's, so parameters, hooks, ``_extra_state`` and ``sharded_state_dict`` are
-what they were.
+forward and calls nothing else of TransformerEngine's, so parameters, hooks, ``_extra_state`` and
+``sharded_state_dict`` are what they were.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from . import modules
 class Replacement(torch.nn.Module):
     """What the classes of `ROWS` have in common.
 
-    op: the op that the module runs through. must: attributes of TransformerEngine's module that it does not look at, each
-    with the value that it stands for. leaf: whether the module's own children do not run.
+    op: the op that the module runs through. must: attributes of TransformerEngine's module that it does not look at,
+    each with the value that it stands for. leaf: whether the module's own children do not run.
     """
 
     op: ClassVar[str]
@@ -32,9 +32,8 @@ class Replacement(torch.nn.Module):
 
     def __reduce_ex__(self, protocol):
         """A copy, or what is pickled, has TransformerEngine's class, until the model that it is in is taken over."""
-        make, (_, *arguments), *state = super().__reduce_ex__(
-            1
-        )  # of later protocols pickle asks for the object's own class
+        # In later protocols pickle asks for the object's own class.
+        make, (_, *arguments), *state = super().__reduce_ex__(1)
         return make, (modules.stock_class(type(self)), *arguments), *state
 
 
