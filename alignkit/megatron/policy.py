@@ -29,9 +29,10 @@ POLICY = Policy(
         bias_activation_fusion bias_dropout_fusion masked_softmax_fusion apply_rope_fusion persist_layer_norm
         memory_efficient_layer_norm use_te_rng_tracker disable_parameter_transpose_cache
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
-        gradient_accumulation_fusion calculate_per_token_loss deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync
+        calculate_per_token_loss deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync
         barrier_with_L1_time hetereogenous_dist_checkpoint
         recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
+        gradient_accumulation_fusion
     """,
     # These only speak to modules which are refused anyway.
     inert=("moe_", "mamba_", "dsa_"),

@@ -262,7 +262,6 @@ FIELDS = {
     "fp4": "e2m1",
     "fp8_param": True,
     "fp4_param": True,
-    "fp8_recipe": "blockwise",
     "fp8_dot_product_attention": True,
     "tp_comm_overlap": True,
     "use_te_activation_func": True,
