@@ -8,7 +8,6 @@ forward and calls nothing else of TransformerEngine's, so parameters, hooks, ``_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +26,9 @@ class Replacement(torch.nn.Module):
     """
 
     op: ClassVar[str]
-    must: ClassVar[Mapping[str, Any]] = {}
+    must: ClassVar[dict[str, Any]] = {}
     leaf: ClassVar[bool] = False
+    tp_group: torch.distributed.ProcessGroup | None
 
     def __reduce_ex__(self, protocol):
         """A copy, or what is pickled, has TransformerEngine's class, until the model that it is in is taken over."""
@@ -86,7 +86,7 @@ class DotProductAttention(Replacement):
     leaf = True
 
     def forward(self, *args, **kwargs):
-        return modules.DotProductAttention.forward(self, *args, **kwargs)
+        return modules.DotProductAttention.forward(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
 
 _MEGATRON = "megatron.core.extensions.transformer_engine"

@@ -1,4 +1,4 @@
-from transformer_engine.pytorch.ops import RMSNorm as _RMSNormOp
+from ..ops import RMSNorm as _RMSNormOp
 
 
 class RMSNorm(_RMSNormOp):
