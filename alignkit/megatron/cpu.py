@@ -1,8 +1,8 @@
 """Lets Megatron-core run on a machine without a GPU. No numerics.
 
 Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
-have to wait, for all work to be done before it writes a distributed checkpoint, and for the device's random state around dropout and recomputation. All are answered here with what a
-CPU host has.
+have to wait, for all work to be done before it writes a distributed checkpoint, and for the device's random state around
+dropout and recomputation. All are answered here with what a CPU host has.
 """
 
 from __future__ import annotations
