@@ -8,6 +8,7 @@ forward and calls nothing else of TransformerEngine's, so parameters, hooks, ``_
 
 from __future__ import annotations
 
+import types
 from typing import Any, ClassVar
 
 import torch
@@ -84,6 +85,11 @@ class DotProductAttention(Replacement):
     op = "attention"
     must = _ATTENTION
     leaf = True
+
+    @property
+    def pg_collection(self) -> types.SimpleNamespace:
+        """As Megatron's own has it; of the groups TransformerEngine's keeps the context-parallel one."""
+        return types.SimpleNamespace(cp=self.cp_group)
 
     def forward(self, *args, **kwargs):
         return modules.DotProductAttention.forward(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
