@@ -21,7 +21,7 @@ import torch
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.models.checkpoint import Checkpoint
 from alignkit.models.config import VOCAB_MULTIPLE, Architecture, read_architecture
-from alignkit.models.family import Weight
+from alignkit.models.family import FUSED_NORMS, Weight
 
 __all__ = [
     "VOCAB_MULTIPLE",
@@ -84,10 +84,12 @@ def to_megatron(
     tp_rank: int = 0,
     tp_size: int = 1,
     dtype: torch.dtype | None = None,
+    fused_norms: bool = False,
 ) -> dict[str, torch.Tensor]:
     """One rank's GPTModel state dict.
 
     weights: HF names to whole tensors, for instance a `Checkpoint`.
+    fused_norms: name the norms as the TransformerEngine layer spec does, in the linears after them; else as the local one.
     dtype: type of the result; None keeps each tensor's own.
     Raises UnsupportedError if `tp_size` does not divide the heads or if the checkpoint holds tensors of
     something else, InputError for one that is missing or not what it should be; before anything is made.
@@ -113,7 +115,10 @@ def to_megatron(
             return take(first, 1)
         return first.to(dtype or first.dtype)
 
-    return {name: cut(weight, [weights[hf] for hf in shapes]) for weight, shapes, name in arch.weights()}
+    return {
+        _fused(weight, name) if fused_norms else name: cut(weight, [weights[hf] for hf in shapes])
+        for weight, shapes, name in arch.weights()
+    }
 
 
 def to_hf(
@@ -121,16 +126,23 @@ def to_hf(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole HF tensors, one at a time, from Megatron's shards: the inverse of `to_megatron`.
 
-    names: the Megatron names to convert, the same in the same order on every rank.
+    names: the Megatron names to convert, of either layer spec, the same in the same order on every rank.
     shards: gives the tensors of all tensor-parallel ranks for a name; called once a name.
     Raises UnsupportedError for a name that `to_megatron` does not make.
     """
-    known = {name: (weight, list(shapes)) for weight, shapes, name in arch.weights()}
+    known = {}
+    for weight, shapes, name in arch.weights():
+        known[name] = known[_fused(weight, name)] = weight, list(shapes)
     for name in names:
         if name not in known:
             raise UnsupportedError(f"model: {name!r} is not a weight of a dense {arch.family}")
         weight, hf = known[name]
         yield from zip(hf, _joined(arch, weight, shards(name)), strict=True)
+
+
+def _fused(weight: Weight, name: str) -> str:
+    """The whole `name` of a weight with the TransformerEngine layer spec."""
+    return name.removesuffix(weight.megatron) + FUSED_NORMS.get(weight.megatron, weight.megatron)
 
 
 def _joined(arch: Architecture, weight: Weight, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

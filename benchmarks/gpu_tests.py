@@ -17,6 +17,7 @@ Exit status 1 if a test failed, none ran, or one was skipped that could have run
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
@@ -45,12 +46,15 @@ SUITES = {
     "vllm": (("tests/vllm/test_cuda.py",), {}),
     "megatron": (("tests/megatron/test_cuda.py",), {}),
     "bisection": (("tests/bisection/test_cuda.py",), {}),
+    "te": (("tests/megatron/test_te_cuda.py",), {}),
     "fuzz": (("tests/fuzz/test_cuda.py",), {}),
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
 at a time."""
-LANES = (("vllm", "ops", "bisection"), ("ranks", "megatron", "fuzz"))
+LANES = (("vllm", "ops", "bisection"), ("ranks", "megatron", "fuzz", "te"))
 """Run side by side, the suites of each one after the other."""
+NEED_PACKAGES = {"te": "transformer_engine"}
+"""Suites that run, if they are not asked for, only where a package is installed."""
 NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}
 NEEDS = re.compile(rf"needs? (\d+|{'|'.join(NUMBERS)}) GPUs?\b")
 NOT_BUILT = "not built"
@@ -156,7 +160,8 @@ def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int) -> dict
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "gpu_test.json")
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    installed = [s for s in SUITES if s not in NEED_PACKAGES or importlib.util.find_spec(NEED_PACKAGES[s])]
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=installed)
     parser.add_argument("--at-once", type=int, default=10, help="test files of the ops at a time")
     options, rest = parser.parse_known_args(arguments)
     name, info, rows = run_name(), machine(), []

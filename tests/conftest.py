@@ -46,6 +46,8 @@ ENGINES = (
     "e2e/test_check.py",
     "e2e/test_grpo.py",
     "megatron/test_cuda.py",
+    "megatron/test_te.py",
+    "megatron/test_te_cuda.py",
     "megatron/test_train.py",
     "vllm/test_cuda.py",
     "vllm/test_live.py",

@@ -15,13 +15,13 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from alignkit.errors import UnsupportedError
 
-from . import fingerprint, hooks, modules, policy, supported
+from . import fingerprint, hooks, modules, policy, supported, te
 from .look import LOOK, Look
 from .methods import Methods
 
 ALIGNED = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
 """Megatron's class of a module -> the class that takes its place; by exact type, so that a subclass, an adapter or a
-module of another backend is refused."""
+module of another backend is refused. TransformerEngine's are rows of `te.ROWS`."""
 
 STRUCTURE = frozenset(
     {
@@ -41,6 +41,11 @@ STRUCTURE = frozenset(
 _KNOWN = frozenset({*STRUCTURE, *ALIGNED, *modules.ALIGNED})
 _LAYER = modules.stock_class(modules.TransformerLayer)
 _RESIDUAL_ADDS = (get_bias_dropout_add, modules.residual_add)
+
+
+def aligned_class(cls: type) -> type | None:
+    """The class that a module of class `cls` gets, or has got; None for others."""
+    return cls if cls in modules.STOCK else ALIGNED.get(cls) or te.aligned_class(cls)
 
 
 class Models:
@@ -65,10 +70,9 @@ class Models:
         look = Look.of(model)
         if look is None or not look.holds():
             found = list(model.named_modules())
-            self._check_modules(model, found, runs)
-            for _, module in found:  # nothing is changed before all is checked
-                if type(module) in ALIGNED:
-                    module.__class__ = ALIGNED[type(module)]
+            classes = self._check_modules(model, found, runs)
+            for module, cls in classes.items():  # nothing is changed before all is checked
+                module.__class__ = cls
             model.output_layer.__class__ = modules.OutputLayer
             hooks.adopted.update(module for _, module in found)
             look = Look(model, fingerprint.modules(found), keep=runs)
@@ -78,23 +82,37 @@ class Models:
         modules.vocabulary[model.output_layer] = self.vocab_size
         return fingerprint.settings(model) | look.facts
 
-    def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], runs: bool) -> None:
+    def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], runs: bool) -> dict:
+        """The class that each of the modules gets, of those that compute."""
         devices = set() if runs else None
+        classes, leaf = {}, None
         for path, module in found:
             cls = type(module)
-            if cls not in _KNOWN:
+            if leaf is not None and path.startswith(leaf):
+                if any(p is not None for p in module._parameters.values()):
+                    raise UnsupportedError(f"{path}: its parameters would not be used")
+                continue
+            aligned = aligned_class(cls)
+            if aligned is None and cls not in STRUCTURE:
                 raise UnsupportedError(f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
-            if (name := self.methods.shadowed(module)) is not None:
+            if (name := self.methods.shadowed(module, aligned or cls)) is not None:
                 raise UnsupportedError(f"{path or 'model'}.{name}: the module's own method has been replaced")
             supported.check_module(path, module, model.config, devices)
             if modules.stock_class(cls) is _LAYER:
                 supported.check_layer(path, module, _RESIDUAL_ADDS)
+            if aligned is not None:
+                classes[module] = aligned
+                if issubclass(aligned, te.Replacement):
+                    supported.check_te(path, module, aligned)
+                    leaf = f"{path}." if aligned.leaf else leaf
+        self.methods.watch(classes.values())
+        return classes
 
     def release(self) -> None:
         """Every module as it was."""
         hooks.unwatch_hooks()
         for module in list(hooks.adopted):
-            if type(module) in modules.ALIGNED:
+            if type(module) in modules.STOCK:
                 module.__class__ = modules.stock_class(type(module))
             vars(module).pop(LOOK, None)
         for kept in (hooks.adopted, modules.vocabulary, modules.rotations, modules.begun):
@@ -103,7 +121,8 @@ class Models:
 
 def report(model: torch.nn.Module) -> dict[str, Any]:
     """Which modules of `model` are aligned, path -> op, and which are stock but would be replaced."""
+    found = {path: type(m) for path, m in model.named_modules()}
     return {
-        "aligned": {path: cls.op for path, m in model.named_modules() if (cls := type(m)) in modules.ALIGNED},
-        "stock": [path for path, m in model.named_modules() if type(m) in ALIGNED],
+        "aligned": {path: cls.op for path, cls in found.items() if cls in modules.STOCK},
+        "stock": [path for path, cls in found.items() if cls not in modules.STOCK and aligned_class(cls) is not None],
     }

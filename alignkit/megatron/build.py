@@ -1,4 +1,4 @@
-"""Builds a Megatron-core GPTModel from an HF model directory, with the stock local layer spec."""
+"""Builds a Megatron-core GPTModel from an HF model directory, with one of the stock layer specs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,25 +58,38 @@ def transformer_config(
 
 
 def gpt_model(
-    model_dir: str | os.PathLike, dtype: torch.dtype = torch.bfloat16, *, sequence_parallel: bool = False, **overrides
+    model_dir: str | os.PathLike,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    sequence_parallel: bool = False,
+    transformer_engine: bool = False,
+    **overrides,
 ) -> GPTModel:
     """GPTModel with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
 
     `megatron.core.parallel_state` must be initialised; its tensor-parallel group says how the weights are
     cut. The model is on the current CUDA device; on a machine without a GPU, build and run inside
     `alignkit.megatron.cpu.cpu_host()`.
+
+    transformer_engine: take the layer spec of that name, for which TransformerEngine must be installed, in place of the
+        local one. overrides: fields of the TransformerConfig.
+
     Raises UnsupportedError naming what is not of a dense model of a known family, before anything is built.
     """
     arch = read_architecture(model_dir)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     arch.check_tp(tp)
-    weights = to_megatron(arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype)
+    weights = to_megatron(
+        arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype, fused_norms=transformer_engine
+    )
     config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **overrides)
     with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm"),
+            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
+            if transformer_engine
+            else get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm"),
             vocab_size=arch.padded_vocab(tp),
             max_sequence_length=arch.max_position,
             share_embeddings_and_output_weights=arch.tied,

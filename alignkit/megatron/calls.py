@@ -58,6 +58,8 @@ def check_input(
     """Checks what GPTModel._preprocess is called with, and returns what must agree between ranks."""
     if inference_context is not None or _inferring():
         raise UnsupportedError("inference_context: Megatron's inference is not supported")
+    if _quantizing():
+        raise UnsupportedError("fp8_autocast: TransformerEngine's fp8 and fp4 are not supported")
     device, config = next(model.parameters()).device, model.config
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if decoder_input is None:
@@ -95,6 +97,15 @@ def _inferring() -> bool:
     """Whether Megatron's own mode of inference is on, which versions since 0.18 have."""
     utils = sys.modules.get("megatron.core.inference.utils")
     return hasattr(utils, "InferenceMode") and utils.InferenceMode.is_active()
+
+
+def _quantizing() -> bool:
+    """Whether TransformerEngine's autocast to fp8 or fp4 is on."""
+    for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # the latter before 2.8
+        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is not None:
+            return bool(manager.is_fp8_enabled())
+    return False
 
 
 def check_request(model, vocab_size: int, hidden: torch.Tensor, labels, asked) -> dict:

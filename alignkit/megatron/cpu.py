@@ -1,8 +1,8 @@
 """Lets Megatron-core run on a machine without a GPU. No numerics.
 
 Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
-have to wait, and for the device's random state around dropout and recomputation. All are answered here with what a
-CPU host has.
+have to wait, for all work to be done before it writes a distributed checkpoint, and for the device's random state around
+dropout and recomputation. All are answered here with what a CPU host has.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def cpu_host() -> Iterator[None]:
     answers = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "current_stream", lambda device=None: None),
+        (torch.cuda, "synchronize", lambda device=None: None),
         (random.CudaRNGStatesTracker, "fork", _no_fork),
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # recomputation sets the CPU's state itself

@@ -36,13 +36,16 @@ CHECKED = frozenset(
         "disable_grad_reduce",
         "gtp_remat_size",
         "attn_mask_type",
+        "attention_dropout",
+        "tp_group",
+        "tp_size",
         "self_attn_bda",
         "mlp_bda",
         "bias_dropout_add_exec_handler",
         "off_interface",
     }
 )
-"""Attributes of modules that `supported` and `fingerprint` look at."""
+"""Attributes of modules that `supported` and `fingerprint` look at; of TransformerEngine's also those that `te` says."""
 
 
 LOOK = "_alignkit_look"
@@ -65,7 +68,10 @@ class Look:
         self._modules = [module for _, module in self.found]
         self._classes = list(map(type, self._modules))
         self._own = list(map(vars, self._modules))
-        self._getters = [operator.itemgetter(*CHECKED.intersection(own)) for own in self._own]
+        self._getters = [
+            operator.itemgetter(*CHECKED.union(getattr(cls, "must", ())).intersection(own))
+            for cls, own in zip(self._classes, self._own, strict=True)
+        ]
         self._values = list(self._checked())
         dicts = [own[name] for own in self._own for name in ("_modules", "_parameters", "_buffers")]
         self._dicts = self._own + dicts

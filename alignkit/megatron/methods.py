@@ -27,6 +27,9 @@ _CALLING = frozenset(
 )
 """Of torch.nn.Module's own names, those that a forward goes through; and all of the names with two underscores."""
 
+_OVERRIDDEN = ("transformer_engine.", "megatron.core.extensions.")
+"""Beginnings of the names of modules whose classes' methods an aligned class does not call."""
+
 _UNUSED = frozenset({"_apply_output_gate", "compute_mtp_single_step"})
 """Decorated with torch's, by Megatron itself, and only run for what is refused."""
 
@@ -43,10 +46,22 @@ class Methods:
     """
 
     def __init__(self, classes: Iterable[type], ours: dict[tuple[type, str], Any]):
-        found = {base: None for cls in classes for base in cls.__mro__ if issubclass(base, torch.nn.Module)}
         self.ours = ours
-        self._checked: dict[type, tuple] = dict.fromkeys(found, ())
+        self._checked: dict[type, tuple] = {}
         self._names: dict[type, frozenset[str]] = {}
+        self._watch(classes)
+
+    def _watch(self, classes: Iterable[type]) -> bool:
+        """Whether there is a class among them that was not watched."""
+        found = {base for cls in classes for base in cls.__mro__ if issubclass(base, torch.nn.Module)}
+        new = found.difference(self._checked)
+        self._checked.update(dict.fromkeys(new, ()))
+        return bool(new)
+
+    def watch(self, classes: Iterable[type]) -> None:
+        """`check`s these too, from now on."""
+        if self._watch(classes):
+            self.check()
 
     def check(self) -> None:
         """UnsupportedError naming the first method of a class that is not its own."""
@@ -58,9 +73,9 @@ class Methods:
                         _check_own(cls, name, value)
                 self._checked[cls] = values
 
-    def shadowed(self, module: torch.nn.Module) -> str | None:
-        """A method of the module's class that one of its attributes hides, if any."""
-        cls, own = type(module), module.__dict__
+    def shadowed(self, module: torch.nn.Module, cls: type) -> str | None:
+        """A method of the class `cls`, which the module has or gets, that one of its attributes hides, if any."""
+        own = module.__dict__
         names = self._names.get(cls)
         if names is None:
             names = self._names[cls] = frozenset(
@@ -77,6 +92,8 @@ def _runs(cls: type, name: str) -> bool:
     """Whether a forward may run the attribute `name` of `cls`."""
     if name in _CALLING:
         return True
+    if cls.__module__.startswith(_OVERRIDDEN):
+        return False
     return not (
         cls is torch.nn.Module or name.startswith("__") or name in _UNUSED or "state_dict" in name or "repr" in name
     )

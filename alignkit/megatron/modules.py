@@ -245,9 +245,13 @@ ALIGNED = (
 )
 
 
+STOCK: dict[type, type] = {cls: next(base for base in cls.__mro__ if base not in ALIGNED) for cls in ALIGNED}
+"""Aligned class -> the one whose place it takes; `te` adds TransformerEngine's."""
+
+
 def stock_class(cls: type) -> type:
-    """The class that one of `ALIGNED` takes the place of."""
-    return next(base for base in cls.__mro__ if base not in ALIGNED)
+    """The class that an aligned one takes the place of; of others, the class itself."""
+    return STOCK.get(cls, cls)
 
 
 def _copied(self, state: dict) -> None:

@@ -125,6 +125,7 @@ class Patch(engine_patch.Patch):
             self.models.release()
 
     def facts(self) -> dict[str, Any]:
-        from . import adopt
+        from . import adopt, te
 
-        return {"classes": {stock.__name__: aligned.op for stock, aligned in adopt.ALIGNED.items()}}
+        classes = {stock.__name__: aligned.op for stock, aligned in adopt.ALIGNED.items()}
+        return {"classes": classes | {path.rpartition(".")[2]: row.op for path, row in te.ROWS.items()}}

@@ -32,6 +32,7 @@ POLICY = Policy(
         calculate_per_token_loss deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm batch_p2p_sync
         barrier_with_L1_time hetereogenous_dist_checkpoint
         recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
+        gradient_accumulation_fusion
     """,
     # These only speak to modules which are refused anyway.
     inert=("moe_", "mamba_", "dsa_"),

@@ -60,6 +60,18 @@ COMMON = (
     Seam("tensor_parallel/random.py", "CudaRNGStatesTracker.fork"),
     Seam("tensor_parallel/random.py", "_get_cuda_rng_state"),
     Seam("tensor_parallel/random.py", "_set_cuda_rng_state"),
+    # TransformerEngine's layer spec: the wrappers that `te` takes over.
+    Seam("models/gpt/gpt_layer_specs.py", "get_gpt_layer_with_transformer_engine_spec"),
+    Seam("extensions/transformer_engine.py", "TELayerNormColumnParallelLinear.forward", ("x",)),
+    Seam("extensions/transformer_engine.py", "TELinear.forward", ("x",)),
+    Seam("extensions/transformer_engine.py", "TEColumnParallelLinear"),
+    Seam("extensions/transformer_engine.py", "TERowParallelLinear"),
+    Seam("extensions/transformer_engine.py", "TENorm.__new__", ("config", "hidden_size", "eps")),
+    Seam(
+        "extensions/transformer_engine.py",
+        "TEDotProductAttention.forward",
+        ("query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params"),
+    ),
     # The two ends of every forward, by which the patch gets in.
     Seam("models/gpt/gpt_model.py", "GPTModel.forward", mentions=("_preprocess", "_postprocess")),
 )

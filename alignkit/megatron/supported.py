@@ -6,6 +6,7 @@ The rest is refused by name: `policy` does so for its configuration, `calls` for
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from alignkit.dist import strict
 from alignkit.errors import BackendError, InputError, UnsupportedError
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
+
+if TYPE_CHECKING:
+    from . import te
 
 
 def check_model(model, vocab_size: int) -> None:
@@ -65,7 +69,7 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
     Runs on every module before every forward, so it looks into the dictionaries: asking a torch module for an
     attribute that it lacks takes microseconds."""
     own, parameters = module.__dict__, module._parameters
-    if (own.get("bias") is not None or parameters.get("bias") is not None) and not path.endswith("linear_qkv"):
+    if any(_given(d.get("bias")) for d in (own, parameters)) and not path.endswith("linear_qkv"):
         raise UnsupportedError(f"{path}.bias: only QKV bias is supported")
     if own.get("weight") is not None:  # torch.nn.utils.weight_norm and its like compute it in a hook
         raise UnsupportedError(f"{path}.weight: not a parameter")
@@ -80,12 +84,13 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
     if isinstance(module, torch.nn.RMSNorm) and (parameters.get("weight") is None or own["eps"] is None):
         raise UnsupportedError(f"{path}: RMSNorm without weight or eps is not supported")
     mask = own.get("attn_mask_type")
-    if mask is not None and mask.name not in ("causal", "padding_causal"):
-        raise UnsupportedError(f"{path}.attn_mask_type: {mask.name} is not supported, only causal")
+    if mask is not None and (name := getattr(mask, "name", mask)) not in ("causal", "padding_causal"):
+        raise UnsupportedError(f"{path}.attn_mask_type: {name} is not supported, only causal")
     if devices is None:
         return
-    if isinstance(module, torch.nn.Dropout) and module.p > 0 and module.training:
-        raise UnsupportedError(f"{path}: dropout of {module.p} in training is not supported")
+    dropout = module.p if isinstance(module, torch.nn.Dropout) else own.get("attention_dropout")
+    if dropout and module.training:
+        raise UnsupportedError(f"{path}: dropout of {dropout} in training is not supported")
     for name, parameter in parameters.items():
         if parameter is None:
             continue
@@ -100,6 +105,21 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
         except BackendError as e:
             raise UnsupportedError(f"{path}.{name}: {e}") from None
         devices.add(parameter.device)
+
+
+def _given(bias) -> bool:
+    """Whether there is one: TransformerEngine's linear without a bias has an empty tensor."""
+    return bias is not None and not (isinstance(bias, torch.Tensor) and not bias.numel())
+
+
+def check_te(path: str, module: torch.nn.Module, cls: type[te.Replacement]) -> None:
+    """UnsupportedError for what `cls`, which takes the place of a module of TransformerEngine's, does not do of it."""
+    own = module.__dict__
+    for name, wanted in cls.must.items():
+        if own.get(name, wanted) != wanted:
+            raise UnsupportedError(f"{path}.{name}: {own[name]!r} is not supported, only {wanted!r}")
+    if own.get("tp_group") is None and own.get("tp_size", 1) > 1:
+        raise UnsupportedError(f"{path}.tp_group: none, for {own['tp_size']} tensor-parallel ranks")
 
 
 def check_layer(path: str, layer: torch.nn.Module, bda: tuple) -> None:

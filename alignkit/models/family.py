@@ -48,6 +48,12 @@ LAYER = (
 )
 """What a layer of every dense family has."""
 
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Megatron's names with the TransformerEngine layer spec, whose linears have the norms before them within."""
+
 QK_NORMS = (
     Weight("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head_dim",)}, "whole"),
     Weight("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head_dim",)}, "whole"),

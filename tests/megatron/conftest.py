@@ -19,6 +19,8 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "recompute",
             "refusals",
             "replaced",
+            "te",
+            "te_cuda",
             "train",
         )
     ]

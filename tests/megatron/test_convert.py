@@ -29,6 +29,20 @@ def test_round_trip(arch, tied, tp, checkpoint):
         assert torch.equal(tensor, weights[name]), name
 
 
+def test_norms_within_the_linears_after_them(checkpoint):
+    """As TransformerEngine's layer spec names them; the tensors are the same, and so is what comes back."""
+    shape, weights = read_architecture(checkpoint("qwen3")), Checkpoint(checkpoint("qwen3"))
+    local, fused = (to_megatron(shape, weights, fused_norms=fused) for fused in (False, True))
+    assert local.keys() - fused.keys() == {
+        f"decoder.layers.{i}.{norm}.weight" for i in (0, 1) for norm in ("input_layernorm", "pre_mlp_layernorm")
+    }
+    norm, within = "decoder.layers.1.pre_mlp_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+    assert torch.equal(fused[within], local[norm]) and len(fused) == len(local)
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in fused
+    back = dict(to_hf(shape, fused, lambda name: [fused[name]]))
+    assert back.keys() == set(weights) and all(torch.equal(back[name], weights[name]) for name in back)
+
+
 def test_layout(checkpoint):
     """The rows of each KV group stand together; gate and up of a rank follow each other."""
     shape = read_architecture(checkpoint("qwen3"))

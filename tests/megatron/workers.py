@@ -57,13 +57,13 @@ def batch(rows, multiple=1):
     return (t.to(DEVICE) for t in (tokens, torch.arange(s).expand_as(tokens), labels, labels != IGNORE))
 
 
-def every_way(tp, model_dir, dtype, sequence_parallel, rows):
-    """The logprobs of `rows` by every way there is to ask for them, fp32, rows one after the other."""
+def every_way(tp, model_dir, dtype, sequence_parallel, rows, **config):
+    """The logprobs of `rows` by every way there is to ask for them, fp32, rows one after the other. config: for `build`."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     vocab = read_architecture(model_dir).vocab
     with megatron(tp), patch_megatron(vocab), torch.no_grad():
-        model = build(model_dir, dtype, sequence_parallel)
+        model = build(model_dir, dtype, sequence_parallel, **config)
         given = as_logprobs(rows)
         result = {mode: torch.cat(recompute(model, given, mode)) for mode in ("one", "padded", "packed")}
         tokens, positions, labels, counted = batch(rows, tp.size if sequence_parallel else 1)
@@ -366,11 +366,12 @@ def causal_mask(s):
     return torch.ones(1, 1, s, s, dtype=torch.bool, device=DEVICE).triu(1)
 
 
-def without_waiting(tp, model_dir, dtype, sequence_parallel, rows):
-    """Two rounds of micro-batches, the second, with new tensors, under torch's watch for synchronisations."""
+def without_waiting(tp, model_dir, dtype, sequence_parallel, rows, **config):
+    """Two rounds of micro-batches, the second, with new tensors, under torch's watch for synchronisations. config: for
+    `build`."""
     multiple = tp.size if sequence_parallel else 1
     with megatron(tp), patch_megatron(read_architecture(model_dir).vocab):
-        model = build(model_dir, dtype, sequence_parallel).train()
+        model = build(model_dir, dtype, sequence_parallel, **config).train()
         for mode in ("default", "error"):
             tokens, positions, labels, _ = batch(rows, multiple)
             mask = causal_mask(tokens.shape[1])

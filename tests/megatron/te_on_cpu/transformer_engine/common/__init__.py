@@ -1,0 +1,3 @@
+from . import recipe
+
+__all__ = ["recipe"]

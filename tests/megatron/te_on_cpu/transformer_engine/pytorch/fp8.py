@@ -1,0 +1,3 @@
+from .quantization import FP8GlobalStateManager, fp8_autocast, fp8_model_init
+
+__all__ = ["FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"]

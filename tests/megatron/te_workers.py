@@ -1,0 +1,303 @@
+"""What the tests run on each rank where TransformerEngine is installed, the real one or that of `te_on_cpu`."""
+
+import contextlib
+import copy
+import multiprocessing
+import pickle
+
+import torch
+
+from alignkit.convert import read_architecture
+from alignkit.megatron import logprobs, patch_megatron, status
+from alignkit.megatron.build import hf_weights
+from tests.megatron import workers
+
+TOKENS = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def build(model_dir, sequence_parallel=False, dtype=torch.bfloat16, **config):
+    return workers.build(model_dir, dtype, sequence_parallel, transformer_engine=True, **config)
+
+
+def classes(model):
+    return {path: f"{type(m).__module__}.{type(m).__qualname__}" for path, m in model.named_modules()}
+
+
+def facts(model):
+    """What a patch must leave as it is: classes, attributes and the state dict, with ``_extra_state``."""
+    attributes = {path: sorted(vars(m)) for path, m in model.named_modules()}
+    marks = {
+        name: (type(p).__name__, p.dtype, *(getattr(p, mark, None) for mark in MARKS))
+        for name, p in model.named_parameters()
+    }
+    return classes(model), attributes, marks
+
+
+MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
+
+
+def same_state(a, b):
+    """That two state dicts hold the same under the same names, in the same order."""
+    assert list(a) == list(b)
+    for name in a:
+        same = torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] is None is b[name]
+        assert same and (a[name] is None or a[name].dtype == b[name].dtype), name
+
+
+def losses(model, rows, multiple=1):
+    tokens, positions, labels, counted = workers.batch(rows, multiple)
+    with torch.no_grad():
+        return model(tokens, positions, None, labels=labels.clamp(min=0))[counted]
+
+
+def taken_over_and_back(tp, model_dir, sequence_parallel, rows):
+    """A model that is stock, aligned, and stock again: what `status` said, and its losses in each state."""
+    vocab, multiple = read_architecture(model_dir).vocab, tp.size
+    with workers.megatron(tp):
+        model = build(model_dir, sequence_parallel)
+        keys = [name for name in model.state_dict() if name.endswith("_extra_state")]
+        assert any("linear_qkv" in key for key in keys) and any("core_attention" in key for key in keys)
+        before = losses(model, rows, multiple)
+        seen, state = facts(model), copy.deepcopy(model.state_dict())
+        with patch_megatron(vocab) as handle:
+            aligned = losses(model, rows, multiple)
+            report = status(model)
+            assert facts(model)[1:] == (seen[1] | {"decoder": sorted(vars(model.decoder))}, seen[2])
+            same_state(model.state_dict(), state)
+            names = {path: name.rpartition(".")[2] for path, name in classes(model).items()}
+            assert names | {"output_layer": "ColumnParallelLinear"} == {
+                path: name.rpartition(".")[2] for path, name in seen[0].items()
+            }, "weight converters tell modules by their classes' names"
+        assert not handle.names
+        assert facts(model) == seen
+        same_state(model.state_dict(), state)
+        return report, before, aligned, losses(model, rows, multiple)
+
+
+def copies(tp, model_dir, rows):
+    """Of an aligned model: they are taken over when they run, and stock when the patch is gone."""
+    with workers.megatron(tp):
+        model = build(model_dir)
+        stock = classes(model)
+        with patch_megatron(read_architecture(model_dir).vocab):
+            aligned = losses(model, rows)
+            used, unused = workers.copied(model), workers.copied(model)
+            assert torch.equal(losses(used, rows), aligned)
+            pickled = pickle.dumps(model.decoder.final_layernorm)
+            assert type(pickle.loads(pickled)).__module__.startswith("transformer_engine.")
+        expected = losses(model, rows)
+        for copied in (used, unused):
+            assert classes(copied) == stock
+            assert torch.equal(losses(copied, rows), expected)
+
+
+def sharded(model):
+    """The sharded state dict, and what it says of each entry but its values."""
+    from megatron.core.parallel_state import get_data_parallel_group
+
+    group = get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    fields = ("key", "global_shape", "global_offset", "dtype", "replica_id")
+    return state, {
+        name: (type(value).__name__, *(getattr(value, field, None) for field in fields))
+        for name, value in state.items()
+    }
+
+
+def save(state, folder):
+    """Megatron's writer starts a process, which the processes of tests, being daemons, may not."""
+    from megatron.core import dist_checkpointing
+
+    config = multiprocessing.current_process()._config
+    config["daemon"] = False
+    try:
+        dist_checkpointing.save(state, folder)
+    finally:
+        config["daemon"] = True
+
+
+def checkpointed(tp, model_dir, folder, rows):
+    """Distributed checkpoints, saved stock and loaded aligned, and the other way round; the keys of both layer specs."""
+    from megatron.core import dist_checkpointing
+
+    vocab = read_architecture(model_dir).vocab
+    with workers.megatron(tp):
+        model, other = build(model_dir), build(model_dir)
+        local = workers.build(model_dir, torch.bfloat16)
+        state, stock = sharded(model)
+        weights = copy.deepcopy(model.state_dict())
+        save(state, folder / "stock")
+        with patch_megatron(vocab):
+            expected = losses(model, rows)
+            state, aligned = sharded(model)
+            assert aligned == stock
+            save(state, folder / "aligned")
+            losses(other, rows)
+            forget(other)
+            other.load_state_dict(dist_checkpointing.load(sharded(other)[0], folder / "stock"))
+            same_state(other.state_dict(), weights)
+            assert torch.equal(losses(other, rows), expected)
+        forget(other)
+        other.load_state_dict(dist_checkpointing.load(sharded(other)[0], folder / "aligned"))
+        same_state(other.state_dict(), weights)
+        return [
+            sorted(v[0] for k, v in shown.items() if "_extra_state" not in k) for shown in (stock, sharded(local)[1])
+        ]
+
+
+def forget(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+
+
+def sent(tp, model_dir):
+    """The weights under HF names."""
+    with workers.megatron(tp):
+        return dict(hf_weights(build(model_dir), read_architecture(model_dir)))
+
+
+def fused(tp, model_dir, rows, sequence_parallel=False):
+    """`workers.step` with ``gradient_accumulation_fusion``, which Megatron's own linear needs Apex for."""
+    from megatron.core.tensor_parallel import layers
+
+    available = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available = True
+    try:
+        return [
+            workers.step(
+                tp,
+                model_dir,
+                torch.bfloat16,
+                sequence_parallel,
+                rows,
+                transformer_engine=True,
+                gradient_accumulation_fusion=fusion,
+                micro_batches=2,
+                overlap=True,
+            )
+            for fusion in (False, True)
+        ]
+    finally:
+        layers._grad_accum_fusion_available = available
+
+
+@contextlib.contextmanager
+def _module(module, name, value):
+    before, had = vars(module).get(name), name in vars(module)
+    vars(module)[name] = value
+    try:
+        yield
+    finally:
+        vars(module).pop(name)
+        if had:
+            vars(module)[name] = before
+
+
+@contextlib.contextmanager
+def _exchanged(parent, name, module):
+    before = getattr(parent, name)
+    setattr(parent, name, module)
+    try:
+        yield
+    finally:
+        setattr(parent, name, before)
+
+
+@contextlib.contextmanager
+def _adapter(model):
+    """A parameter where nothing would use it."""
+    inside = next(iter(model.decoder.layers[0].self_attention.core_attention.children()))
+    inside.register_parameter("lora", torch.nn.Parameter(torch.zeros(1)))
+    try:
+        yield
+    finally:
+        del inside.lora
+
+
+def _subclass(module):
+    from alignkit.megatron import modules
+
+    module = copy.copy(module)
+    module.__class__ = type("QuantLinear", (modules.stock_class(type(module)),), {})
+    return module
+
+
+def _autocast():
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+
+    return fp8_autocast(enabled=True)
+
+
+def _at(name, value, path="decoder.layers.1.self_attention.linear_qkv"):
+    return lambda model: _module(model.get_submodule(path), name, value)
+
+
+REFUSED = {
+    "fp8_autocast": lambda model: _autocast(),
+    "primary_weights_in_fp8": _at("primary_weights_in_fp8", True),
+    "te_quant_params": _at("te_quant_params", object()),
+    "te_return_bias": _at("te_return_bias", True),
+    "linear_qkv.zero_centered_gamma": _at("zero_centered_gamma", True),
+    "final_layernorm.zero_centered_gamma": _at("zero_centered_gamma", True, "decoder.final_layernorm"),
+    "normalization": _at("normalization", "LayerNorm"),
+    "return_layernorm_output": _at("return_layernorm_output", True),
+    "weight_names": _at("weight_names", ["q_weight", "kv_weight"]),
+    "parallel_mode": _at("parallel_mode", None, "decoder.layers.0.mlp.linear_fc2"),
+    "softmax_type": _at("softmax_type", "learnable", "decoder.layers.0.self_attention.core_attention"),
+    "attn_mask_type": _at("attn_mask_type", "no_mask", "decoder.layers.0.self_attention.core_attention"),
+    "return_max_logit": _at("return_max_logit", True, "decoder.layers.0.self_attention.core_attention"),
+    "tp_group": _at("tp_group", None),
+    "forward": _at("forward", print),
+    "bias": _at("bias", torch.zeros(2), "decoder.layers.1.mlp.linear_fc1"),
+    "would not be used": _adapter,
+    "QuantLinear": lambda model: _exchanged(
+        model.decoder.layers[0].mlp, "linear_fc2", _subclass(model.decoder.layers[0].mlp.linear_fc2)
+    ),
+}
+"""What one rank alone does; the words must be in the error."""
+
+FIELDS = {
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "fp8_param": True,
+    "fp4_param": True,
+    "fp8_dot_product_attention": True,
+    "tp_comm_overlap": True,
+    "use_te_activation_func": True,
+    "use_transformer_engine_op_fuser": True,
+    "fused_residual_rmsnorm": True,
+    "symmetric_ar_type": "two_shot",
+    "quant_recipe": object(),
+    "delay_wgrad_compute": True,
+    "layernorm_zero_centered_gamma": True,
+}
+
+
+def refused(tp, model_dir):
+    """What a forward raises when the last rank alone does each of `REFUSED`, or has each of `FIELDS`; after each, all is
+    right again."""
+    with workers.megatron(tp), patch_megatron(read_architecture(model_dir).vocab), torch.no_grad():
+        model = build(model_dir)
+        tokens = torch.tensor(TOKENS, device=workers.DEVICE)
+        expected = logprobs(model, tokens, None, None, tokens).log_probs
+        fields = {name: value for name, value in FIELDS.items() if hasattr(model.config, name)}
+        kinds = {name: how for name, how in REFUSED.items() if name != "tp_group" or tp.size > 1}
+        wrong = kinds | {name: lambda model, n=name, v=v: _module(model.config, n, v) for name, v in fields.items()}
+        raised = {}
+        for name, how in wrong.items():
+            with how(model) if tp.rank == tp.size - 1 else contextlib.nullcontext():
+                try:
+                    logprobs(model, tokens, None, None, tokens)
+                except Exception as e:
+                    raised[name] = type(e).__name__, str(e)
+            assert torch.equal(logprobs(model, tokens, None, None, tokens).log_probs, expected), name
+        return list(wrong), raised
+
+
+def attention_dropout(tp, model_dir):
+    with workers.megatron(tp), patch_megatron(300):
+        model = build(model_dir, attention_dropout=0.1)
+        tokens = torch.tensor(TOKENS, device=workers.DEVICE)
+        model(tokens, None, None)
+        model.train()(tokens, None, None)
