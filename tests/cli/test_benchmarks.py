@@ -951,6 +951,8 @@ def test_where_drift_goes_on_after_a_failure(module, tmp_path, monkeypatch):
     assert rows[0]["failure"] is None and rows[0]["a"] == "vllm"
     assert rows[1]["failure"].startswith("hf: exit status 1: ") and rows[1]["failure"].endswith("why")
     assert len(rows[1]["failure"]) < 700
+    assert where.left(planned, json.loads((tmp_path / "w.json").read_text())) == planned[1:]
+    assert where.left(planned, {}) == planned
 
 
 def drift_row(case, op="", mean=1e-3, first="layers.0.input_norm", failure=None, **more):
