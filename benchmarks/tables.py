@@ -228,7 +228,7 @@ def _size(point: dict | None) -> str:
 
 
 def _ops_of_drift(rows: dict[tuple[str, str], dict]) -> str:
-    """A line for each op, that with the largest difference of its own first; and which that is, in words."""
+    """A line for each op, that with the largest difference of its own first; and in words which that is, and which have none."""
     good = {key: row for key, row in rows.items() if not row["failure"]}
     ops = {op for case, op in rows if case in ("exchanged", "alone") and op != "all"}
     if not ops:
@@ -254,9 +254,15 @@ def _ops_of_drift(rows: dict[tuple[str, str], dict]) -> str:
             lines.append(f"| {'all six' if op == 'all' else op} | {' | '.join(cells)} |")
     most = max(ops, key=lambda op: mean("alone", op))
     if mean("alone", most) > 0:
-        least = min((op for op in ops if ("alone", op) in good), key=lambda op: mean("alone", op))
-        lines += ["", f"By itself `{most}` makes the largest difference, `{least}` the smallest."]
+        none = [f"`{op}`" for op in sorted(ops) if ("alone", op) in good and _only_logprob(good["alone", op])]
+        lines += ["", f"By itself `{most}` makes the largest difference."]
+        if none:
+            lines[-1] += f" Of {', '.join(none)} by itself both engines' bits are the same, up to the logprob."
     return "\n".join(lines)
+
+
+def _only_logprob(row: dict) -> bool:
+    return row["first"] is None or row["first"]["point"] == "logprob"
 
 
 def _of(row: dict, stock: float) -> str:

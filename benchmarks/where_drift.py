@@ -82,6 +82,12 @@ def cases(names: list[str], ops: list[str]) -> list[Case]:
     return found
 
 
+def left(planned: list[Case], contents: dict) -> list[Case]:
+    """Those that a result file has no row of, or one that failed."""
+    good = {(row["case"], row["op"]) for row in contents.get("rows", []) if row["failure"] is None}
+    return [case for case in planned if (case.name, case.op) not in good]
+
+
 def swapped(name: str) -> list[str]:
     """The ops that alignkit computes on the stock side of this name."""
     _, _, rest = name.partition("-")
@@ -273,8 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     planned = cases(wanted, options.ops)
     if options.resume:
-        good = {(r["case"], r["op"]) for r in read(options.json).get("rows", []) if r["failure"] is None}
-        planned = [case for case in planned if (case.name, case.op) not in good]
+        planned = left(planned, read(options.json))
     jobs = [job(name, common, out) for name in dict.fromkeys(n for case in planned for n in (case.a, case.b))]
     jobs.sort(key=lambda one: one.name != COMPILED)  # it takes longest
     info = made_on(

@@ -973,6 +973,8 @@ def test_where_drift_goes_on_after_a_failure(module, tmp_path, monkeypatch):
     assert rows[0]["failure"] is None and rows[0]["a"] == "vllm"
     assert rows[1]["failure"].startswith("hf: exit status 1: ") and rows[1]["failure"].endswith("why")
     assert len(rows[1]["failure"]) < 700
+    assert where.left(planned, json.loads((tmp_path / "w.json").read_text())) == planned[1:]
+    assert where.left(planned, {}) == planned
 
 
 def drift_row(case, op="", mean=1e-3, first="layers.0.input_norm", failure=None, **more):
@@ -1004,6 +1006,7 @@ def test_table_of_where_drift_comes_from(tables):
         drift_row("exchanged", "linear", 2e-3),
         drift_row("alone", "linear", 1.5e-3, "layers.0.k"),
         drift_row("alone", "rms_norm", 5e-4),
+        drift_row("alone", "rope", 1e-6, "logprob"),
         drift_row("exchanged", "rope", failure="vllm: no result after 9 s"),
         drift_row("exchanged", "all", 1e-6, "logprob"),
     ]
@@ -1021,5 +1024,11 @@ def test_table_of_where_drift_comes_from(tables):
         "all six",
     ]
     assert "| linear | `layers.0.input_norm` | 2.0e-03 (1.00 of stock's) | 1.5e-03 (0.75 of stock's) |" in ops
-    assert "| rope | failed | failed |  |" in ops and "| all six | `logprob` | 1.0e-06 (0.00 of stock's) |  |" in ops
-    assert words == "By itself `linear` makes the largest difference, `rms_norm` the smallest."
+    assert (
+        "| rope | failed | failed | 1.0e-06 (0.00 of stock's) |" in ops
+        and "| all six | `logprob` | 1.0e-06 (0.00 of stock's) |  |" in ops
+    )
+    assert words == (
+        "By itself `linear` makes the largest difference. "
+        "Of `rope` by itself both engines' bits are the same, up to the logprob."
+    )

@@ -357,6 +357,7 @@ class _Jobs:
 
     def _job(self, i: int, kind: str, suffix: str, keep: dict | None = None, swap: str | None = None) -> Job:
         side = self._sides[i]
+        assert side.engine is not None  # a recording is not run
         run = {"out": str(self.directory(kind, i) / recording.JSON)}
         needs = []
         decode = self._options.decode if i == self._decoding else 0
