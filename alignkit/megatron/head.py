@@ -175,3 +175,19 @@ class VocabParallelCrossEntropy:
         return -ops.logp_from_logits(
             logits, target, vocab_size=self.vocab_size, vocab_start=tp.rank * logits.shape[-1], tp=tp
         )
+
+
+class FusedCrossEntropy(VocabParallelCrossEntropy):
+    """The same behind ``fused_vocab_parallel_cross_entropy``, which has no label smoothing."""
+
+    def apply(self, logits, target, tp_group=None) -> torch.Tensor:
+        return super().apply(logits, target, tp_group=tp_group)
+
+
+def language_model_loss(model, labels, logits) -> torch.Tensor:
+    """``LanguageModule.compute_language_model_loss`` by the one aligned loss, whichever fusion the configuration asks for.
+    labels ``[b, s]``, logits ``[s, b, V / tp]`` -> ``[b, s]``."""
+    from megatron.core.tensor_parallel import cross_entropy
+
+    loss = cross_entropy._VocabParallelCrossEntropy.apply(logits, labels.t().contiguous(), 0.0, model.pg_collection.tp)
+    return loss.t().contiguous()

@@ -93,6 +93,7 @@ class Patch(engine_patch.Patch):
         self.has_hook = VERSIONS.require(self.version).hook
         VERSIONS.require_seams(Path(megatron.core.__path__[0]), self.version)
 
+        from megatron.core.fusions import fused_cross_entropy
         from megatron.core.models.common.language_module.language_module import LanguageModule
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.tensor_parallel import cross_entropy
@@ -109,10 +110,12 @@ class Patch(engine_patch.Patch):
             (GPTModel, "_preprocess", forward.preprocess(self, GPTModel._preprocess)),
             (GPTModel, "_postprocess", forward.postprocess(self, GPTModel._postprocess)),
             (LanguageModule, "__call__", forward.only_gpt(self, LanguageModule, GPTModel)),
+            (LanguageModule, "compute_language_model_loss", head.language_model_loss),
             (TransformerBlock, "forward", forward.only_aligned(TransformerBlock.forward)),
             (WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw)),
             (attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb),
             (cross_entropy, "_VocabParallelCrossEntropy", head.VocabParallelCrossEntropy(self.vocab_size)),
+            (fused_cross_entropy, "_VocabParallelCrossEntropy", head.FusedCrossEntropy(self.vocab_size)),
         ):
             self.replace(owner, name, new)
 

@@ -57,6 +57,16 @@ COMMON = (
         "vocab_parallel_cross_entropy",
         ("vocab_parallel_logits", "target", "label_smoothing"),
     ),
+    Seam(
+        "fusions/fused_cross_entropy.py",
+        "_VocabParallelCrossEntropy.forward",
+        ("vocab_parallel_logits", "target", "tp_group"),
+    ),
+    Seam(
+        "models/common/language_module/language_module.py",
+        "LanguageModule.compute_language_model_loss",
+        ("labels", "logits"),
+    ),
     Seam("tensor_parallel/random.py", "CudaRNGStatesTracker.fork"),
     Seam("tensor_parallel/random.py", "_get_cuda_rng_state"),
     Seam("tensor_parallel/random.py", "_set_cuda_rng_state"),

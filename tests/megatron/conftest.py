@@ -14,6 +14,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "cuda",
             "ddp",
             "fingerprint",
+            "frameworks",
             "gradients",
             "patch",
             "recompute",

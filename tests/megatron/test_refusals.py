@@ -36,7 +36,6 @@ def model(checkpoint, patched):
         ("fp8", "e4m3", "fp8"),
         ("fp16", True, "fp16"),
         ("window_size", (64, 0), "sliding window"),
-        ("cross_entropy_loss_fusion", True, "fused cross-entropy"),
         ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion"),
         ("defer_embedding_wgrad_compute", True, "weight gradient deferral"),
         ("delay_wgrad_compute", True, "weight gradient deferral"),
