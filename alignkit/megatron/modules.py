@@ -28,6 +28,9 @@ from .look import LOOK
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
 """The size without padding, which Megatron does not keep, by output layer."""
 
+VOCAB_SIZE = "alignkit_vocab_size"
+"""The attribute of a GPTModel by which `set_vocab_size` keeps it with the model and its copies."""
+
 
 @dataclass(frozen=True)
 class Rotations:

@@ -10,13 +10,12 @@ import weakref
 import torch
 
 from alignkit.dist import strict
-from alignkit.errors import BackendError, InputError, UnsupportedError
+from alignkit.errors import BackendError, UnsupportedError
 from alignkit.runtime import dispatch
 
 
-def check_model(model, vocab_size: int) -> None:
-    """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned; InputError for a
-    `vocab_size` that is not its own."""
+def check_model(model) -> None:
+    """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned."""
     if not (model.pre_process and model.post_process):
         raise UnsupportedError("pre_process / post_process: pipeline parallelism is not supported")
     if model.mtp_process:
@@ -29,8 +28,16 @@ def check_model(model, vocab_size: int) -> None:
         raise UnsupportedError("rope_scaling: scaled rotary embeddings are not supported")
     if model.config.sequence_parallel and not model.embedding.scatter_to_sequence_parallel:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
-    if not 0 < vocab_size <= model.vocab_size:
-        raise InputError(f"vocab_size: {vocab_size} is not in [1, {model.vocab_size}], the padded size")
+
+
+def left_stock(model) -> str | None:
+    """Why a model's output layer stays as it is, if it does: a linear layer that gives one number for each token, as a
+    critic's or a reward model's, is no vocabulary's, whatever else it is."""
+    head = model.output_layer
+    if isinstance(head, torch.nn.Linear) and head.out_features == 1 and not list(head.children()):
+        cls = type(head)
+        return f"{cls.__module__}.{cls.__qualname__} gives one number for each token: no logprobs come from it"
+    return None
 
 
 _frequencies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.distributed import split_tensor_along_last_dim
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import rotary_embedding
@@ -41,6 +42,7 @@ from alignkit.ops import library
 from alignkit.vllm import versions
 from alignkit.vllm.attention import AlignedAttentionBackend
 from alignkit.vllm.parallel import GROUP
+from alignkit.vllm.policy import VOCAB_SIZE
 
 
 class AlignedLinearMethod(UnquantizedLinearMethod):
@@ -161,9 +163,11 @@ class AlignedLogitsProcessor(LogitsProcessor):
         super().__init__(*args, **kwargs)
         if self.logits_as_input:
             raise UnsupportedError("logits_as_input: the model makes its logits itself")
+        self._vocab_size = get_current_vllm_config().additional_config.get(VOCAB_SIZE, self.org_vocab_size)
 
     def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather: bool = False):
-        """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`."""
+        """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`. Ids beyond the vocabulary
+        that the engine was given have -inf: they are never sampled, and count as little as absent ones."""
         if skip_gather:
             raise UnsupportedError("batch-sharded sampling")
         logits = ops.head_logits(
@@ -171,7 +175,10 @@ class AlignedLogitsProcessor(LogitsProcessor):
         )
         if lm_head.tp_size > 1:
             logits = self._gather_logits(logits)
-        return None if logits is None else logits[..., : self.org_vocab_size]
+        if logits is None:
+            return None
+        logits[..., self._vocab_size :] = float("-inf")
+        return logits[..., : self.org_vocab_size]
 
     def get_top_tokens(self, *args, **kwargs):
         raise UnsupportedError("vocabulary-parallel argmax (speculative decoding)")

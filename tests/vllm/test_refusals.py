@@ -71,6 +71,8 @@ def build_with_an_extra_layer(state, model):
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         ),
         ("quantization", {"quantization": "fp8"}),
+        ("alignkit_vocab_size 2001", {"additional_config": {"alignkit_vocab_size": 2001}}),
+        ("alignkit_vocab_size '7'", {"additional_config": {"alignkit_vocab_size": "7"}}),
         ("pipeline parallelism", {"pipeline_parallel_size": 2}),
         ("context parallelism", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
         ("data parallelism", {"data_parallel_size": 2}),
