@@ -62,7 +62,7 @@ class Models:
         head = model.output_layer
         self.methods.check()
         rotary, device = model.rotary_pos_emb, next(model.parameters()).device
-        supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
+        scaling = supported.check_rotary(model)
         look = Look.of(model)
         if look is None or not look.holds():
             found = list(model.named_modules())
@@ -77,12 +77,14 @@ class Models:
             look = Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
         hooks.watch_global_hooks()
-        modules.rotations[rotary] = modules.Rotations(float(model.rotary_base), model.config.kv_channels, device)
+        modules.rotations[rotary] = modules.Rotations(
+            float(model.rotary_base), model.config.kv_channels, device, scaling
+        )
         if runs:
             vocab_size = self.vocabulary_of(model)
             if isinstance(head, modules.OutputLayer):
                 modules.vocabulary[head] = vocab_size
-        return fingerprint.settings(model) | look.facts
+        return fingerprint.settings(model) | {"rope_scaling": repr(scaling)} | look.facts
 
     def vocabulary_of(self, model) -> int:
         """The size of a model's vocabulary: its own, by `set_vocab_size`, or the patch's. Raises InputError if there is

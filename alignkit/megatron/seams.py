@@ -39,6 +39,17 @@ COMMON = (
         ("max_seq_len", "offset", "packed_seq"),
     ),
     Seam(
+        "models/common/embeddings/rotary_pos_embedding.py",
+        "RotaryEmbedding.__init__",
+        ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor"),
+    ),
+    Seam(
+        "models/common/embeddings/yarn_rotary_pos_embedding.py",
+        "YarnRotaryEmbedding.__init__",
+        ("scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        ("inv_freq_extra", "inv_freq_inter", "correction_range_round_to_int"),
+    ),
+    Seam(
         "models/common/embeddings/rope_utils.py",
         "apply_rotary_pos_emb",
         ("t", "freqs", "config", "cu_seqlens", "mscale"),

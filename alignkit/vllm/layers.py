@@ -7,6 +7,7 @@ numbers. What runs in the trunk's `forward` methods is compiled whole: they call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -37,6 +40,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from alignkit import ops
+from alignkit.contract.rope import Llama3, Scaling, Yarn
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.vllm import versions
@@ -140,22 +144,49 @@ class AlignedSiluAndMul(SiluAndMul):
         return library.silu_mul(gate, up)
 
 
-class AlignedRotaryEmbedding(RotaryEmbedding):
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **{**kwargs, "init_cache": False})
+class _Rotary:
+    """Mixin: the table is ``ops.rope_table``'s, in fp32."""
+
+    scaling: Scaling | None = None
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        return torch.empty(0)  # vLLM would round it to the model's type
+
+    def _make_table(self: Any, positions: int) -> None:
         if self.rotary_dim != self.head_size or not self.is_neox_style:
             raise UnsupportedError("rotary embedding of a part of the head, or interleaved")
         device = torch.get_default_device()  # while it builds, the model's
-        table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base)
+        table = ops.rope_table(self.head_size, positions, self.base, scaling=self.scaling)
         # A copy of its own: vLLM's sleep mode takes the memory away from under a model's buffers.
         self.register_buffer("cos_sin_cache", table.to(device, copy=True), persistent=False)
 
-    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
+    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
         if positions.dim() != 1 or key is None:
             raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
         heads = (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
         q, k = library.rope_qk(*heads, positions, self.cos_sin_cache)
         return q.view(query.shape), k.view(key.shape)
+
+
+class AlignedRotaryEmbedding(_Rotary, RotaryEmbedding):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._make_table(self.max_position_embeddings)
+
+
+class AlignedLlama3RotaryEmbedding(_Rotary, Llama3RotaryEmbedding):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scaling = Llama3(self.scaling_factor, self.low_freq_factor, self.high_freq_factor, self.orig_max_position)
+        self._make_table(self.max_position_embeddings)
+
+
+class AlignedYaRNScalingRotaryEmbedding(_Rotary, YaRNScalingRotaryEmbedding):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        original = self.max_position_embeddings
+        self.scaling = Yarn(self.scaling_factor, original, self.beta_fast, self.beta_slow, self.mscale, self.truncate)
+        self._make_table(math.ceil(original * self.scaling_factor))
 
 
 class AlignedLogitsProcessor(LogitsProcessor):
@@ -198,6 +229,8 @@ ALIGNED = {
     "RMSNorm": AlignedRMSNorm,
     "SiluAndMul": AlignedSiluAndMul,
     "RotaryEmbedding": AlignedRotaryEmbedding,
+    "Llama3RotaryEmbedding": AlignedLlama3RotaryEmbedding,
+    "YaRNScalingRotaryEmbedding": AlignedYaRNScalingRotaryEmbedding,
     "LogitsProcessor": AlignedLogitsProcessor,
 }
 """vLLM's class name -> the class that takes its place."""

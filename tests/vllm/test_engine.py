@@ -8,6 +8,7 @@ import torch
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
+from tests.ropes import ROPES
 from tests.vllm.conftest import ENGINE
 
 PROMPT = [5, 900, 33, 1999, 0, 41, 7, 7, 1200, 64]
@@ -368,6 +369,20 @@ def test_a_vocabulary_smaller_than_the_models(spare, vllm_process, checkpoint):
     cut, whole = map(torch.tensor, vllm_process()(trained, checkpoint(), prompt, tokens, [700, 2000]))
     assert_bitwise_equal(cut, actual)
     assert not torch.equal(whole, actual)
+
+
+@pytest.mark.parametrize("arch, rope", [("llama", "llama3"), ("qwen3", "yarn")])
+def test_scaled_rotary_embeddings(spare, vllm_process, checkpoint, arch, rope):
+    """Of what is sampled, prefilled and trained, the same bits; and other ones than without the scaling."""
+    path, unscaled = checkpoint(arch, rope_scaling=ROPES[rope]), checkpoint(arch)
+    spare(start, path, {"dtype": "bfloat16"})
+    tokens, decoded = spare(generate, [PROMPT * 8])[0]
+    actual = torch.tensor([step["sampled"] for step in decoded], dtype=torch.float32)
+    assert [step["sampled"] for step in spare(evaluate, PROMPT * 8, tokens, 0)] == actual.tolist()
+    (expected,) = vllm_process()(trained, path, PROMPT * 8, tokens, [2000])
+    assert_bitwise_equal(torch.tensor(expected), actual)
+    (other,) = vllm_process()(trained, unscaled, PROMPT * 8, tokens, [2000])
+    assert not torch.equal(torch.tensor(other), actual)
 
 
 def test_undo(engine, checkpoint):
