@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from . import ops
+from .contract.rope import Llama3, Yarn, yarn_attention_factor
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from .runtime import dispatch, families, shown
@@ -77,6 +78,12 @@ def elementwise(given: Inputs) -> list[torch.Tensor]:
     return given.run(lambda x: ops.rope(x, positions, ops.rope_table(64, 500, 1e6, x.device)), x) + given.run(
         lambda g: ops.silu_mul(g[:, :150], g[:, 150:]), gate
     )
+
+
+def scaled_tables(given: Inputs) -> list[torch.Tensor]:
+    llama3 = Llama3(8.0, 1.0, 4.0, 8192)
+    yarns = (Yarn(4.0, 1024, 32.0, 1.0, yarn_attention_factor(4.0), truncate) for truncate in (True, False))
+    return [ops.rope_table(64, 3000, 1e4, given.device, scaling) for scaling in (llama3, *yarns)]
 
 
 def attention(given: Inputs) -> list[torch.Tensor]:
@@ -154,7 +161,7 @@ def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
 
 CASES = {
     f"{f.__name__} {str(dtype).removeprefix('torch.')}": (f, dtype)
-    for f in (linears, norms, elementwise, attention, head, large_head, gated_delta_rule)
+    for f in (linears, norms, elementwise, scaled_tables, attention, head, large_head, gated_delta_rule)
     for dtype in DTYPES
 }
 

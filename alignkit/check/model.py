@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,6 +38,7 @@ def make_checkpoint(
     std: float = 0.05,
     logit_std: float = 2.5,
     weights: bool = True,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
@@ -45,6 +48,7 @@ def make_checkpoint(
     std: standard deviation of the trunk's weights.
     logit_std: about the standard deviation of a position's logits. It keeps the softmax real: the entropy of
         the next token is well below log(vocab), and no token has all the mass.
+    rope_scaling: as config.json has it.
     weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
 
     There is no tokenizer: prompts are token ids. Returns the directory.
@@ -75,6 +79,7 @@ def make_checkpoint(
         "max_position_embeddings": MAX_POSITION,
         "rms_norm_eps": _NORM_EPS,
         "rope_theta": _ROPE_BASE,
+        "rope_scaling": None if rope_scaling is None else dict(rope_scaling),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": tied,

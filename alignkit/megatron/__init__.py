@@ -1,4 +1,4 @@
-"""Megatron-core through alignkit's ops: `patch_megatron`, `status`, `logprobs` and `output_processor`.
+"""Megatron-core through alignkit's ops: `patch_megatron`, `set_vocab_size`, `status`, `logprobs` and `output_processor`.
 
 Importing this package does not import Megatron; calling into it does.
 """
@@ -11,6 +11,7 @@ from alignkit.errors import UnsupportedError
 
 _WHERE = {
     "patch_megatron": "patch",
+    "set_vocab_size": "patch",
     "status": "patch",
     "Patch": "patch",
     "logprobs": "head",

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-from alignkit.errors import UnsupportedError
+from alignkit.errors import InputError, UnsupportedError
 
 from . import fingerprint, hooks, modules, policy, supported, te
 from .look import LOOK, Look
@@ -51,7 +51,7 @@ def aligned_class(cls: type) -> type | None:
 class Models:
     """The models of this process while the patch is in force. replaced: (owner, name) -> what the patch has put there."""
 
-    def __init__(self, vocab_size: int, replaced: dict[tuple[Any, str], Any]) -> None:
+    def __init__(self, vocab_size: int | None, replaced: dict[tuple[Any, str], Any]) -> None:
         self.vocab_size = vocab_size
         self.methods = Methods(_KNOWN, replaced)
 
@@ -63,24 +63,43 @@ class Models:
 
         Runs before each forward: modules may have been replaced since (by LoRA, for one), or changed."""
         policy.check_config(model.config)
-        supported.check_model(model, self.vocab_size)
+        supported.check_model(model)
+        head = model.output_layer
         self.methods.check()
         rotary, device = model.rotary_pos_emb, next(model.parameters()).device
-        supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
+        scaling = supported.check_rotary(model)
         look = Look.of(model)
         if look is None or not look.holds():
             found = list(model.named_modules())
-            classes = self._check_modules(model, found, runs)
+            left = {head} if supported.left_stock(model) else set()
+            ours = [(path, module) for path, module in found if module not in left]
+            classes = self._check_modules(model, ours, runs)
             for module, cls in classes.items():  # nothing is changed before all is checked
                 module.__class__ = cls
-            model.output_layer.__class__ = modules.OutputLayer
+            if not left:
+                head.__class__ = modules.OutputLayer
             hooks.adopted.update(module for _, module in found)
             look = Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
         hooks.watch_global_hooks()
-        modules.rotations[rotary] = modules.Rotations(float(model.rotary_base), model.config.kv_channels, device)
-        modules.vocabulary[model.output_layer] = self.vocab_size
-        return fingerprint.settings(model) | look.facts
+        modules.rotations[rotary] = modules.Rotations(
+            float(model.rotary_base), model.config.kv_channels, device, scaling
+        )
+        if runs:
+            vocab_size = self.vocabulary_of(model)
+            if isinstance(head, modules.OutputLayer):
+                modules.vocabulary[head] = vocab_size
+        return fingerprint.settings(model) | {"rope_scaling": repr(scaling)} | look.facts
+
+    def vocabulary_of(self, model) -> int:
+        """The size of a model's vocabulary: its own, by `set_vocab_size`, or the patch's. Raises InputError if there is
+        none, or one that the model cannot have."""
+        own = vars(model).get(modules.VOCAB_SIZE, self.vocab_size)
+        if own is None:
+            raise InputError("vocab_size: patch_megatron was given none, and set_vocab_size none for this model")
+        if own > model.vocab_size:
+            raise InputError(f"vocab_size: {own} is not in [1, {model.vocab_size}], the padded size")
+        return own
 
     def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], runs: bool) -> dict:
         """The class that each of the modules gets, of those that compute."""
@@ -120,9 +139,12 @@ class Models:
 
 
 def report(model: torch.nn.Module) -> dict[str, Any]:
-    """Which modules of `model` are aligned, path -> op, and which are stock but would be replaced."""
+    """Which modules of `model` are aligned, path -> op, which are stock but would be replaced, and which are left stock,
+    path -> why. `model` may be a wrapper of the GPTModel."""
     found = {path: type(m) for path, m in model.named_modules()}
+    heads = {f"{path}.output_layer".lstrip("."): m for path, m in model.named_modules() if isinstance(m, GPTModel)}
     return {
         "aligned": {path: cls.op for path, cls in found.items() if cls in modules.STOCK},
         "stock": [path for path, cls in found.items() if cls not in modules.STOCK and aligned_class(cls) is not None],
+        "left": {path: why for path, m in heads.items() if (why := supported.left_stock(m)) is not None},
     }

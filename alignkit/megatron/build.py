@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from alignkit.contract.rope import Llama3, Yarn
 from alignkit.convert import Architecture, Checkpoint, read_architecture, to_hf, to_megatron
-from alignkit.errors import InputError
+from alignkit.errors import InputError, UnsupportedError
+from alignkit.megatron.supported import MEGATRON_LLAMA3
 
 
 def transformer_config(
@@ -54,7 +57,33 @@ def transformer_config(
         use_cpu_initialization=True,
         perform_initialization=False,
     )
-    return TransformerConfig(**(fields | overrides))
+    config = TransformerConfig(**(fields | overrides))
+    if isinstance(scaling := arch.rope_scaling, Yarn):  # GPTModel reads them there, though they are no fields
+        config.yarn_rotary_scaling_factor = scaling.factor
+        config.yarn_original_max_position_embeddings = scaling.original_max_position
+        config.yarn_beta_fast, config.yarn_beta_slow = scaling.beta_fast, scaling.beta_slow
+        config.yarn_mscale = config.yarn_mscale_all_dim = None
+        config.yarn_correction_range_round_to_int = scaling.truncate
+    return config
+
+
+def rotary_arguments(arch: Architecture) -> dict[str, Any]:
+    """GPTModel's arguments for `arch`'s rotary embedding. Raises UnsupportedError for one that Megatron-core lacks."""
+    scaling = arch.rope_scaling
+    if not isinstance(scaling, Llama3):
+        return {"position_embedding_type": "rope" if scaling is None else "yarn", "rotary_base": arch.rope_base}
+    given = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
+    if given != MEGATRON_LLAMA3:
+        raise UnsupportedError(
+            f"rope_scaling: low_freq_factor, high_freq_factor and original_max_position_embeddings are {given}; "
+            f"Megatron-core only has {MEGATRON_LLAMA3}"
+        )
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": arch.rope_base,
+        "rope_scaling": True,
+        "rope_scaling_factor": scaling.factor,
+    }
 
 
 def gpt_model(
@@ -93,8 +122,7 @@ def gpt_model(
             vocab_size=arch.padded_vocab(tp),
             max_sequence_length=arch.max_position,
             share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope",
-            rotary_base=arch.rope_base,
+            **rotary_arguments(arch),
         )
     model = model.to(torch.cuda.current_device(), dtype)  # norms are created in fp32
     model.load_state_dict(weights, strict=False)

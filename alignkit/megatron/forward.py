@@ -10,7 +10,7 @@ from alignkit.dist import TP
 from alignkit.errors import UnsupportedError
 from alignkit.runtime import dispatch
 
-from . import calls, head, hooks, modules
+from . import calls, head, hooks, modules, supported
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -38,13 +38,11 @@ def preprocess(patch: Patch, stock):
 
         def checks() -> dict:
             hooks.check_hooks()
+            facts, vocab_size = patch.models.adopt(model, runs=True), patch.models.vocabulary_of(model)
             return (
-                patch.models.adopt(model, runs=True)
-                | calls.check_input(model, patch.vocab_size, **call)
-                | {
-                    "vocab_size": patch.vocab_size,
-                    "contract": dispatch.family(next(model.parameters()).device).contract_id,
-                }
+                facts
+                | calls.check_input(model, vocab_size, **call)
+                | {"vocab_size": vocab_size, "contract": dispatch.family(next(model.parameters()).device).contract_id}
             )
 
         patch.met.add(model)
@@ -71,14 +69,20 @@ def postprocess(patch: Patch, stock):
             hooks.check_hooks()
             if hook is not None and hook is not head.output_processor:
                 raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
+            why = supported.left_stock(model)
+            if why and (hook is not None or asked is not None or labels is not None):
+                raise UnsupportedError(f"labels / output_processor: {why}")
             if hook is None and asked is None and labels is None:
                 gather = call.get("runtime_gather_output")
                 return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
-            return calls.check_request(model, patch.vocab_size, call["hidden_states"], labels, head.asked_for(context))
+            vocab_size = patch.models.vocabulary_of(model)
+            return calls.check_request(model, vocab_size, call["hidden_states"], labels, head.asked_for(context))
 
         TP(model.pg_collection.tp).check_same("the end of GPTModel", checks)
         if hook is not None or (labels is None and asked is None):
             result = stock(model, *args, **kwargs)
+            if supported.left_stock(model) and result.shape[-1] != 1:
+                raise UnsupportedError(f"output_layer: a linear layer to one number that gave {tuple(result.shape)}")
         else:
             tied = model.share_embeddings_and_output_weights
             result = head.output_processor(

@@ -151,8 +151,22 @@ class VocabParallelCrossEntropy:
     """Stands in for Megatron's autograd Function behind ``vocab_parallel_cross_entropy``, so that frameworks
     that took that function by name before the patch are caught too."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int | None):
         self.vocab_size = vocab_size
+
+    def of(self, columns: int) -> int:
+        """The vocabulary of the model whose output layer gives a rank so many `columns`."""
+        sizes = {size for layer, size in modules.vocabulary.items() if layer.output_size_per_partition == columns} or {
+            self.vocab_size
+        }
+        if len(sizes) > 1:
+            raise UnsupportedError(
+                f"logits: models with vocabularies of {', '.join(map(str, sorted(sizes)))} ids all have {columns} "
+                "columns, so it is not known which made these; give the model labels, or call alignkit.megatron.logprobs"
+            )
+        if None in sizes:
+            raise InputError("vocab_size: patch_megatron was given none, and these logits are of no aligned model")
+        return sizes.pop()
 
     def apply(self, logits, target, label_smoothing=0.0, tp_group=None) -> torch.Tensor:
         """logits fp32 ``[..., V / tp]`` of the aligned output layer, target ``[...]`` -> fp32 ``[...]``."""
@@ -160,18 +174,36 @@ class VocabParallelCrossEntropy:
 
         tp = TP(tp_group if tp_group is not None else get_tensor_model_parallel_group())
 
-        def checks() -> None:
+        def checks() -> int:
             if label_smoothing:
                 raise UnsupportedError(f"label_smoothing: {label_smoothing} is not supported")
             if not isinstance(logits, torch.Tensor) or not logits.dim():
                 raise InputError(f"logits: expected fp32 [..., V / tp], got {type(logits).__name__}")
             if logits.dtype != torch.float32:
                 raise UnsupportedError(f"logits: {logits.dtype} has lost bits of the aligned output layer's fp32")
+            return self.of(logits.shape[-1])
 
         try:
-            checks()
+            vocab_size = checks()
         except AlignkitError:
             tp.check("logp_from_logits", checks)  # the other ranks are about to meet in that op
+            raise
         return -ops.logp_from_logits(
-            logits, target, vocab_size=self.vocab_size, vocab_start=tp.rank * logits.shape[-1], tp=tp
+            logits, target, vocab_size=vocab_size, vocab_start=tp.rank * logits.shape[-1], tp=tp
         )
+
+
+class FusedCrossEntropy(VocabParallelCrossEntropy):
+    """The same behind ``fused_vocab_parallel_cross_entropy``, which has no label smoothing."""
+
+    def apply(self, logits, target, tp_group=None) -> torch.Tensor:
+        return super().apply(logits, target, tp_group=tp_group)
+
+
+def language_model_loss(model, labels, logits) -> torch.Tensor:
+    """``LanguageModule.compute_language_model_loss`` by the one aligned loss, whichever fusion the configuration asks for.
+    labels ``[b, s]``, logits ``[s, b, V / tp]`` -> ``[b, s]``."""
+    from megatron.core.tensor_parallel import cross_entropy
+
+    loss = cross_entropy._VocabParallelCrossEntropy.apply(logits, labels.t().contiguous(), 0.0, model.pg_collection.tp)
+    return loss.t().contiguous()

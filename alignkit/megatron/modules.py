@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import dot_product_attention, mlp, transformer_block, transformer_layer
 
 from alignkit import ops
+from alignkit.contract.rope import Scaling, yarn_attention_factor
 from alignkit.dist import TP
 from alignkit.errors import UnsupportedError
 
@@ -28,6 +29,9 @@ from .look import LOOK
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
 """The size without padding, which Megatron does not keep, by output layer."""
 
+VOCAB_SIZE = "alignkit_vocab_size"
+"""The attribute of a GPTModel by which `set_vocab_size` keeps it with the model and its copies."""
+
 
 @dataclass(frozen=True)
 class Rotations:
@@ -36,9 +40,15 @@ class Rotations:
     base: float
     head_dim: int
     device: torch.device
+    scaling: Scaling | None = None
+
+    def table(self, max_seq_len: int) -> torch.Tensor:
+        """A power of two of rows, so that few tables are made; a row does not depend on how many there are."""
+        rows = 1 << max(int(max_seq_len) - 1, 0).bit_length()
+        return ops.rope_table(self.head_dim, rows, self.base, self.device, self.scaling)
 
 
-rotations: weakref.WeakKeyDictionary[RotaryEmbedding, Rotations] = weakref.WeakKeyDictionary()
+rotations: weakref.WeakKeyDictionary[torch.nn.Module, Rotations] = weakref.WeakKeyDictionary()
 
 begun: weakref.WeakKeyDictionary[TransformerBlock, Any] = weakref.WeakKeyDictionary()
 """Blocks whose GPTModel has been checked in this forward, and the packed_seq_params that were checked with it."""
@@ -129,22 +139,42 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
     op = "rope_table"
 
     def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
-        if offset:
-            raise UnsupportedError("offset: rotary positions that do not start at 0 are not supported")
-        # A power of two, so that few tables are made; a row does not depend on how many there are.
-        asked = rotations.get(self)
-        if asked is None:
-            raise UnsupportedError("RotaryEmbedding: called outside of a GPTModel's forward")
-        return ops.rope_table(asked.head_dim, 1 << max(int(max_seq_len) - 1, 0).bit_length(), asked.base, asked.device)
+        return _table(self, max_seq_len, offset)
+
+
+class YarnRotaryEmbedding(yarn_rotary_pos_embedding.YarnRotaryEmbedding):
+    """The same; the factor that stock hands down beside the angles is in the table."""
+
+    op = "rope_table"
+
+    def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
+        return _table(self, max_seq_len, offset), rotations[self].scaling.attention_factor
+
+
+def _table(rotary: torch.nn.Module, max_seq_len: int, offset: int) -> torch.Tensor:
+    if offset:
+        raise UnsupportedError("offset: rotary positions that do not start at 0 are not supported")
+    if rotary not in rotations:
+        raise UnsupportedError("RotaryEmbedding: called outside of a GPTModel's forward")
+    return rotations[rotary].table(max_seq_len)
+
+
+def attention_factor(config) -> float:
+    """What Megatron multiplies rotations by, by its configuration: YaRN's, which only some configurations have."""
+    factor = getattr(config, "yarn_rotary_scaling_factor", None)
+    if factor is None:
+        return 1.0
+    mscales = getattr(config, "yarn_mscale", None), getattr(config, "yarn_mscale_all_dim", None)
+    return yarn_attention_factor(factor, *mscales)
 
 
 def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, **_):
     """``ops.rope`` on t ``[s, b, h, d]``, or packed ``[t, h, d]`` with `cu_seqlens`.
 
-    freqs: the table that the aligned RotaryEmbedding made. As in Megatron, a token's position is its index
+    freqs: the table that the aligned RotaryEmbedding made, with YaRN's `mscale` in it. As in Megatron, a token's position is its index
     in its sequence; `position_ids` are not looked at.
     """
-    if freqs.dim() != 2 or mscale != 1.0:
+    if freqs.dim() != 2 or mscale != attention_factor(config):
         raise UnsupportedError("rotary embedding: not the default one of an aligned GPTModel")
     index = torch.arange(t.shape[0], device=t.device)
     if cu_seqlens is None:
@@ -239,6 +269,7 @@ ALIGNED = (
     RMSNorm,
     MLP,
     RotaryEmbedding,
+    YarnRotaryEmbedding,
     DotProductAttention,
     TransformerLayer,
     TransformerBlock,

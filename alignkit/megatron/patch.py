@@ -17,11 +17,12 @@ from alignkit.runtime import dispatch
 from .versions import VERSIONS
 
 
-def patch_megatron(vocab_size: int) -> Patch:
+def patch_megatron(vocab_size: int | None = None) -> Patch:
     """From now on every GPTModel of this process computes through alignkit's ops, or is refused.
 
     vocab_size: the vocabulary without padding. Megatron only knows the padded size; the columns beyond
-        `vocab_size` never count in a loss or logprob.
+        `vocab_size` never count in a loss or logprob. It holds for models that `set_vocab_size` gives none of their own;
+        without it, each must have one.
 
     Models may be built before or after. A model is taken over when it is built, or at its next forward.
     Call it in every process.
@@ -31,9 +32,32 @@ def patch_megatron(vocab_size: int) -> Patch:
     been replaced; InputError for another `vocab_size` than the patch in force. What cannot be kept aligned in a model
     raises UnsupportedError when the model is built or called, on all tensor-parallel ranks.
     """
-    if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise InputError(f"vocab_size: {vocab_size!r} is not a positive integer")
+    if vocab_size is not None:
+        _check_vocab_size(vocab_size)
     return Patch.apply(vocab_size=vocab_size)
+
+
+def set_vocab_size(model: torch.nn.Module, vocab_size: int) -> None:
+    """The vocabulary of one model, without padding, whatever `patch_megatron` was given; before it is called, and on
+    every rank. model: a GPTModel or a wrapper of one (Float16Module, DDP, ...).
+
+    Raises InputError for what is no positive integer or holds no GPTModel.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from .modules import VOCAB_SIZE
+
+    _check_vocab_size(vocab_size)
+    found = [module for module in model.modules() if isinstance(module, GPTModel)]
+    if not found:
+        raise InputError(f"model: there is no GPTModel in a {type(model).__name__}")
+    for module in found:
+        vars(module)[VOCAB_SIZE] = vocab_size
+
+
+def _check_vocab_size(vocab_size: int) -> None:
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise InputError(f"vocab_size: {vocab_size!r} is not a positive integer")
 
 
 def is_active() -> bool:
@@ -53,7 +77,8 @@ def status(model: Any = None) -> dict[str, Any]:
 
     Keys: patched, and if so version (of Megatron-core), vocab_size, names (that are replaced), classes (of Megatron's
     modules, and the op that takes over); with a model, contract and backend (of its device), aligned (path -> op),
-    stock (paths of modules that alignkit would replace but has not yet) and symmetric_memory (whether its sums over
+    stock (paths of modules that alignkit would replace but has not yet), left (path of an output layer that stays stock
+    -> why) and symmetric_memory (whether its sums over
     ranks have gone through it).
     """
     report = Patch.status()
@@ -76,7 +101,7 @@ class Patch(engine_patch.Patch):
 
     engine, command = "Megatron", "patch_megatron"
 
-    def __init__(self, *, vocab_size: int) -> None:
+    def __init__(self, *, vocab_size: int | None) -> None:
         self.vocab_size = vocab_size
         self.met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Models whose ranks have met, or begun to, in the forward that is running."""
@@ -93,6 +118,7 @@ class Patch(engine_patch.Patch):
         self.has_hook = VERSIONS.require(self.version).hook
         VERSIONS.require_seams(Path(megatron.core.__path__[0]), self.version)
 
+        from megatron.core.fusions import fused_cross_entropy
         from megatron.core.models.common.language_module.language_module import LanguageModule
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.tensor_parallel import cross_entropy
@@ -109,10 +135,12 @@ class Patch(engine_patch.Patch):
             (GPTModel, "_preprocess", forward.preprocess(self, GPTModel._preprocess)),
             (GPTModel, "_postprocess", forward.postprocess(self, GPTModel._postprocess)),
             (LanguageModule, "__call__", forward.only_gpt(self, LanguageModule, GPTModel)),
+            (LanguageModule, "compute_language_model_loss", head.language_model_loss),
             (TransformerBlock, "forward", forward.only_aligned(TransformerBlock.forward)),
             (WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw)),
             (attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb),
             (cross_entropy, "_VocabParallelCrossEntropy", head.VocabParallelCrossEntropy(self.vocab_size)),
+            (fused_cross_entropy, "_VocabParallelCrossEntropy", head.FusedCrossEntropy(self.vocab_size)),
         ):
             self.replace(owner, name, new)
 

@@ -14,6 +14,24 @@ from alignkit.errors import UnsupportedError
 _RECOMPUTED = {"core_attn", "mlp"}
 """Of `recompute_modules`: what is computed again from its inputs alone. An op gives the same bits each time."""
 
+UNUSED = {
+    "the loss is alignkit's, whichever of Megatron's functions is called": """
+        cross_entropy_loss_fusion cross_entropy_fusion_impl
+    """,
+    "only layers for multi-token prediction read it, and `mtp_num_layers` says that there are none": """
+        mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
+    """,
+    "only FP8 reads it, and `fp8` is None": """
+        fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
+    """,
+    "only CUDA graphs read it, and `cuda_graph_impl` is 'none'": "cuda_graph_warmup_steps",
+    "only another activation than SwiGLU reads it": "use_fused_weighted_squared_relu",
+    "attention is alignkit's, whichever library Megatron would take": "flash_attention_version",
+    "it seeds what Megatron's inference samples; inference contexts are refused": "inference_sampling_seed",
+}
+"""Why a field that frameworks set changes no bit -> the fields. Whatever it says, nothing that an aligned model runs reads
+it."""
+
 POLICY = Policy(
     # Sizes, what the aligned modules do themselves, and what has no part in the numbers.
     free="""
@@ -33,7 +51,8 @@ POLICY = Policy(
         barrier_with_L1_time hetereogenous_dist_checkpoint
         recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
         gradient_accumulation_fusion
-    """,
+    """
+    + " ".join(UNUSED.values()),
     # These only speak to modules which are refused anyway.
     inert=("moe_", "mamba_", "dsa_"),
     rows=(
@@ -46,6 +65,16 @@ POLICY = Policy(
             lambda modules, config: config.recompute_granularity != "selective" or _RECOMPUTED.issuperset(modules),
             "{field} (selective activation recomputation): {value!r} is not supported, only "
             + ", ".join(sorted(_RECOMPUTED)),
+        ),
+        Row(
+            "mtp_num_layers",
+            lambda layers, _: not layers,
+            "{field} (multi-token prediction, MTP): {value!r} is not supported, only None and 0",
+        ),
+        Row(
+            "cp_comm_type",
+            lambda value, config: value is None or config.context_parallel_size == 1,
+            "{field}: {value!r} is not supported in context parallelism",
         ),
         Row(
             "params_dtype",
@@ -61,11 +90,9 @@ POLICY = Policy(
     called={
         "num_moe_experts": "mixture of experts (MoE)",
         "multi_latent_attention": "multi-latent attention (MLA)",
-        "mtp_num_layers": "multi-token prediction (MTP)",
         "pipeline_model_parallel_size": "pipeline parallelism",
         "context_parallel_size": "context parallelism",
         "window_size": "sliding window attention",
-        "cross_entropy_loss_fusion": "fused cross-entropy",
         "defer_embedding_wgrad_compute": "weight gradient deferral",
         "delay_wgrad_compute": "weight gradient deferral",
     },

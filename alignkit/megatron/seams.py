@@ -39,6 +39,17 @@ COMMON = (
         ("max_seq_len", "offset", "packed_seq"),
     ),
     Seam(
+        "models/common/embeddings/rotary_pos_embedding.py",
+        "RotaryEmbedding.__init__",
+        ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor"),
+    ),
+    Seam(
+        "models/common/embeddings/yarn_rotary_pos_embedding.py",
+        "YarnRotaryEmbedding.__init__",
+        ("scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        ("inv_freq_extra", "inv_freq_inter", "correction_range_round_to_int"),
+    ),
+    Seam(
         "models/common/embeddings/rope_utils.py",
         "apply_rotary_pos_emb",
         ("t", "freqs", "config", "cu_seqlens", "mscale"),
@@ -56,6 +67,16 @@ COMMON = (
         "tensor_parallel/cross_entropy.py",
         "vocab_parallel_cross_entropy",
         ("vocab_parallel_logits", "target", "label_smoothing"),
+    ),
+    Seam(
+        "fusions/fused_cross_entropy.py",
+        "_VocabParallelCrossEntropy.forward",
+        ("vocab_parallel_logits", "target", "tp_group"),
+    ),
+    Seam(
+        "models/common/language_module/language_module.py",
+        "LanguageModule.compute_language_model_loss",
+        ("labels", "logits"),
     ),
     Seam("tensor_parallel/random.py", "CudaRNGStatesTracker.fork"),
     Seam("tensor_parallel/random.py", "_get_cuda_rng_state"),

@@ -6,58 +6,123 @@ The rest is refused by name: `policy` does so for its configuration, `calls` for
 from __future__ import annotations
 
 import weakref
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import torch
 
+from alignkit.contract.rope import Llama3, Scaling, Yarn, plain, yarn_attention_factor
 from alignkit.dist import strict
-from alignkit.errors import BackendError, InputError, UnsupportedError
+from alignkit.errors import BackendError, UnsupportedError
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
 
 if TYPE_CHECKING:
     from . import te
 
+from . import modules
 
-def check_model(model, vocab_size: int) -> None:
-    """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned; InputError for a
-    `vocab_size` that is not its own."""
+MEGATRON_LLAMA3 = (1.0, 4.0, 8192)
+"""Of Llama 3.1's scaling, what Megatron-core has as constants: low and high factor, and the original length."""
+
+
+def check_model(model) -> None:
+    """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned."""
     if not (model.pre_process and model.post_process):
         raise UnsupportedError("pre_process / post_process: pipeline parallelism is not supported")
     if model.mtp_process:
         raise UnsupportedError("mtp_block_spec: multi-token prediction (MTP) is not supported")
-    if model.position_embedding_type != "rope":
+    if model.position_embedding_type not in ("rope", "yarn"):
         raise UnsupportedError(f"position_embedding_type: {model.position_embedding_type!r} is not supported")
     if model.rotary_percent != 1.0:
         raise UnsupportedError(f"rotary_percent: {model.rotary_percent} is not supported, only 1.0")
-    if model.rotary_scaling:
-        raise UnsupportedError("rope_scaling: scaled rotary embeddings are not supported")
     if model.config.sequence_parallel and not model.embedding.scatter_to_sequence_parallel:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
-    if not 0 < vocab_size <= model.vocab_size:
-        raise InputError(f"vocab_size: {vocab_size} is not in [1, {model.vocab_size}], the padded size")
 
 
-_frequencies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()
-"""By rotary embedding: its frequencies, and their version, that were found to be right."""
+def left_stock(model) -> str | None:
+    """Why a model's output layer stays as it is, if it does: a linear layer that gives one number for each token, as a
+    critic's or a reward model's, is no vocabulary's, whatever else it is."""
+    head = model.output_layer
+    if isinstance(head, torch.nn.Linear) and head.out_features == 1 and not list(head.children()):
+        cls = type(head)
+        return f"{cls.__module__}.{cls.__qualname__} gives one number for each token: no logprobs come from it"
+    return None
 
 
-def check_rotary(rotary, base: float, head_dim: int) -> None:
-    """UnsupportedError unless the module's frequencies are the default ones. They are not used, but a model whose
-    frequencies were scaled asks for other rotations; where the powers were taken may change their last bits."""
+_frequencies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[torch.Tensor, int]], Scaling | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By rotary embedding: its frequencies, their versions, and the scaling that they were found to have."""
+
+
+def check_rotary(model) -> Scaling | None:
+    """The scaling that a model's rotary embedding asks for. UnsupportedError unless its frequencies are those of one that
+    alignkit knows. They are not used, but a model whose frequencies were changed asks for other rotations; where the
+    powers were taken may change their last bits."""
+    rotary, base, head_dim = model.rotary_pos_emb, float(model.rotary_base), model.config.kv_channels
     if rotary.rotary_interleaved or rotary.seq_len_interpolation_factor is not None:
         raise UnsupportedError("rotary_interleaved / seq_len_interpolation_factor: neither is supported")
-    frequencies, seen = rotary.inv_freq, _frequencies.get(rotary)
+    yarn = model.position_embedding_type == "yarn"
+    held = [rotary.inv_freq, *((rotary.inv_freq_extra, rotary.inv_freq_inter) if yarn else ())]
+    seen = _frequencies.get(rotary)
     # Reading them from a device waits for it: done once, and again when they have changed.
-    remember = not on_host(frequencies.device) and not frequencies.is_inference() and not strict()
-    if remember and seen is not None and seen[0] is frequencies and seen[1] == frequencies._version:
-        return
-    expected = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    actual = frequencies.cpu()
-    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=2.0**-18, atol=0.0):
-        raise UnsupportedError("rotary_pos_emb: scaled rotary embeddings are not supported")
-    if remember:
-        _frequencies[rotary] = (frequencies, frequencies._version)
+    remember = all(not on_host(t.device) and not t.is_inference() for t in held) and not strict()
+    if not (
+        remember
+        and seen is not None
+        and all(old is t and version == t._version for (old, version), t in zip(seen[0], held, strict=True))
+    ):
+        scaling = _yarn(rotary, base, head_dim) if yarn else _llama3(rotary, base, head_dim, model.rotary_scaling)
+        seen = [(t, t._version) for t in held] if remember else [], scaling
+        if remember:
+            _frequencies[rotary] = seen
+    expected = 1.0 if seen[1] is None else seen[1].attention_factor
+    if (factor := modules.attention_factor(model.config)) != expected:
+        raise UnsupportedError(
+            f"yarn_rotary_scaling_factor / yarn_mscale: rotations are multiplied by {factor}, but a "
+            f"{type(rotary).__name__} of these settings has {expected}"
+        )
+    return seen[1]
+
+
+def _yarn(rotary, base: float, head_dim: int) -> Yarn:
+    factor, mscales = rotary.scaling_factor, (rotary.mscale, rotary.mscale_all_dim)
+    if None not in mscales and 0 in mscales and mscales != (1, 0):
+        raise UnsupportedError(f"yarn_mscale / yarn_mscale_all_dim: {mscales} is not supported")
+    _require_near(rotary.inv_freq, plain(head_dim, base))
+    _require_near(rotary.inv_freq_extra, plain(head_dim, base))
+    _require_near(rotary.inv_freq_inter, [f / factor for f in plain(head_dim, base)])
+    return Yarn(
+        float(factor),
+        int(rotary.original_max_position_embeddings),
+        float(rotary.beta_fast),
+        float(rotary.beta_slow),
+        yarn_attention_factor(factor, *mscales),
+        bool(rotary.correction_range_round_to_int),
+    )
+
+
+def _llama3(rotary, base: float, head_dim: int, scaled: bool) -> Llama3 | None:
+    """Megatron keeps whether there is scaling, not its factor, which is read off the longest wave. The other settings of
+    Llama 3.1 are constants there."""
+    if not scaled:
+        _require_near(rotary.inv_freq, plain(head_dim, base))
+        return None
+    longest = plain(head_dim, base)[-1] / float(rotary.inv_freq.flatten()[-1])
+    factor = float(Fraction(longest).limit_denominator(64)) if 0 < longest < 2**20 else 0.0
+    if factor < 1:
+        raise UnsupportedError("rotary_pos_emb: frequencies that were scaled otherwise than by rope_scaling")
+    scaling = Llama3(factor, *MEGATRON_LLAMA3)
+    _require_near(rotary.inv_freq, scaling.frequencies(head_dim, base))
+    return scaling
+
+
+def _require_near(actual: torch.Tensor, expected: list[float]) -> None:
+    actual = actual.cpu()
+    wanted = torch.tensor(expected, dtype=torch.float64, device="cpu").float()
+    if actual.shape != wanted.shape or not torch.allclose(actual, wanted, rtol=2.0**-18, atol=0.0):
+        raise UnsupportedError("rotary_pos_emb: its frequencies are not those of its settings")
 
 
 def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.device] | None) -> None:

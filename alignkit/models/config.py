@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from alignkit.contract.rope import Llama3, Scaling, Yarn, yarn_attention_factor
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.models.family import EMBEDDING, FINAL_NORM, HEAD, Family, Weight
@@ -15,6 +16,12 @@ from alignkit.models.fields import HARMLESS, MUST_BE, MUST_BE_OFF, READ
 
 VOCAB_MULTIPLE = 128
 _ROPE_FIELDS = frozenset(("rope_theta", "rope_type", "type", "partial_rotary_factor"))
+ROPE_TYPES = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+"""Kinds of rotary embeddings, and what config.json may say of each beside `_ROPE_FIELDS`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Architecture:
     norm_eps: float
     rope_base: float
     tied: bool
+    rope_scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -87,8 +95,8 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     """Reads ``config.json`` of an HF model directory.
 
     Raises InputError for a missing or broken file and for a field that cannot be what it says, UnsupportedError naming
-    the first field that is not of a dense model of a known family with default rotary embeddings, or that is not known to
-    change nothing.
+    the first field that is not of a dense model of a known family, with rotary embeddings of the `ROPE_TYPES`, or that is
+    not known to change nothing.
     """
     path = Path(model_dir) / "config.json"
     config = read_json(path)
@@ -113,6 +121,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         return value
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
+    rope_base, rope_scaling = _rope(config, family)
     arch = Architecture(
         family=family.name,
         layers=size("num_hidden_layers"),
@@ -124,7 +133,8 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         vocab=size("vocab_size"),
         max_position=size("max_position_embeddings"),
         norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps")),
-        rope_base=_rope_base(config, family),
+        rope_base=rope_base,
+        rope_scaling=rope_scaling,
         tied=config.get("tie_word_embeddings", False),  # pyright: ignore[reportArgumentType] - looked at below
     )
     if type(arch.tied) is not bool:
@@ -169,32 +179,72 @@ def _refuse_foreign(config: Mapping, family: Family) -> None:
         raise UnsupportedError(f"sliding_window: {config['sliding_window']!r:.200} is not supported")
 
 
-def _rope_base(config: Mapping, family: Family) -> float:
-    """The rotary base; newer configs keep it in `rope_parameters`, older ones beside `rope_scaling`."""
+def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None]:
+    """The rotary base and scaling; newer configs keep both in `rope_parameters`, older ones the base beside
+    `rope_scaling`."""
     bases = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    scalings = {}
     for field in ("rope_scaling", "rope_parameters"):
         rope = config.get(field)
         if rope is None:
             continue
         if not isinstance(rope, dict):
             raise InputError(f"{field}: {rope!r:.200} is not an object")
-        for name in ("rope_type", "type"):
-            if rope.get(name, "default") != "default":
-                raise UnsupportedError(f"{field}: rope type {rope[name]!r:.200} is not supported, only the default")
+        names = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
+        for name in names:
+            if name not in list(ROPE_TYPES) or name != names[0]:
+                known = ", ".join(ROPE_TYPES)
+                raise UnsupportedError(f"{field}: rope type {name!r:.200} is not supported, only {known}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedError(f"{field}: partial_rotary_factor {rope['partial_rotary_factor']!r:.200} is not 1")
-        for name in rope.keys() - _ROPE_FIELDS:
+        for name in rope.keys() - _ROPE_FIELDS - frozenset(ROPE_TYPES[names[0]]):
             raise UnsupportedError(f"{field}: {name}: {rope[name]!r:.200} is not supported")
+        scalings[field] = _scaling(field, names[0], rope)
         if "rope_theta" in rope:
             bases[f"{field}: rope_theta"] = rope["rope_theta"]
+    if len(set(scalings.values())) > 1:
+        raise InputError("rope_scaling and rope_parameters ask for different rotary embeddings")
+    scaling = next(iter(scalings.values()), None)
     if not bases and family.rope_base is not None:
-        return family.rope_base
+        return family.rope_base, scaling
     if not bases:
         raise InputError("rope_theta: the config names no rotary base")
     values = [_positive(*item) for item in bases.items()]
     if len(set(values)) > 1:
         raise InputError("; ".join(f"{field} is {value}" for field, value in bases.items()) + ": which one is it?")
-    return values[0]
+    return values[0], scaling
+
+
+def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
+    """Every number must be there, but for those of YaRN that transformers and vLLM take for the same."""
+    if kind == "default":
+        return None
+
+    def number(name: str, if_absent: float | None = None) -> float:
+        value = rope.get(name)
+        if value is None and if_absent is None:
+            raise InputError(f"{field}: {name} is missing")
+        return _positive(f"{field}: {name}", if_absent if value is None else value)
+
+    original = number("original_max_position_embeddings")
+    if original != int(original):
+        raise InputError(f"{field}: original_max_position_embeddings: {original} is not a whole number")
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if not low < high:
+            raise UnsupportedError(f"{field}: low_freq_factor: {low} is not below high_freq_factor, {high}")
+        return Llama3(number("factor"), low, high, int(original))
+    factor = number("factor")
+    attention_factor = yarn_attention_factor(factor)
+    if rope.get("attention_factor") not in (None, attention_factor):
+        raise UnsupportedError(
+            f"{field}: attention_factor: {rope['attention_factor']!r:.200} is not {attention_factor}, and Megatron-core "
+            "has no other"
+        )
+    truncate = rope.get("truncate", True)
+    if type(truncate) is not bool:
+        raise InputError(f"{field}: truncate: {truncate!r:.200} is neither true nor false")
+    return Yarn(factor, int(original), number("beta_fast", 32.0), number("beta_slow", 1.0), attention_factor, truncate)
 
 
 def _positive(field: str, value) -> float:

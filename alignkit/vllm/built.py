@@ -58,6 +58,7 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
         yield "head_dim", attention.attn.head_size, read.head_dim
         yield "the scale of attention", attention.attn.impl.scale, read.head_dim**-0.5
         yield "rope_theta", attention.rotary_emb.base, read.rope_base
+        yield "rope_scaling", attention.rotary_emb.scaling, read.rope_scaling
         yield "intermediate_size", mlp.down_proj.input_size, read.intermediate
         yield "biases of q, k and v", attention.qkv_proj.bias is not None, read.qkv_bias
         for linear in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj):

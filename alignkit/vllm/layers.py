@@ -7,11 +7,13 @@ numbers. What runs in the trunk's `forward` methods is compiled whole: they call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.distributed import split_tensor_along_last_dim
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import rotary_embedding
@@ -27,6 +29,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -36,11 +40,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from alignkit import ops
+from alignkit.contract.rope import Llama3, Scaling, Yarn
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.vllm import versions
 from alignkit.vllm.attention import AlignedAttentionBackend
 from alignkit.vllm.parallel import GROUP
+from alignkit.vllm.policy import VOCAB_SIZE
 
 
 class AlignedLinearMethod(UnquantizedLinearMethod):
@@ -138,17 +144,23 @@ class AlignedSiluAndMul(SiluAndMul):
         return library.silu_mul(gate, up)
 
 
-class AlignedRotaryEmbedding(RotaryEmbedding):
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **{**kwargs, "init_cache": False})
+class _Rotary:
+    """Mixin: the table is ``ops.rope_table``'s, in fp32."""
+
+    scaling: Scaling | None = None
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        return torch.empty(0)  # vLLM would round it to the model's type
+
+    def _make_table(self: Any, positions: int) -> None:
         if self.rotary_dim != self.head_size or not self.is_neox_style:
             raise UnsupportedError("rotary embedding of a part of the head, or interleaved")
         device = torch.get_default_device()  # while it builds, the model's
-        table = ops.rope_table(self.head_size, self.max_position_embeddings, self.base)
+        table = ops.rope_table(self.head_size, positions, self.base, scaling=self.scaling)
         # A copy of its own: vLLM's sleep mode takes the memory away from under a model's buffers.
         self.register_buffer("cos_sin_cache", table.to(device, copy=True), persistent=False)
 
-    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
+    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
         if positions.dim() != 1 or key is None:
             raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
         heads = (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
@@ -156,14 +168,37 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
         return q.view(query.shape), k.view(key.shape)
 
 
+class AlignedRotaryEmbedding(_Rotary, RotaryEmbedding):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._make_table(self.max_position_embeddings)
+
+
+class AlignedLlama3RotaryEmbedding(_Rotary, Llama3RotaryEmbedding):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scaling = Llama3(self.scaling_factor, self.low_freq_factor, self.high_freq_factor, self.orig_max_position)
+        self._make_table(self.max_position_embeddings)
+
+
+class AlignedYaRNScalingRotaryEmbedding(_Rotary, YaRNScalingRotaryEmbedding):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        original = self.max_position_embeddings
+        self.scaling = Yarn(self.scaling_factor, original, self.beta_fast, self.beta_slow, self.mscale, self.truncate)
+        self._make_table(math.ceil(original * self.scaling_factor))
+
+
 class AlignedLogitsProcessor(LogitsProcessor):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         if self.logits_as_input:
             raise UnsupportedError("logits_as_input: the model makes its logits itself")
+        self._vocab_size = get_current_vllm_config().additional_config.get(VOCAB_SIZE, self.org_vocab_size)
 
     def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather: bool = False):
-        """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`."""
+        """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`. Ids beyond the vocabulary
+        that the engine was given have -inf: they are never sampled, and count as little as absent ones."""
         if skip_gather:
             raise UnsupportedError("batch-sharded sampling")
         logits = ops.head_logits(
@@ -171,7 +206,10 @@ class AlignedLogitsProcessor(LogitsProcessor):
         )
         if lm_head.tp_size > 1:
             logits = self._gather_logits(logits)
-        return None if logits is None else logits[..., : self.org_vocab_size]
+        if logits is None:
+            return None
+        logits[..., self._vocab_size :] = float("-inf")
+        return logits[..., : self.org_vocab_size]
 
     def get_top_tokens(self, *args, **kwargs):
         raise UnsupportedError("vocabulary-parallel argmax (speculative decoding)")
@@ -191,6 +229,8 @@ ALIGNED = {
     "RMSNorm": AlignedRMSNorm,
     "SiluAndMul": AlignedSiluAndMul,
     "RotaryEmbedding": AlignedRotaryEmbedding,
+    "Llama3RotaryEmbedding": AlignedLlama3RotaryEmbedding,
+    "YaRNScalingRotaryEmbedding": AlignedYaRNScalingRotaryEmbedding,
     "LogitsProcessor": AlignedLogitsProcessor,
 }
 """vLLM's class name -> the class that takes its place."""

@@ -14,6 +14,8 @@ from alignkit import dist
 from alignkit.engines.policy import Policy, Row
 from alignkit.vllm.versions import Version
 
+VOCAB_SIZE = "alignkit_vocab_size"
+"""In vLLM's ``additional_config``: how many ids the model's vocabulary has, if that is fewer than its config.json says."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -47,6 +49,13 @@ def _off(field: str, called: str) -> Row:
     return Row(field, lambda value, _: value is None or value is False, called)
 
 
+def _is_vocab_size(additional, model_config) -> bool:
+    if not isinstance(additional, dict) or VOCAB_SIZE not in additional:
+        return True
+    size = additional[VOCAB_SIZE]
+    return type(size) is int and 0 < size <= model_config.get_vocab_size()
+
+
 ENGINE = Policy(
     # Parts with tables of their own, parts that only speak to modules which are refused anyway, and how to load, serve,
     # log and measure. Kernels are alignkit's whatever `kernel_config` says.
@@ -76,6 +85,14 @@ ENGINE = Policy(
             "weight offloading",
         ),
         Row("additional_config", lambda value, _: isinstance(value, dict), "an additional_config that is not a dict"),
+        Row(
+            "additional_config",
+            lambda value, asked: _is_vocab_size(value, asked.config.model_config),
+            lambda value, asked: (
+                f"{VOCAB_SIZE} {value[VOCAB_SIZE]!r} (it is no number of ids from 1 to the model's "
+                f"{asked.config.model_config.get_vocab_size()})"
+            ),
+        ),
     ),
     called={"quant_config": "quantization"},
 )

@@ -12,6 +12,7 @@ import torch
 from alignkit.engines.policy import Policy, Row, default, refusals
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
+from alignkit.models.config import ROPE_TYPES
 from alignkit.vllm.built import architecture
 from alignkit.vllm.policy import PARTS, Asked
 from alignkit.vllm.versions import installed
@@ -68,7 +69,8 @@ def _model_reasons(hf, sliding_window: int | None) -> list[str]:
         return [f"model architecture {', '.join(architectures)} ({moe}supported: {', '.join(ARCHITECTURES)})"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
-    if rope.pop("rope_type", "default") != "default" or rope.keys() - {"rope_theta", "partial_rotary_factor"}:
+    known = ROPE_TYPES.get(rope.pop("rope_type", "default"))
+    if known is None or rope.keys() - {"rope_theta", "partial_rotary_factor", *known}:
         reasons.append(f"rope scaling ({hf.rope_parameters})")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         reasons.append("rotary embedding of a part of the head")

@@ -54,6 +54,17 @@ COMMON = (
         "RotaryEmbedding",
         ("head_size", "rotary_dim", "max_position_embeddings", "base", "is_neox_style", "init_cache"),
     ),
+    Seam(_LAYERS + "rotary_embedding/llama3_rope.py", "Llama3RotaryEmbedding", ("orig_max_position",)),
+    Seam(
+        _LAYERS + "rotary_embedding/yarn_scaling_rope.py", "YaRNScalingRotaryEmbedding", ("scaling_factor", "truncate")
+    ),
+    *(
+        Seam(_LAYERS + f"rotary_embedding/{file}.py", f"{cls}.__init__", mentions=names)
+        for file, cls, names in (
+            ("llama3_rope", "Llama3RotaryEmbedding", ("scaling_factor", "low_freq_factor", "high_freq_factor")),
+            ("yarn_scaling_rope", "YaRNScalingRotaryEmbedding", ("beta_fast", "beta_slow", "mscale", "truncate")),
+        )
+    ),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor", ("scale", "logits_as_input", "soft_cap")),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor._gather_logits", ("logits",)),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.get_top_tokens"),

@@ -14,6 +14,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "cuda",
             "ddp",
             "fingerprint",
+            "frameworks",
             "gradients",
             "patch",
             "recompute",
@@ -60,7 +61,7 @@ def checkpoint(tmp_path_factory):
     made = {}
 
     def make(arch="qwen3", dtype=torch.bfloat16, tied=False, vocab=300, **sizes):
-        key = (arch, dtype, tied, vocab, *sorted(sizes.items()))
+        key = (arch, dtype, tied, vocab, repr(sorted(sizes.items())))
         if key not in made:
             path = tmp_path_factory.mktemp("hf")
             made[key] = make_checkpoint(path, arch=arch, dtype=dtype, tied=tied, vocab=vocab, **(SMALL | sizes))

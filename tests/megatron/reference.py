@@ -2,6 +2,8 @@
 
 import torch
 
+from alignkit.contract.rope import Llama3, Yarn
+
 
 def weights64(checkpoint):
     """HF name -> float64 leaf that takes a gradient."""
@@ -19,12 +21,31 @@ def entropy(arch, w, tokens, temperature):
     return -(logp.exp() * logp).sum(-1)
 
 
+def frequencies(arch):
+    """Of the rotary embedding, float64 [head_dim / 2]: by torch, from the papers' definitions."""
+    d, scaling = arch.head_dim, arch.rope_scaling
+    f = 1 / arch.rope_base ** (torch.arange(0, d, 2).double() / d)
+    if isinstance(scaling, Llama3):
+        turns = scaling.original_max_position * f / (2 * torch.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    elif isinstance(scaling, Yarn):
+        turns = torch.tensor([scaling.beta_fast, scaling.beta_slow]).double() * 2 * torch.pi
+        border = d * (scaling.original_max_position / turns).log() / (2 * torch.tensor(arch.rope_base).double().log())
+        low, high = border[0].floor().clamp(min=0), border[1].ceil().clamp(max=d - 1)
+        kept = 1 - ((torch.arange(d // 2) - low) / (high - low)).clamp(0, 1)
+    else:
+        return f
+    return f * kept + f / scaling.factor * (1 - kept)
+
+
 def logits(arch, w, tokens):
     """float64 [len(tokens), vocab]."""
     x = w["model.embed_tokens.weight"][torch.tensor(tokens)]
     t, d = x.shape[0], arch.head_dim
-    angle = torch.arange(t).double()[:, None] / arch.rope_base ** (torch.arange(0, d, 2).double() / d)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    angle = torch.arange(t).double()[:, None] * frequencies(arch)
+    m = getattr(arch.rope_scaling, "attention_factor", 1.0)
+    cos, sin = m * angle.cos()[:, None], m * angle.sin()[:, None]
     hidden_from = torch.ones(t, t, dtype=torch.bool).triu(1)
 
     def norm(x, weight):

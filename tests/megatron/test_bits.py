@@ -10,6 +10,7 @@ from alignkit.convert import read_architecture
 from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
+from tests.ropes import ROPES
 
 # 300: both paddings (384 and 512) cut the last shard. 100: the second rank has only padding.
 MODELS = [
@@ -20,18 +21,20 @@ MODELS = [
     ("llama", torch.bfloat16, True, 100),
     ("llama", torch.float32, False, 300),
     ("mistral", torch.bfloat16, False, 300),
+    ("llama", torch.bfloat16, True, 300, "llama3"),
+    ("qwen3", torch.bfloat16, False, 300, "yarn"),
 ]
 
 
 def name(model):
-    arch, dtype, tied, vocab = model
-    return f"{arch}-{str(dtype)[6:]}-{'tied' if tied else 'untied'}-{vocab}"
+    arch, dtype, tied, vocab, *rope = model
+    return "-".join((arch, str(dtype)[6:], "tied" if tied else "untied", str(vocab), *rope))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=name)
 def test_every_way_gives_the_same_bits(model, checkpoint, rows, world, pair):
-    arch, dtype, tied, vocab = model
-    path = checkpoint(arch, dtype, tied, vocab)
+    arch, dtype, tied, vocab, *rope = model
+    path = checkpoint(arch, dtype, tied, vocab, **({"rope_scaling": ROPES[rope[0]]} if rope else {}))
     alone = workers.every_way(world, path, dtype, False, rows)
     for way in ("padded", "packed", "loss call", "logits", "logprobs at 1.0"):
         assert_bitwise_equal(alone[way], alone["one"], way)
@@ -97,8 +100,15 @@ def test_reference(checkpoint, rows, world):
     from alignkit.convert import Checkpoint
     from tests.megatron import reference
 
-    for arch, tied in (("qwen3", False), ("qwen2", True), ("llama", False), ("mistral", True)):
-        path = checkpoint(arch, torch.float32, tied)
+    for arch, tied, rope in (
+        ("qwen3", False, None),
+        ("qwen2", True, None),
+        ("llama", False, None),
+        ("mistral", True, None),
+        ("llama", True, "llama3"),
+        ("qwen3", True, "yarn"),
+    ):
+        path = checkpoint(arch, torch.float32, tied, rope_scaling=ROPES.get(rope))
         shape, weights = read_architecture(path), reference.weights64(Checkpoint(path))
         with torch.no_grad():
             expected = torch.cat([reference.logprobs(shape, weights, row) for row in rows])

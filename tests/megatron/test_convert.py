@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from alignkit.convert import Checkpoint, check_weights, merge_qkv, read_architecture, split_qkv, to_hf, to_megatron
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.models import FAMILIES
+from tests.ropes import ROPES
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -75,12 +76,25 @@ def test_sharded_files_and_dtype(checkpoint, tmp_path):
 
 
 PUBLISHED = json.loads((Path(__file__).parent / "configs.json").read_text())
-NOT_YET = {"Llama-3.2-1B-Instruct": "rope_scaling: rope type 'llama3'"}
 
 
 def read(directory, config):
     (directory / "config.json").write_text(json.dumps(config))
     return read_architecture(directory)
+
+
+def scaling(rope):
+    """The fields of `alignkit.contract.rope`, of transformers' `rope_parameters`."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    both = {"factor": rope["factor"], "original_max_position": rope["original_max_position_embeddings"]}
+    if kind == "llama3":
+        return both | {name: rope[name] for name in ("low_freq_factor", "high_freq_factor")}
+    assert kind == "yarn"
+    given = {"beta_fast": rope.get("beta_fast", 32.0), "beta_slow": rope.get("beta_slow", 1.0)}
+    attention_factor = rope.get("attention_factor") or 0.1 * math.log(rope["factor"]) + 1.0
+    return both | given | {"attention_factor": attention_factor, "truncate": rope.get("truncate", True)}
 
 
 def transformers_reads(directory):
@@ -99,6 +113,7 @@ def transformers_reads(directory):
         "max_position": config.max_position_embeddings,
         "norm_eps": config.rms_norm_eps,
         "rope_base": rope["rope_theta"],
+        "rope_scaling": scaling(rope),
         "tied": config.tie_word_embeddings,
         "family": config.model_type,
     }
@@ -107,10 +122,6 @@ def transformers_reads(directory):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name, tmp_path):
     config = PUBLISHED[name]
-    if name in NOT_YET:
-        with pytest.raises(UnsupportedError, match=NOT_YET[name]):
-            read(tmp_path, config)
-        config = config | {"rope_scaling": None}  # and nothing else of it is refused
     assert asdict(read(tmp_path, config)) == transformers_reads(tmp_path)
 
 
@@ -180,10 +191,15 @@ def test_configs_that_transformers_saves(family, diff, tmp_path):
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
         ({"model_type": "llama"}, "model_type"),
         ({"model_type": None}, "model_type"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": ROPES["yarn"] | {"type": "llama3"}}, "llama3"),
+        ({"rope_scaling": ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "mscale"),
+        ({"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}, "attention_factor"),
+        ({"rope_scaling": ROPES["llama3"] | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": ROPES["llama3"] | {"beta_fast": 32}}, "beta_fast"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "linear"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5}}, "longrope"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"attention_bias": True}, "attention_bias"),
@@ -288,6 +304,17 @@ SIZES = (
             for value in (3, "default", [], True, math.nan)
         ),
         ("rope_parameters", {"rope_theta": None}),
+        *(
+            (name, ROPES[kind] | {field: value})
+            for name in ("rope_scaling", "rope_parameters")
+            for kind in ROPES
+            for field in ("factor", "original_max_position_embeddings")
+            for value in (None, 0, -2.0, "4", True, math.nan)
+        ),
+        ("rope_scaling", ROPES["llama3"] | {"high_freq_factor": None}),
+        ("rope_scaling", ROPES["yarn"] | {"original_max_position_embeddings": 64.5}),
+        ("rope_scaling", ROPES["yarn"] | {"beta_fast": -1}),
+        ("rope_scaling", ROPES["yarn"] | {"truncate": 1}),
         ("rope_parameters", {"rope_theta": "1e6"}),
         ("num_key_value_heads", 3),
         ("head_dim", None),
@@ -304,6 +331,19 @@ def test_two_rotary_bases(checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     with pytest.raises(InputError, match="rope_theta is 10000.0; rope_parameters: rope_theta is 1000000.0"):
         read(tmp_path, config | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}})
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaling_by_either_name(kind, checkpoint, tmp_path):
+    config = json.loads((checkpoint() / "config.json").read_text())
+    older = read(tmp_path, config | {"rope_scaling": ROPES[kind]})
+    newer = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
+    assert older.rope_scaling is not None
+    assert older == read(tmp_path, newer | {"rope_parameters": ROPES[kind] | {"rope_theta": config["rope_theta"]}})
+    assert older == read(tmp_path, config | {"rope_scaling": ROPES[kind], "rope_parameters": ROPES[kind]})
+    assert asdict(older) == transformers_reads(tmp_path)
+    with pytest.raises(InputError, match="different rotary"):
+        read(tmp_path, config | {"rope_scaling": ROPES[kind], "rope_parameters": ROPES[kind] | {"factor": 3.0}})
 
 
 def test_newer_configs_keep_the_base_in_rope_parameters(checkpoint, tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from alignkit.contract import contract_id
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.megatron import logprobs, output_processor, patch_megatron, status
+from alignkit.megatron import logprobs, output_processor, patch_megatron, set_vocab_size, status
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
@@ -196,15 +196,17 @@ def test_twice_is_once(world):
     assert not status()["patched"]
 
 
-@pytest.mark.parametrize("vocab_size", [0, -1, 2.0, None])
+@pytest.mark.parametrize("vocab_size", [0, -1, 2.0, True, "7"])
 def test_vocab_size_is_checked(vocab_size):
     with pytest.raises(InputError, match="vocab_size"):
         patch_megatron(vocab_size)
 
 
 def test_vocab_size_beyond_the_model(checkpoint, world):
-    with patch_megatron(400), pytest.raises(InputError, match="vocab_size: 400"):
-        workers.build(checkpoint(), torch.bfloat16)
+    with patch_megatron(400):
+        model = workers.build(checkpoint(), torch.bfloat16)
+        with pytest.raises(InputError, match="vocab_size: 400"):
+            model(torch.tensor([[1, 2, 3]]), None, None)
 
 
 def test_status_tells_aligned_from_stock(checkpoint, world):
@@ -329,3 +331,98 @@ def test_cross_entropy_taken_before_the_patch(checkpoint, rows, world):
 def test_ranks_that_disagree_fail_together(what, kind, checkpoint, rows, pair):
     for outcome in pair.outcomes(2, workers.disagree, checkpoint(), rows, what):
         assert outcome.kind is kind and what in outcome.message, outcome.traceback
+
+
+class LinearForLastLayer(torch.nn.Linear):
+    """As verl, mbridge, NeMo-RL and slime have it."""
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return super().forward(input_).float(), None
+
+
+def test_a_critic_beside_a_policy(checkpoint, rows, world):
+    """Its head stays stock, by name; its trunk and the policy are aligned; logprobs of it are refused."""
+    path = checkpoint()
+    tokens, positions, labels, counted = workers.batch(rows)
+    with patch_megatron(300), torch.no_grad():
+        policy, critic = (workers.build(path, torch.bfloat16) for _ in range(2))
+        expected = policy(tokens, positions, None, labels=labels)
+        critic.output_layer = LinearForLastLayer(256, 1, bias=True, dtype=torch.bfloat16)
+        values = critic(tokens, positions, None)
+        assert values.shape == (*tokens.shape, 1) and values.dtype == torch.float32
+        report = status(critic)
+        assert list(report["left"]) == ["output_layer"] and "LinearForLastLayer" in report["left"]["output_layer"]
+        assert "output_layer" not in report["aligned"] and "decoder.final_layernorm" in report["aligned"]
+        assert status(policy)["left"] == {}
+        assert_bitwise_equal(policy(tokens, positions, None, labels=labels), expected, "the policy")
+        one = torch.cat([critic(tokens[i : i + 1], positions[:1], None) for i in range(len(tokens))])
+        assert_bitwise_equal(one[counted], values[counted], "one by one")
+        with pytest.raises(UnsupportedError, match="one number"):
+            critic(tokens, positions, None, labels=labels)
+        with pytest.raises(UnsupportedError, match="one number"):
+            logprobs(critic, tokens, positions, None, labels)
+
+
+@pytest.mark.parametrize("how", ["two numbers", "a vocabulary", "logits of its own"])
+def test_a_head_that_may_be_a_vocabularys_is_refused(how, checkpoint, world):
+    class Scorer(LinearForLastLayer):
+        def forward(self, input_, weight=None, runtime_gather_output=None):
+            return torch.zeros(*input_.shape[:2], 384), None
+
+    heads = {
+        "two numbers": lambda: LinearForLastLayer(256, 2),
+        "a vocabulary": lambda: torch.nn.Linear(256, 384),
+        "logits of its own": lambda: Scorer(256, 1),
+    }
+    with patch_megatron(300), torch.no_grad():
+        model = workers.build(checkpoint(), torch.bfloat16)
+        model.output_layer = heads[how]()
+        with pytest.raises(UnsupportedError, match="output_layer"):
+            model(torch.tensor([[1, 2, 3]]), None, None)
+
+
+def test_a_vocabulary_for_each_model(checkpoint, rows, world):
+    """The models' own sizes, whatever the process has; logits of both are told apart by their columns, or refused."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    tokens, positions, labels, counted = workers.batch(rows)
+    small, large = checkpoint("qwen3", vocab=300), checkpoint("qwen2", vocab=500)
+
+    def losses(model):
+        return model(tokens, positions, None, labels=labels)[counted]
+
+    with torch.no_grad():
+        expected = {}
+        for path, size in ((small, 300), (small, 290), (large, 500)):
+            with patch_megatron(size):
+                expected[path, size] = losses(workers.build(path, torch.bfloat16))
+        assert not torch.equal(expected[small, 300], expected[small, 290])
+        with patch_megatron():
+            first, second, cut = (workers.build(path, torch.bfloat16) for path in (small, large, small))
+            with pytest.raises(InputError, match="vocab_size"):
+                losses(first)
+            set_vocab_size(torch.nn.Sequential(first), 300)  # found in a wrapper
+            set_vocab_size(second, 500)
+            assert_bitwise_equal(losses(first), expected[small, 300])
+            assert_bitwise_equal(losses(second), expected[large, 500])
+            assert_bitwise_equal(losses(workers.copied(first)), expected[small, 300], "a copy")
+            for model, key in ((first, (small, 300)), (second, (large, 500))):
+                loss = vocab_parallel_cross_entropy(model(tokens, positions, None), labels)
+                assert_bitwise_equal(loss[counted], expected[key], "logits")
+            set_vocab_size(cut, 290)
+            assert_bitwise_equal(losses(cut), expected[small, 290])
+            with pytest.raises(UnsupportedError, match="290, 300"):
+                vocab_parallel_cross_entropy(cut(tokens, positions, None), labels)
+        with patch_megatron(290):
+            assert_bitwise_equal(losses(workers.build(small, torch.bfloat16)), expected[small, 290])
+            second = workers.build(large, torch.bfloat16)
+            set_vocab_size(second, 500)
+            assert_bitwise_equal(losses(second), expected[large, 500])
+            set_vocab_size(second, 513)
+            with pytest.raises(InputError, match="vocab_size: 513"):
+                losses(second)
+    for size in (0, True, "7"):
+        with pytest.raises(InputError, match="vocab_size"):
+            set_vocab_size(first, size)
+    with pytest.raises(InputError, match="model"):
+        set_vocab_size(torch.nn.Linear(2, 2), 7)

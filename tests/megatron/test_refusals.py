@@ -10,6 +10,7 @@ from alignkit.convert import read_architecture
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import patch_megatron
 from tests.megatron import workers
+from tests.ropes import ROPES
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])
 
@@ -36,7 +37,6 @@ def model(checkpoint, patched):
         ("fp8", "e4m3", "fp8"),
         ("fp16", True, "fp16"),
         ("window_size", (64, 0), "sliding window"),
-        ("cross_entropy_loss_fusion", True, "fused cross-entropy"),
         ("defer_embedding_wgrad_compute", True, "weight gradient deferral"),
         ("delay_wgrad_compute", True, "weight gradient deferral"),
         ("softmax_scale", 0.1, "softmax_scale"),
@@ -85,7 +85,8 @@ def gpt(path, config=None, **arguments):
         ({"gated_linear_unit": False, "activation_func": F.gelu}, {}, "SwiGLU"),
         ({"num_moe_experts": 2}, {}, "MoE"),
         ({"rotary_interleaved": True}, {}, "rotary_interleaved"),
-        ({}, {"rope_scaling": True}, "rope_scaling"),
+        ({}, {"rope_scaling": True, "rotary_base": 986}, "rotary_pos_emb"),  # no wave is long: no factor is seen
+        ({}, {"rope_scaling": True, "rope_scaling_factor": 0.5}, "rope_scaling"),
         ({}, {"rotary_percent": 0.5}, "rotary_percent"),
         ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
         ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
@@ -96,6 +97,43 @@ def gpt(path, config=None, **arguments):
 def test_a_model_that_is_built(config, arguments, named, checkpoint, patched):
     with pytest.raises(UnsupportedError, match=named):
         gpt(checkpoint("llama"), config, **arguments)
+
+
+def test_llama3s_factor_is_read_off_the_frequencies(checkpoint, patched):
+    """Megatron does not keep it; every factor that people use is found, exactly."""
+    from alignkit.contract.rope import Llama3
+    from alignkit.megatron.supported import check_rotary
+
+    for factor in (1.0, 2.5, 8.0, 16.0, 32.0, 1000 / 64):
+        arguments = {"rope_scaling": True, "rope_scaling_factor": factor, "rotary_base": 500000}
+        assert check_rotary(gpt(checkpoint("llama"), **arguments)) == Llama3(factor, 1.0, 4.0, 8192)
+    assert check_rotary(gpt(checkpoint("llama"))) is None
+
+
+def test_yarn_is_of_one_piece(checkpoint, patched):
+    """What the configuration, the module and its frequencies say must be one thing."""
+    model = workers.build(checkpoint("qwen3", rope_scaling=ROPES["yarn"]), torch.bfloat16)
+    model(TOKENS, None, None)
+    model.config.yarn_rotary_scaling_factor = 8.0
+    with pytest.raises(UnsupportedError, match="yarn_rotary_scaling_factor"):
+        model(TOKENS, None, None)
+    model.config.yarn_rotary_scaling_factor = 4.0
+    model.rotary_pos_emb.inv_freq_inter = model.rotary_pos_emb.inv_freq_inter / 2
+    with pytest.raises(UnsupportedError, match="rotary_pos_emb"):
+        model(TOKENS, None, None)
+
+
+def test_rotations_that_only_the_configuration_scales(model):
+    model.config.yarn_rotary_scaling_factor = 4.0
+    with pytest.raises(UnsupportedError, match="yarn_rotary_scaling_factor"):
+        model(TOKENS, None, None)
+
+
+@pytest.mark.parametrize("field, value", [("low_freq_factor", 2.0), ("original_max_position_embeddings", 4096)])
+def test_a_scaling_that_megatron_lacks(field, value, checkpoint, patched):
+    path = checkpoint("llama", rope_scaling=ROPES["llama3"] | {field: value})
+    with pytest.raises(UnsupportedError, match=r"rope_scaling: .*Megatron-core only has"):
+        workers.build(path, torch.bfloat16)
 
 
 def test_frequencies_that_were_changed(model):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from alignkit import ops
+from alignkit.contract.rope import Llama3, Yarn
 from alignkit.errors import BackendError, InputError
 from alignkit.ops.linear_logp import token_logp
 from alignkit.runtime import dispatch
@@ -61,6 +62,11 @@ CASES = [
     ("up: dtype", lambda: ops.silu_mul(X, X.bfloat16())),
     ("head_dim", lambda: ops.rope_table(7, 10, 1e4)),
     ("max_position", lambda: ops.rope_table(8, 0, 1e4)),
+    ("scaling: a dict", lambda: ops.rope_table(8, 9, 1e4, scaling={"factor": 8.0})),
+    ("scaling.factor", lambda: ops.rope_table(8, 9, 1e4, scaling=Llama3(0.0, 1.0, 4.0, 64))),
+    ("scaling.low_freq_factor", lambda: ops.rope_table(8, 9, 1e4, scaling=Llama3(8.0, 4.0, 4.0, 64))),
+    ("scaling.beta_slow", lambda: ops.rope_table(8, 9, 1e4, scaling=Yarn(8.0, 64, 32.0, -1.0, 1.0, True))),
+    ("base", lambda: ops.rope_table(8, 9, 0.5, scaling=Yarn(8.0, 64, 32.0, 1.0, 1.0, True))),
     ("positions: -1 to 5 leave the table", lambda: ops.rope(Q, torch.tensor([-1, 0, 0, 0, 5, 5]), ROPE)),
     ("positions: 0 to 16 leave the table", lambda: ops.rope(Q, torch.tensor([0, 0, 0, 0, 0, 16]), ROPE)),
     ("positions: dtype", lambda: ops.rope(Q, POS.int(), ROPE)),

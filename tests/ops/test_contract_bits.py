@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 
 from alignkit import ops
+from alignkit.contract.rope import Llama3, Yarn, yarn_attention_factor
 from alignkit.errors import BackendError
 from alignkit.ops import _common
 from alignkit.ops.linear import matmul
@@ -21,6 +22,11 @@ from .helpers import CPU, dtypes, linear_dtypes, randn, seeds
 pytestmark = pytest.mark.skipif(not CPU, reason="these are the bits of the CPU")
 
 ISAS = ("generic", "avx2", "avx512")
+SCALINGS = [
+    Llama3(8.0, 1.0, 4.0, 8192),
+    Yarn(4.0, 1024, 32.0, 1.0, yarn_attention_factor(4.0), True),
+    Yarn(40.0, 4096, 32.0, 1.0, 1.0, False),
+]
 
 
 @pytest.fixture(params=ISAS, autouse=True)
@@ -145,6 +151,23 @@ def test_rope_table():
     _table.cache_clear()
     assert_bitwise_equal(ops.rope_table(64, 300, 1e6), reference)
     assert_bitwise_equal(ops.rope_table(64, 5, 1e6), reference[:5], "a shorter table")
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=repr)
+def test_scaled_rope_table(scaling):
+    _table.cache_clear()
+    with dispatch.use("reference"):
+        reference = ops.rope_table(64, 300, 1e4, scaling=scaling)
+    _table.cache_clear()
+    assert_bitwise_equal(ops.rope_table(64, 300, 1e4, scaling=scaling), reference)
+    assert_bitwise_equal(ops.rope_table(64, 5, 1e4, scaling=scaling), reference[:5], "a shorter table")
+    assert not torch.equal(reference, ops.rope_table(64, 300, 1e4))
+
+
+def test_frequencies_that_are_not_scaled_give_the_plain_table():
+    """By Llama 3's formula waves shorter than its borders stay: the two ways to a table are one."""
+    same = Llama3(8.0, 1.0, 4.0, 2**40)
+    assert_bitwise_equal(ops.rope_table(64, 300, 1e4, scaling=same), ops.rope_table(64, 300, 1e4))
 
 
 @given(rows=st.integers(1, 9), f=st.integers(1, 70), dtype=dtypes, seed=seeds)

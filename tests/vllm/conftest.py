@@ -103,7 +103,7 @@ def checkpoint(tmp_path_factory):
     made = {}
 
     def get(arch="qwen3", dtype=torch.bfloat16, **kwargs):
-        key = (arch, dtype, *sorted(kwargs.items()))
+        key = (arch, dtype, repr(sorted(kwargs.items())))
         if key not in made:
             made[key] = make_checkpoint(tmp_path_factory.mktemp("model") / arch, arch, dtype, **kwargs)
         return str(made[key])

@@ -8,6 +8,7 @@ import torch
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
+from tests.ropes import ROPES
 from tests.vllm.conftest import ENGINE
 
 PROMPT = [5, 900, 33, 1999, 0, 41, 7, 7, 1200, 64]
@@ -100,6 +101,24 @@ def no_logprobs(state):
     params = SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False, top_k=5)
     (output,) = state.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     return list(output.outputs[0].token_ids), None
+
+
+def trained(state, path, prompt, tokens, vocab_sizes):
+    """The logprobs of `tokens` by Megatron-core, whose model is given vocabularies of its own."""
+    from alignkit.check import train
+    from alignkit.drift.files import Logprobs
+    from alignkit.megatron import set_vocab_size
+
+    result = []
+
+    def body(rank, job, model, contract):
+        given = Logprobs([prompt], [tokens], [torch.zeros(len(tokens))], "none")
+        for vocab_size in vocab_sizes:
+            set_vocab_size(model, vocab_size)
+            result.extend(train.recompute(model, given, "one"))
+
+    train.launch({"model": path, "dtype": "bfloat16", "patched": True, "tp": 1}, body)
+    return [values.tolist() for values in result]
 
 
 def of_worker(state):
@@ -337,6 +356,33 @@ def test_other_architectures(spare, checkpoint, arch, dtype, tied):
     spare(start, checkpoint(arch, dtype, tied=tied), {"dtype": str(dtype).removeprefix("torch.")})
     tokens, decoded = spare(sampled, 5, 1.0, 1.0)
     assert spare(evaluate, PROMPT, tokens, 5) == decoded
+
+
+def test_a_vocabulary_smaller_than_the_models(spare, vllm_process, checkpoint):
+    """Ids beyond it are never sampled, and the others have the logprobs that training has with that vocabulary."""
+    options = {"dtype": "bfloat16", "additional_config": {"alignkit_vocab_size": 700}}
+    spare(start, checkpoint(), options)
+    prompt = [token % 700 for token in PROMPT]
+    tokens, decoded = spare(generate, [prompt])[0]
+    assert max(tokens) < 700
+    actual = torch.tensor([step["sampled"] for step in decoded], dtype=torch.float32)
+    cut, whole = map(torch.tensor, vllm_process()(trained, checkpoint(), prompt, tokens, [700, 2000]))
+    assert_bitwise_equal(cut, actual)
+    assert not torch.equal(whole, actual)
+
+
+@pytest.mark.parametrize("arch, rope", [("llama", "llama3"), ("qwen3", "yarn")])
+def test_scaled_rotary_embeddings(spare, vllm_process, checkpoint, arch, rope):
+    """Of what is sampled, prefilled and trained, the same bits; and other ones than without the scaling."""
+    path, unscaled = checkpoint(arch, rope_scaling=ROPES[rope]), checkpoint(arch)
+    spare(start, path, {"dtype": "bfloat16"})
+    tokens, decoded = spare(generate, [PROMPT * 8])[0]
+    actual = torch.tensor([step["sampled"] for step in decoded], dtype=torch.float32)
+    assert [step["sampled"] for step in spare(evaluate, PROMPT * 8, tokens, 0)] == actual.tolist()
+    (expected,) = vllm_process()(trained, path, PROMPT * 8, tokens, [2000])
+    assert_bitwise_equal(torch.tensor(expected), actual)
+    (other,) = vllm_process()(trained, unscaled, PROMPT * 8, tokens, [2000])
+    assert not torch.equal(torch.tensor(other), actual)
 
 
 def test_undo(engine, checkpoint):

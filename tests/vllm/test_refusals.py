@@ -10,6 +10,7 @@ import torch
 
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.refuse import refuse_model
+from tests.ropes import ROPES
 from tests.vllm.conftest import ENGINE
 
 
@@ -71,6 +72,8 @@ def build_with_an_extra_layer(state, model):
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         ),
         ("quantization", {"quantization": "fp8"}),
+        ("alignkit_vocab_size 2001", {"additional_config": {"alignkit_vocab_size": 2001}}),
+        ("alignkit_vocab_size '7'", {"additional_config": {"alignkit_vocab_size": "7"}}),
         ("pipeline parallelism", {"pipeline_parallel_size": 2}),
         ("context parallelism", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
         ("data parallelism", {"data_parallel_size": 2}),
@@ -220,24 +223,8 @@ def test_compilation_where_it_is_supported(process, name, chosen):
                 "moe_intermediate_size": 64,
             },
         ),
-        (
-            "qwen3",
-            "rope scaling",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}},
-        ),
-        (
-            "llama",
-            "rope scaling",
-            {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 2048,
-                }
-            },
-        ),
+        ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama", "attention_factor", {"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}),
         ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
         ("mistral", "sliding window", {"sliding_window": 4096}),
         ("qwen3", "not causal", {"is_causal": False}),

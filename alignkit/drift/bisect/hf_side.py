@@ -135,7 +135,7 @@ def swap(model, op: str, arch) -> None:
 
 
 def _rope(arch, device):
-    table = ops.rope_table(arch.head_dim, arch.max_position, arch.rope_base, device)
+    table = ops.rope_table(arch.head_dim, arch.max_position, arch.rope_base, device, arch.rope_scaling)
 
     def rotate(q, k, cos, sin, *_, **__):
         def one(x):  # [b, heads, s, d]; positions are a token's index, as nothing is cached

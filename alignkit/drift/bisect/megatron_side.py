@@ -193,7 +193,7 @@ def swap(model, op: str) -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import attention
 
-    from alignkit.megatron import modules
+    from alignkit.megatron import modules, supported
 
     exchanged = 0
     for module in list(model.modules()):
@@ -205,21 +205,30 @@ def swap(model, op: str) -> None:
             to = modules.ColumnParallelLinear
         elif op == "linear" and kind is layers.RowParallelLinear:
             to = modules.RowParallelLinear
-        elif op in _CLASS_OF and kind is modules.stock_class(getattr(modules, _CLASS_OF[op])):
-            to = getattr(modules, _CLASS_OF[op])
+        else:
+            named = (getattr(modules, name) for name in _CLASSES_OF.get(op, ()))
+            to = next((cls for cls in named if kind is modules.stock_class(cls)), None)
         if to is not None:
             module.__class__ = to
             exchanged += 1
     if op == "rope" and exchanged:
         modules.rotations[model.rotary_pos_emb] = modules.Rotations(
-            float(model.rotary_base), model.config.kv_channels, next(model.parameters()).device
+            float(model.rotary_base),
+            model.config.kv_channels,
+            next(model.parameters()).device,
+            supported.check_rotary(model),
         )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not exchanged:
         raise UnsupportedError(f"swap: this Megatron-core model has no module for {op}")
 
 
-_CLASS_OF = {"rms_norm": "RMSNorm", "attention": "DotProductAttention", "silu_mul": "MLP", "rope": "RotaryEmbedding"}
+_CLASSES_OF = {
+    "rms_norm": ("RMSNorm",),
+    "attention": ("DotProductAttention",),
+    "silu_mul": ("MLP",),
+    "rope": ("RotaryEmbedding", "YarnRotaryEmbedding"),
+}
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ LAYERS = {
         "QKVParallelLinear",
         "RowParallelLinear",
     ),
-    "rope": ("RotaryEmbedding",),
+    "rope": ("RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"),
     "attention": (),
     "silu_mul": ("SiluAndMul",),
     "head": ("LogitsProcessor", "ParallelLMHead", "VocabParallelEmbedding"),

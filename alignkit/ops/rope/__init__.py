@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 
 import torch
 
+from ...contract.rope import Llama3, Scaling
 from ...runtime import dispatch, families
 from .._calls import differentiable_once, op
 from .._common import InputError, check_device, check_int, check_number, check_tensor, looks, require, unit
@@ -29,32 +31,62 @@ def _apply(x, positions, table, inverse):
 
 
 @functools.lru_cache(maxsize=8)
-def _table(head_dim: int, max_position: int, base: float, device: torch.device) -> torch.Tensor:
+def _table(
+    head_dim: int, max_position: int, base: float, device: torch.device, scaling: Scaling | None
+) -> torch.Tensor:
     """Never handed out: whoever wrote to it would change the results of all others."""
     with torch.inference_mode(False), dispatch.for_tables():
-        return dispatch.select("rope", families.CPU.device_type).table(head_dim, max_position, base).to(device)
+        host = dispatch.select("rope", families.CPU.device_type)
+        if scaling is None:
+            return host.table(head_dim, max_position, base).to(device)
+        frequencies = scaling.frequencies(head_dim, base)
+        return host.scaled_table(frequencies, max_position, scaling.attention_factor).to(device)
 
 
 @op
-def rope_table(head_dim: int, max_position: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
+def rope_table(
+    head_dim: int, max_position: int, base: float, device: torch.device | str = "cpu", scaling: Scaling | None = None
+) -> torch.Tensor:
     """Cosines and sines of every position: fp32 [max_position, head_dim] on `device`, the cosines in the first half.
 
     Angles are ``position * base ** (-2 j / head_dim)`` in double precision, rounded once at the end; a position's row
     does not depend on `max_position`. Tables are computed once, and each call gets a copy of its own.
 
+    scaling: an `alignkit.contract.rope.Llama3` or `Yarn`, which scales the frequencies, and YaRN's the table.
+
     Raises:
-        InputError: head_dim is not a positive even number, max_position or base not positive, or no such device.
+        InputError: head_dim is not a positive even number, max_position or base not positive, no such device, or
+            another scaling, or one whose numbers scale nothing.
     """
     head_dim, max_position = check_int("head_dim", head_dim, 1), check_int("max_position", max_position, 1)
     require(head_dim % 2 == 0, f"head_dim: {head_dim} is not a positive even number")
     base = check_number("base", base)
+    require(
+        scaling is None or isinstance(scaling, Scaling),
+        f"scaling: a {type(scaling).__name__} is not alignkit.contract.rope.Llama3 or Yarn",
+    )
+    if scaling is not None:
+        _check_scaling(scaling, base)
     try:
         device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError) as e:
         raise InputError(f"device: {device!r} is none: {e}") from None
     with torch.inference_mode(False):  # so that a table from a rollout may also train
-        return _table(head_dim, max_position, base, device).clone()
+        return _table(head_dim, max_position, base, device, scaling).clone()
+
+
+def _check_scaling(scaling: Scaling, base: float) -> None:
+    for field in fields(scaling):
+        if field.name != "truncate":
+            check_number(f"scaling.{field.name}", getattr(scaling, field.name))
+    if isinstance(scaling, Llama3):
+        require(
+            scaling.low_freq_factor < scaling.high_freq_factor,
+            f"scaling.low_freq_factor: {scaling.low_freq_factor} is not below {scaling.high_freq_factor}",
+        )
+    else:
+        require(base > 1, f"base: {base} is not above 1, as YaRN needs it")
 
 
 @op

@@ -13,6 +13,12 @@ def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
     return out
 
 
+def scaled_table(frequencies: list[float], max_position: int, factor: float) -> torch.Tensor:
+    out = torch.empty(max_position, 2 * len(frequencies), dtype=torch.float32, device="cpu")
+    native.rope_table_of(max_position, frequencies, factor, out)
+    return out
+
+
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     native.rope(x, positions, table, inverse, y)

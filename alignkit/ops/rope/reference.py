@@ -21,6 +21,15 @@ def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
 
 
 @in_torch
+def scaled_table(frequencies: list[float], max_position: int, factor: float) -> torch.Tensor:
+    rows = [
+        [factor * math.cos(t * f) for f in frequencies] + [factor * math.sin(t * f) for f in frequencies]
+        for t in range(max_position)
+    ]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").float()
+
+
+@in_torch
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = (t[:, None].expand_as(a) for t in table[positions].chunk(2, dim=-1))
