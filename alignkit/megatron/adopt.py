@@ -16,7 +16,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from alignkit.errors import UnsupportedError
 
 from . import fingerprint, hooks, modules, policy, supported
-from .look import LOOK, Look
+from .look import LOOK, Look, device_of
 from .methods import Methods
 
 ALIGNED = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
@@ -60,7 +60,7 @@ class Models:
         policy.check_config(model.config)
         supported.check_model(model, self.vocab_size)
         self.methods.check()
-        rotary, device = model.rotary_pos_emb, next(model.parameters()).device
+        rotary, device = model.rotary_pos_emb, device_of(model)
         supported.check_rotary(rotary, model.rotary_base, model.config.kv_channels)
         look = Look.of(model)
         if look is None or not look.holds():
@@ -69,14 +69,16 @@ class Models:
             for _, module in found:  # nothing is changed before all is checked
                 if type(module) in ALIGNED:
                     module.__class__ = ALIGNED[type(module)]
-            model.output_layer.__class__ = modules.OutputLayer
+            if model.post_process:
+                model.output_layer.__class__ = modules.OutputLayer
             hooks.adopted.update(module for _, module in found)
             look = Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
         hooks.watch_global_hooks()
         modules.rotations[rotary] = modules.Rotations(float(model.rotary_base), model.config.kv_channels, device)
-        modules.vocabulary[model.output_layer] = self.vocab_size
-        return fingerprint.settings(model) | look.facts
+        if model.post_process:
+            modules.vocabulary[model.output_layer] = self.vocab_size
+        return fingerprint.settings(model) | fingerprint.stage(model) | look.facts
 
     def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], runs: bool) -> None:
         devices = set() if runs else None

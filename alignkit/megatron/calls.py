@@ -11,6 +11,8 @@ import torch
 from alignkit.dist import strict
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
 
+from .look import device_of
+
 
 def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *values: torch.Tensor) -> None:
     """Raises kind(message), with the `values` that were found, unless the tensor `holds` is true.
@@ -57,20 +59,28 @@ def check_input(
     """Checks what GPTModel._preprocess is called with, and returns what must agree between ranks."""
     if inference_context is not None or _inferring():
         raise UnsupportedError("inference_context: Megatron's inference is not supported")
-    device, config = next(model.parameters()).device, model.config
+    device, config = device_of(model), model.config
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    if decoder_input is None:
+    given = "input_ids"
+    if not model.pre_process:
+        if decoder_input is not None:
+            raise UnsupportedError(
+                "decoder_input: a pipeline stage after the first takes what set_input_tensor gave it"
+            )
+        given, decoder_input = "input_tensor", model.decoder.input_tensor
+    elif decoder_input is not None:
+        given = "decoder_input"
+    if given == "input_ids":
         _tensor("input_ids", input_ids, (torch.int64, torch.int32), (None, None), device)
         b, s = input_ids.shape
     else:
-        _tensor("decoder_input", decoder_input, (config.params_dtype,), (None, None, config.hidden_size), device)
+        _tensor(given, decoder_input, (config.params_dtype,), (None, None, config.hidden_size), device)
         s, b = decoder_input.shape[0] * ranks, decoder_input.shape[1]
-    given = "input_ids" if decoder_input is None else "decoder_input"
     if not s or not b:
         raise InputError(f"{given}: an empty micro-batch, {b} rows of {s} tokens")
     if s % ranks:
         raise InputError(f"{given}: {s} tokens in a row do not divide over {ranks} ranks (sequence parallelism)")
-    if decoder_input is None:
+    if given == "input_ids":
         low, high = input_ids.aminmax()
         # With tensor parallelism Megatron embeds a token outside the vocabulary as zeros.
         _demand(
@@ -80,7 +90,7 @@ def check_input(
             low,
             high,
         )
-    if position_ids is not None and decoder_input is None:
+    if position_ids is not None and given == "input_ids":
         _tensor("position_ids", position_ids, (torch.int64, torch.int32), (None, s))
         if position_ids.shape[0] not in (1, b):
             raise InputError(f"position_ids: {position_ids.shape[0]} rows for {b} of input_ids")

@@ -201,8 +201,7 @@ class TransformerBlock(transformer_block.TransformerBlock):
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         tp = TP(self.pg_collection.tp)
-        s, b = hidden_states.shape[:2]
-        s *= tp.size if self.config.sequence_parallel else 1
+        ranks = tp.size if self.config.sequence_parallel else 1
 
         def checks() -> dict:
             hooks.check_hooks()
@@ -212,7 +211,8 @@ class TransformerBlock(transformer_block.TransformerBlock):
                 )
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
-            return calls.check_call(s, b, attention_mask, **kwargs)
+            s, b = (hidden_states if self.pre_process else self.input_tensor).shape[:2]
+            return calls.check_call(s * ranks, b, attention_mask, **kwargs)
 
         tp.check_same("TransformerBlock", checks)
         if (packed := kwargs.get("packed_seq_params")) is not None:

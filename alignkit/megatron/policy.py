@@ -19,9 +19,12 @@ POLICY = Policy(
     free="""
         num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size layernorm_epsilon
         qk_layernorm add_qkv_bias hidden_dropout attention_dropout
-        pipeline_dtype autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
+        autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
         tensor_model_parallel_size sequence_parallel expert_tensor_parallel_size
-        microbatch_group_size_per_vp_stage
+        pipeline_model_parallel_size virtual_pipeline_model_parallel_size pipeline_model_parallel_layout
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        pipeline_model_parallel_comm_backend microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
         async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding variable_seq_lengths
         init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
         perform_initialization use_cpu_initialization init_model_with_meta_device
@@ -52,6 +55,11 @@ POLICY = Policy(
             "{field}: {value} is not supported",
         ),
         Row(
+            "pipeline_dtype",
+            lambda dtype, config: config.pipeline_model_parallel_size == 1 or dtype == config.params_dtype,
+            "{field}: {value} is not supported, only params_dtype, {context.params_dtype}",
+        ),
+        Row(
             "num_query_groups",
             lambda groups, config: groups % config.tensor_model_parallel_size == 0,
             "{field}: {value} KV heads do not divide over {context.tensor_model_parallel_size} tensor-parallel ranks",
@@ -61,7 +69,6 @@ POLICY = Policy(
         "num_moe_experts": "mixture of experts (MoE)",
         "multi_latent_attention": "multi-latent attention (MLA)",
         "mtp_num_layers": "multi-token prediction (MTP)",
-        "pipeline_model_parallel_size": "pipeline parallelism",
         "context_parallel_size": "context parallelism",
         "window_size": "sliding window attention",
         "cross_entropy_loss_fusion": "fused cross-entropy",

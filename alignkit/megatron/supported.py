@@ -17,8 +17,8 @@ from alignkit.runtime import dispatch
 def check_model(model, vocab_size: int) -> None:
     """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned; InputError for a
     `vocab_size` that is not its own."""
-    if not (model.pre_process and model.post_process):
-        raise UnsupportedError("pre_process / post_process: pipeline parallelism is not supported")
+    if model.config.pipeline_model_parallel_size == 1 and not (model.pre_process and model.post_process):
+        raise UnsupportedError("pre_process / post_process: a part of a model, with pipeline_model_parallel_size 1")
     if model.mtp_process:
         raise UnsupportedError("mtp_block_spec: multi-token prediction (MTP) is not supported")
     if model.position_embedding_type != "rope":
@@ -27,7 +27,7 @@ def check_model(model, vocab_size: int) -> None:
         raise UnsupportedError(f"rotary_percent: {model.rotary_percent} is not supported, only 1.0")
     if model.rotary_scaling:
         raise UnsupportedError("rope_scaling: scaled rotary embeddings are not supported")
-    if model.config.sequence_parallel and not model.embedding.scatter_to_sequence_parallel:
+    if model.config.sequence_parallel and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
     if not 0 < vocab_size <= model.vocab_size:
         raise InputError(f"vocab_size: {vocab_size} is not in [1, {model.vocab_size}], the padded size")

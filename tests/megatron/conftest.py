@@ -16,6 +16,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "fingerprint",
             "gradients",
             "patch",
+            "pipeline",
             "recompute",
             "refusals",
             "replaced",

@@ -31,7 +31,7 @@ def model(checkpoint, patched):
         ("num_moe_experts", 8, "MoE"),
         ("multi_latent_attention", True, "MLA"),
         ("mtp_num_layers", 1, "MTP"),
-        ("pipeline_model_parallel_size", 2, "pipeline parallelism"),
+        ("pipeline_dtype", torch.float32, "only params_dtype"),
         ("context_parallel_size", 2, "context parallelism"),
         ("fp8", "e4m3", "fp8"),
         ("fp16", True, "fp16"),
@@ -60,6 +60,8 @@ def model(checkpoint, patched):
 def test_a_field_of_the_configuration(field, value, called, model):
     if field == "num_query_groups":
         model.config.tensor_model_parallel_size = 2
+    if field == "pipeline_dtype":
+        model.config.pipeline_model_parallel_size = 2
     setattr(model.config, field, value)
     with pytest.raises(UnsupportedError, match=field) as e:
         model(TOKENS, None, None)
@@ -91,7 +93,7 @@ def gpt(path, config=None, **arguments):
         ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
         ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
         ({}, {"position_embedding_type": "none"}, "position_embedding_type"),
-        ({}, {"post_process": False}, "pipeline parallelism"),
+        ({}, {"post_process": False}, "post_process"),
     ],
 )
 def test_a_model_that_is_built(config, arguments, named, checkpoint, patched):
