@@ -74,12 +74,13 @@ def gpt_model(
     rank = parallel_state.get_tensor_model_parallel_rank()
     arch.check_tp(tp)
     weights = to_megatron(arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype)
-    pipeline = {
+    layout = {
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
     }
     config = transformer_config(
-        arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **(pipeline | overrides)
+        arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **(layout | overrides)
     )
     with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
         model = GPTModel(

@@ -19,6 +19,7 @@ _FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "sequence_parallel",
     "recompute_granularity",
     "recompute_method",

@@ -47,10 +47,15 @@ def preprocess(patch: Patch, stock):
             )
 
         patch.met.add(model)
-        tp = TP(model.pg_collection.tp)
-        tp.check_same("GPTModel", checks)
+        tp, cp = modules.sharing(model)
+        check_same_across([tp, cp], "GPTModel", checks)
         if model.pre_process and call.get("decoder_input") is None:
-            tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
+
+            def same_values() -> dict:
+                tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
+                return {}
+
+            check_same_across([cp], "GPTModel", same_values)
         modules.begun[model.decoder] = call.get("packed_seq_params")
         return stock(model, *args, **kwargs)
 
@@ -77,7 +82,7 @@ def postprocess(patch: Patch, stock):
                 return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
             return calls.check_request(model, patch.vocab_size, call["hidden_states"], labels, head.asked_for(context))
 
-        TP(model.pg_collection.tp).check_same("the end of GPTModel", checks)
+        check_same_across(modules.sharing(model), "the end of GPTModel", checks)
         if not model.post_process or hook is not None or (labels is None and asked is None):
             result = stock(model, *args, **kwargs)
         else:
@@ -111,6 +116,7 @@ def schedule(patch: Patch, stock):
         if groups is not None and not hasattr(groups, "tp"):  # several models, each with groups of its own
             return stock(*args, **kwargs)
         tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
+        cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
         pp = parallel_state.get_pipeline_model_parallel_group() if through is None else through.pp_group
         chunks = [_unwrapped(model, GPTModel) for model in (given if isinstance(given, list) else [given])]
         chunks = [model for model in chunks if isinstance(model, GPTModel)]  # others are not computed by alignkit
@@ -124,7 +130,7 @@ def schedule(patch: Patch, stock):
             return {name: ", ".join(dict.fromkeys(str(one[name]) for one in facts)) for name in names}
 
         stages = TP(pp, called="pipeline-parallel")
-        check_same_across([TP(tp), stages], "the pipeline", checks)
+        check_same_across([TP(tp), TP(cp, called="context-parallel"), stages], "the pipeline", checks)
         layers = stages.check("the pipeline", lambda: [fingerprint.layers(model) for model in chunks])
         # A rank's first chunk comes before any rank's second.
         order = [number for chunk in itertools.zip_longest(*layers, fillvalue=()) for own in chunk for number in own]
@@ -163,7 +169,7 @@ def only_gpt(patch: Patch, base, gpt):
             result = super(base, model).__call__(*args, **kwargs)
         except Exception as e:
             if model not in patch.met:  # the other ranks are about to meet in `_preprocess`, and must hear of it there
-                TP(model.pg_collection.tp).check("GPTModel", functools.partial(_raise, e))
+                check_same_across(modules.sharing(model), "GPTModel", functools.partial(_raise, e))
             raise
         hooks.check_hooks()  # those of the model itself
         return result

@@ -99,6 +99,7 @@ class Patch(engine_patch.Patch):
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import cross_entropy
         from megatron.core.transformer import attention
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -113,6 +114,7 @@ class Patch(engine_patch.Patch):
             (LanguageModule, "__call__", forward.only_gpt(self, LanguageModule, GPTModel)),
             (TransformerBlock, "forward", forward.only_aligned(TransformerBlock.forward)),
             (WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw)),
+            (DotProductAttention, "__init__", modules.DotProductAttention.build(DotProductAttention.__init__)),
             (attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb),
             (cross_entropy, "_VocabParallelCrossEntropy", head.VocabParallelCrossEntropy(self.vocab_size)),
             *((schedules, name, forward.schedule(self, getattr(schedules, name))) for name in forward.SCHEDULES),

@@ -8,11 +8,22 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from alignkit.dist import CP
 from alignkit.engines.policy import Policy, Row, only, refusals
 from alignkit.errors import UnsupportedError
 
 _RECOMPUTED = {"core_attn", "mlp"}
 """Of `recompute_modules`: what is computed again from its inputs alone. An op gives the same bits each time."""
+
+_TRANSPORTS = {None, "p2p", "all_gather", "a2a"}
+
+
+def _heads_refusal(config) -> str | None:
+    tp = config.tensor_model_parallel_size
+    if config.context_parallel_size == 1 or config.num_query_groups % tp:  # the latter is refused anyway
+        return None
+    return CP.refusal(config.context_parallel_size, config.num_attention_heads // tp, config.num_query_groups // tp)
+
 
 POLICY = Policy(
     # Sizes, what the aligned modules do themselves, and what has no part in the numbers.
@@ -60,6 +71,17 @@ POLICY = Policy(
             "{field}: {value} is not supported, only params_dtype, {context.params_dtype}",
         ),
         Row(
+            "context_parallel_size",
+            lambda _, config: _heads_refusal(config) is None,
+            lambda _, config: f"context_parallel_size: {_heads_refusal(config)}, those of a tensor-parallel rank",
+        ),
+        Row(
+            "cp_comm_type",
+            # How Megatron's ranks exchange what they attend to; alignkit's do in one way.
+            lambda kind, _: _TRANSPORTS.issuperset(kind if isinstance(kind, list) else [kind]),
+            "{field}: {value!r} is not supported, only p2p, all_gather and a2a: no hierarchical context parallelism",
+        ),
+        Row(
             "num_query_groups",
             lambda groups, config: groups % config.tensor_model_parallel_size == 0,
             "{field}: {value} KV heads do not divide over {context.tensor_model_parallel_size} tensor-parallel ranks",
@@ -69,7 +91,8 @@ POLICY = Policy(
         "num_moe_experts": "mixture of experts (MoE)",
         "multi_latent_attention": "multi-latent attention (MLA)",
         "mtp_num_layers": "multi-token prediction (MTP)",
-        "context_parallel_size": "context parallelism",
+        "hierarchical_context_parallel_sizes": "hierarchical context parallelism",
+        "hybrid_context_parallel": "context parallelism of several sizes",
         "window_size": "sliding window attention",
         "cross_entropy_loss_fusion": "fused cross-entropy",
         "defer_embedding_wgrad_compute": "weight gradient deferral",

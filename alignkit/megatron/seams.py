@@ -29,6 +29,7 @@ COMMON = (
     Seam("transformer/transformer_layer.py", "TransformerLayer"),
     Seam("transformer/attention.py", "SelfAttention"),
     Seam("transformer/attention.py", "apply_rotary_pos_emb"),
+    Seam("transformer/dot_product_attention.py", "DotProductAttention.__init__", ("config", "pg_collection")),
     Seam(
         "transformer/dot_product_attention.py",
         "DotProductAttention.forward",

@@ -19,6 +19,11 @@ def check_model(model, vocab_size: int) -> None:
     `vocab_size` that is not its own."""
     if model.config.pipeline_model_parallel_size == 1 and not (model.pre_process and model.post_process):
         raise UnsupportedError("pre_process / post_process: a part of a model, with pipeline_model_parallel_size 1")
+    ranks = _ranks(getattr(model.pg_collection, "cp", None))
+    if ranks != model.config.context_parallel_size:
+        raise UnsupportedError(
+            f"context_parallel_size: {model.config.context_parallel_size}, of a group of {ranks} ranks"
+        )
     if model.mtp_process:
         raise UnsupportedError("mtp_block_spec: multi-token prediction (MTP) is not supported")
     if model.position_embedding_type != "rope":
@@ -31,6 +36,10 @@ def check_model(model, vocab_size: int) -> None:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
     if not 0 < vocab_size <= model.vocab_size:
         raise InputError(f"vocab_size: {vocab_size} is not in [1, {model.vocab_size}], the padded size")
+
+
+def _ranks(group) -> int:
+    return 1 if group is None else group.size()
 
 
 _frequencies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()

@@ -11,7 +11,9 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
         for name in (
             "arguments",
             "bits",
+            "context",
             "cuda",
+            "data_parallel",
             "ddp",
             "fingerprint",
             "gradients",

@@ -1,6 +1,7 @@
 """What the tests of pipeline, context and data parallelism run on each rank; all with real Megatron-core."""
 
 import contextlib
+import itertools
 
 import torch
 
@@ -124,6 +125,78 @@ def whole_grads(model, arch, group):
     return {name: t.cpu() for name, t in to_hf(arch, grads, lambda name: TP(group).all_gather(grads[name]))}
 
 
+def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False, change=None):
+    """A step under context parallelism: the places in the whole micro-batch of this rank's labels, their logprobs and
+    entropies; the places of all its tokens, and the gradients of their embeddings; HF name -> fp32 gradient, whole; and how
+    many tokens this rank had."""
+    from megatron.core import distributed, parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    arch, fields = read_architecture(model_dir), dict(fields)
+    sequence_parallel = fields.pop("sequence_parallel", False)
+    cp = how.get("cp", 1)
+    with layout(**how), patch_megatron(arch.vocab):
+        model = workers.build(model_dir, dtype, sequence_parallel, **fields)
+        embedded = []
+
+        def keep(module, given, output):
+            output.retain_grad()
+            embedded.append(output)
+
+        model.embedding.register_forward_hook(keep)
+        ddp = distributed.DistributedDataParallel(
+            model.config, distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        ddp.train()
+        ddp.zero_grad_buffer()
+        multiple = 16  # the same micro-batch with every layout
+        if packed:
+            tokens, labels, params = workers.packed(rows, multiple)
+        else:
+            (tokens, _, labels, _), params = workers.batch(rows, multiple), None
+        counted = labels != workers.IGNORE
+        places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+        given = {"tokens": tokens, "labels": labels, "places": places}
+        if mask:
+            given["attention_mask"] = workers.causal_mask(tokens.shape[1])
+        if change is not None:
+            change(given, params)
+        if packed:
+            index = of_rank(params.cu_seqlens_q.tolist(), cp, parallel_state.get_context_parallel_rank())
+            own = {name: t[:, index] for name, t in given.items()}
+        else:
+            own = get_batch_on_this_cp_rank(given)
+        result = logprobs(
+            ddp,
+            own["tokens"],
+            None,
+            own.get("attention_mask"),
+            own["labels"],
+            temperature=0.7,
+            return_entropy=True,
+            packed_seq_params=params,
+        )
+        (-result.log_probs.sum() / counted.sum()).backward()
+        distributed.finalize_model_grads([ddp])
+        # DDP takes the mean over the ranks, of which each had a part of the sum.
+        grads = {name: g * cp for name, g in whole_grads(model, arch, model.pg_collection.tp).items()}
+        mine = own["labels"] != workers.IGNORE
+        place = own["places"]
+        said = tuple(t[mine].detach().cpu() for t in (place, result.log_probs, result.entropy))
+        flow = embedded[0].grad.transpose(0, 1).flatten(0, 1).cpu()
+        return said, (place.flatten().cpu(), flow), grads, place.numel()
+
+
+def of_rank(starts, cp, rank):
+    """Which tokens of packed sequences with these `starts` a rank has, as TransformerEngine divides them."""
+    index = []
+    for begin, end in itertools.pairwise(starts):
+        chunk = (end - begin) // (2 * cp)
+        for number in (rank, 2 * cp - 1 - rank) if cp > 1 else (0, 1):
+            index += range(begin + number * chunk, begin + (number + 1) * chunk)
+    return index
+
+
 def _last():
     from megatron.core import parallel_state
 
@@ -153,3 +226,101 @@ def no_hidden_states(_, model_dir):
         tokens = torch.tensor([[1, 2, 3]])
         if _last():
             model(tokens, None, None, labels=tokens)
+
+
+def _second():
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_rank() == 1
+
+
+def wrong_token(given, params):
+    if _second():
+        given["tokens"][:] = 300
+
+
+def other_lengths(given, params):
+    if _second():
+        params.cu_seqlens_q = params.cu_seqlens_kv = params.cu_seqlens_q[[0, -1]]
+        params.max_seqlen_q = params.max_seqlen_kv = int(params.cu_seqlens_q[-1])
+
+
+def odd_lengths(given, params):
+    if _second():
+        starts = params.cu_seqlens_q.clone()
+        starts[1:-1] += 2
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = starts
+        params.max_seqlen_q = params.max_seqlen_kv = params.max_seqlen_q + 2
+
+
+def wrong_label(given, params):
+    if _second():
+        given["labels"][:] = 300
+
+
+def wrong_mask(given, params):
+    if _second():
+        given["attention_mask"] = ~given["attention_mask"]
+
+
+class _OnCuda(torch.overrides.TorchFunctionMode):
+    """Megatron's optimizers take a CPU for a GPU: what they make on "cuda" is on the CPU, and a parameter's type says cuda."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def data_parallel(_, model_dir, dtype, rows, how, *, distributed=True, overlap=False, clip=0.0, steps=2):
+    """The losses of steps of Megatron's Adam, of which each data-parallel rank has a part of `rows`, and the weights after
+    them."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    cuda = contextlib.nullcontext if torch.cuda.is_available() else _OnCuda
+    with layout(**how), patch_megatron(read_architecture(model_dir).vocab):
+        model = workers.build(model_dir, dtype)
+        ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=overlap,
+                use_distributed_optimizer=distributed,
+                overlap_param_gather=distributed and overlap,
+                bucket_size=200_000,
+            ),
+            model,
+        )
+        ddp.train()
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            clip_grad=clip,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=distributed and overlap,
+        )
+        with cuda():
+            optimizer = get_megatron_optimizer(settings, [ddp])
+        size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        losses = []
+        for _ in range(steps):
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = workers.mean_loss(ddp, rows[rank::size], 1)
+            loss.backward()
+            finalize_model_grads([ddp])
+            with cuda():
+                done, norm, _ = optimizer.step()
+            assert done
+            losses.append((loss.item(), norm if clip else None))
+        if distributed and overlap:  # they are gathered before the next forward
+            ddp.start_param_sync(force_sync=True)
+        return losses, {name: p.detach().cpu() for name, p in model.named_parameters()}
