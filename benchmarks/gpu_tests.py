@@ -42,7 +42,7 @@ SUITES = {
     "ops": (("tests/ops/test_*.py",), CUDA),
     "ranks": (RANKS, CUDA),
     "vllm": (("tests/vllm/test_cuda.py",), {}),
-    "megatron": (("tests/megatron/test_cuda.py",), {}),
+    "megatron": (("tests/megatron/test_cuda.py", "tests/megatron/test_parallel_cuda.py"), {}),
     "fuzz": (("tests/fuzz/test_cuda.py",), {}),
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from .tp import _finish, _tree
 
@@ -114,6 +115,7 @@ class _ToHeads(torch.autograd.Function):
         return cp._spread(t.contiguous(), order, heads)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
         return ctx.cp._collect(grad, order, ctx.heads, ctx.have), None, None, None
@@ -128,6 +130,7 @@ class _ToRows(torch.autograd.Function):
         return cp._collect(t, order, heads, heads)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
         return ctx.cp._spread(grad.contiguous(), order, grad.shape[1]), None, None

@@ -1,6 +1,7 @@
 """What the tests of pipeline, context and data parallelism run on each rank; all with real Megatron-core."""
 
 import contextlib
+import inspect
 import itertools
 
 import torch
@@ -43,8 +44,8 @@ def layout(*, tp=1, pp=1, cp=1, vpp=None):
 
 
 def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=False, by="logprobs", change=None):
-    """A step of Megatron's own schedule over a pipeline: the logprobs of `rows` on the last stage, else None; and HF name ->
-    fp32 gradient of what this rank's stages hold, whole.
+    """A step of Megatron's own schedule over a pipeline: on the last stage for each micro-batch which of its labels this rank
+    has, and their logprobs, else None; and HF name -> fp32 gradient of what this rank's stages hold, whole.
 
     how: `layout`'s. fields: of the TransformerConfig, with `sequence_parallel`. by: "logprobs" or the "loss call".
     change: called with this rank's chunks before the step."""
@@ -71,20 +72,25 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
             for i, model in enumerate(models)
         ]
         multiple = how.get("tp", 1) if sequence_parallel else 1
+        multiple *= 2 * how["cp"] if "cp" in how else 1
         longest = max(map(len, rows)) - 1
         parts = [micro_batch(rows[i::micro_batches], multiple, longest, packed) for i in range(micro_batches)]
 
         def forward_step(data, model):
-            tokens, positions, labels, params = next(data)
+            tokens, labels, params = next(data)
             counted = labels != workers.IGNORE
+            numbers = counted.flatten().cumsum(0).view(counted.shape) - 1
+            own = part({"tokens": tokens, "labels": labels, "numbers": numbers}, params, models[0].pg_collection.cp)
+            mine = own["labels"] != workers.IGNORE
             if by == "logprobs":
-                output = logprobs(model, tokens, positions, None, labels, packed_seq_params=params)
+                output = logprobs(model, own["tokens"], None, None, own["labels"], packed_seq_params=params)
             else:
-                output = model(tokens, positions, None, labels=labels, packed_seq_params=params)
+                output = model(own["tokens"], None, None, labels=own["labels"], packed_seq_params=params)
 
             def loss(output):
                 logp = output.log_probs if by == "logprobs" else -output
-                return (-logp).sum() / counted.sum(), logp.detach()[counted]
+                said = tuple(t[mine].detach().cpu() for t in (own["numbers"], logp))
+                return (-logp).sum() / counted.sum(), said
 
             return output, loss
 
@@ -108,13 +114,23 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
 
 
 def micro_batch(rows, multiple, longest, packed):
-    """tokens, positions, labels and packed_seq_params of some rows, padded to `longest` unless they are packed."""
+    """tokens, labels and packed_seq_params of some rows, padded to `longest` unless they are packed."""
     if packed:
-        tokens, labels, params = workers.packed(rows, multiple)
-        return tokens, None, labels, params
-    padding = [[0] * (longest + 1)]
-    tokens, positions, labels, _ = (t[:-1] for t in workers.batch(rows + padding, multiple))
-    return tokens, positions, labels, None
+        return workers.packed(rows, multiple)
+    tokens, _, labels, _ = (t[:-1] for t in workers.batch([*rows, [0] * (longest + 1)], multiple))
+    return tokens, labels, None
+
+
+def part(given, params, group):
+    """What a context-parallel rank has of a micro-batch, by name."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    if params is not None:
+        index = of_rank(params.cu_seqlens_q.tolist(), group.size(), group.rank())
+        return {name: t[:, index] for name, t in given.items()}
+    asked = inspect.signature(get_batch_on_this_cp_rank).parameters
+    hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in asked else {}
+    return get_batch_on_this_cp_rank(given, cp_group=group, **hybrid)
 
 
 def whole_grads(model, arch, group):
@@ -129,8 +145,7 @@ def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False,
     """A step under context parallelism: the places in the whole micro-batch of this rank's labels, their logprobs and
     entropies; the places of all its tokens, and the gradients of their embeddings; HF name -> fp32 gradient, whole; and how
     many tokens this rank had."""
-    from megatron.core import distributed, parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.core import distributed
 
     arch, fields = read_architecture(model_dir), dict(fields)
     sequence_parallel = fields.pop("sequence_parallel", False)
@@ -161,11 +176,7 @@ def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False,
             given["attention_mask"] = workers.causal_mask(tokens.shape[1])
         if change is not None:
             change(given, params)
-        if packed:
-            index = of_rank(params.cu_seqlens_q.tolist(), cp, parallel_state.get_context_parallel_rank())
-            own = {name: t[:, index] for name, t in given.items()}
-        else:
-            own = get_batch_on_this_cp_rank(given)
+        own = part(given, params, model.pg_collection.cp)
         result = logprobs(
             ddp,
             own["tokens"],

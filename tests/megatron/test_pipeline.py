@@ -40,9 +40,12 @@ def check(results, expected, *, exact=lambda name: True, most=0.0):
     where `exact` says so, else as near as `most`."""
     logp, grads = expected
     assert any(said for said, _ in results) and not results[0][0]
-    for said, _ in results:
-        for part, (actual, wanted) in enumerate(zip(said or (), logp, strict=bool(said))):
-            assert_bitwise_equal(actual, wanted, f"micro-batch {part}")
+    last = [said for said, _ in results if said]
+    for part, wanted in enumerate(logp):
+        assert torch.cat([said[part][0] for said in last]).unique().tolist() == list(range(len(wanted)))
+        for said in last:
+            numbers, actual = said[part]
+            assert_bitwise_equal(actual, wanted[numbers], f"micro-batch {part}")
     assert set().union(*(held for _, held in results)) == set(grads)
     for name, wanted in grads.items():
         held = [own[name] for _, own in results if name in own]
@@ -102,6 +105,16 @@ def test_with_tensor_and_sequence_parallelism(packed, checkpoint, rows, world, t
     results = four.run(4, partial(run, how=dict(tp=2, pp=2)), *given)
     assert [said is None for said, _ in results] == [True, True, False, False]
     check(results, (logp, grads))
+
+
+def test_with_context_parallelism(checkpoint, rows, world, four):
+    """Two stages of two ranks, each with a part of every sequence."""
+    path = checkpoint("qwen3", torch.bfloat16)
+    given = path, torch.bfloat16, rows
+    results = four.run(4, partial(layouts.pipeline, how=dict(cp=2, pp=2), fields={}, packed=True), *given)
+    assert [said is None for said, _ in results] == [True, True, False, False]
+    most = bound(read_architecture(path), torch.bfloat16)
+    check(results, alone(world, *given), exact=lambda name: False, most=most)
 
 
 @pytest.mark.parametrize(
