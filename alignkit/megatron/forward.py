@@ -131,7 +131,7 @@ def schedule(patch: Patch, stock):
 
         stages = TP(pp, called="pipeline-parallel")
         check_same_across([TP(tp), TP(cp, called="context-parallel"), stages], "the pipeline", checks)
-        layers = stages.check("the pipeline", lambda: [fingerprint.layers(model) for model in chunks])
+        layers = stages.check("the pipeline", lambda: tuple(tuple(fingerprint.layers(model)) for model in chunks))
         # A rank's first chunk comes before any rank's second.
         order = [number for chunk in itertools.zip_longest(*layers, fillvalue=()) for own in chunk for number in own]
         if chunks and order != list(range(1, chunks[0].config.num_layers + 1)):

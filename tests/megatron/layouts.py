@@ -200,10 +200,12 @@ def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False,
 
 def of_rank(starts, cp, rank):
     """Which tokens of packed sequences with these `starts` a rank has, as TransformerEngine divides them."""
+    if cp == 1:
+        return list(range(starts[-1]))
     index = []
     for begin, end in itertools.pairwise(starts):
         chunk = (end - begin) // (2 * cp)
-        for number in (rank, 2 * cp - 1 - rank) if cp > 1 else (0, 1):
+        for number in (rank, 2 * cp - 1 - rank):
             index += range(begin + number * chunk, begin + (number + 1) * chunk)
     return index
 

@@ -70,8 +70,9 @@ OVERLAPPED = dict(batch_p2p_comm=False, overlap_p2p_comm=True)
         (dict(pp=2, vpp=2), OVERLAPPED),
         (dict(pp=2), dict(pipeline_model_parallel_layout="Et|tttL")),
         (dict(pp=2, vpp=2), dict(pipeline_model_parallel_layout="E|tt|tt|L") | OVERLAPPED),
+        (dict(pp=2, vpp=2), dict(pipeline_model_parallel_layout="E||tttt|L") | OVERLAPPED),
     ],
-    ids=["even", "uneven", "interleaved", "layout", "embedding and head alone"],
+    ids=["even", "uneven", "interleaved", "layout", "embedding and head alone", "an empty stage"],
 )
 def test_stages(how, fields, checkpoint, rows, world, two):
     """A weight's gradient does not depend on where the model is cut."""
