@@ -67,12 +67,23 @@ OVERLAPPED = dict(batch_p2p_comm=False, overlap_p2p_comm=True)
     [
         (dict(pp=2), {}),
         (dict(pp=2), dict(deallocate_pipeline_outputs=True, num_layers_in_first_pipeline_stage=1)),
+        (dict(pp=2), dict(num_layers_in_last_pipeline_stage=1)),
+        (dict(pp=2), dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)),
         (dict(pp=2, vpp=2), OVERLAPPED),
         (dict(pp=2), dict(pipeline_model_parallel_layout="Et|tttL")),
         (dict(pp=2, vpp=2), dict(pipeline_model_parallel_layout="E|tt|tt|L") | OVERLAPPED),
         (dict(pp=2, vpp=2), dict(pipeline_model_parallel_layout="E||tttt|L") | OVERLAPPED),
     ],
-    ids=["even", "uneven", "interleaved", "layout", "embedding and head alone", "an empty stage"],
+    ids=[
+        "even",
+        "first",
+        "last",
+        "accounted for",
+        "interleaved",
+        "layout",
+        "embedding and head alone",
+        "an empty stage",
+    ],
 )
 def test_stages(how, fields, checkpoint, rows, world, two):
     """A weight's gradient does not depend on where the model is cut."""
