@@ -44,7 +44,7 @@ SUITES = {
     "ops": (("tests/ops/test_*.py",), CUDA),
     "ranks": (RANKS, CUDA),
     "vllm": (("tests/vllm/test_cuda.py",), {}),
-    "megatron": (("tests/megatron/test_cuda.py",), {}),
+    "megatron": (("tests/megatron/test_cuda.py", "tests/megatron/test_parallel_cuda.py"), {}),
     "bisection": (("tests/bisection/test_cuda.py",), {}),
     "te": (("tests/megatron/test_te_cuda.py",), {}),
     "fuzz": (("tests/fuzz/test_cuda.py",), {}),

@@ -1,5 +1,6 @@
-"""Ranks that share a layer: `TP`, what they tell each other (agreement.py) and how they add (symmetric.py)."""
+"""Ranks that share a layer: `TP`, or sequences: `CP`; what they tell each other (agreement.py) and how they add (symmetric.py)."""
 
-from .tp import SINGLE, TP, strict
+from .cp import CP
+from .tp import SINGLE, TP, check_same_across, strict
 
-__all__ = ["SINGLE", "TP", "strict"]
+__all__ = ["CP", "SINGLE", "TP", "check_same_across", "strict"]

@@ -45,8 +45,9 @@ def _made(group: dist.ProcessGroup):
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), _TIMEOUT)
 
 
-def told(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """What each rank says, in rank order. A collective of the hosts. Raises BackendError if another rank is gone."""
+def told(group: dist.ProcessGroup, value: Any, called: str = "tensor-parallel") -> list[Any]:
+    """What each rank says, in rank order. A collective of the hosts. Raises BackendError, which calls the group as it is
+    `called`, if another rank is gone."""
     size, ours = dist.get_world_size(group), pickle.dumps(value)
     try:
         through = channel(group)
@@ -55,9 +56,7 @@ def told(group: dist.ProcessGroup, value: Any) -> list[Any]:
         if longest > SLOT - _LENGTH:
             messages = _send(through, size, ours, longest + _LENGTH)
     except RuntimeError as e:
-        raise BackendError(
-            f"tensor-parallel group: its ranks could not reach each other, one may have ended: {e}"
-        ) from e
+        raise BackendError(f"{called} group: its ranks could not reach each other, one may have ended: {e}") from e
     return [pickle.loads(message) for message in messages]
 
 

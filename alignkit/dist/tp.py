@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pickle
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,15 @@ class TP:
 
     agreed: the caller has made sure that all ranks make the same calls, with what fits together: they do not tell each
     other again. So it is inside a model whose ranks agreed on it and on its input when its forward began.
+    called: what the group is in errors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, agreed: bool = False):
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, agreed: bool = False, called: str = "tensor-parallel"
+    ):
         self.group = group
         self.agreed = agreed
+        self.called = called
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
@@ -146,15 +150,15 @@ class TP:
         except Exception as e:
             error, said = e, (None, *_as_alignkit(e))
         assert self.group is not None  # there is more than one rank
-        answers = told(self.group, said)
+        answers = told(self.group, said, self.called)
         if error is not None:
             raise error
         for rank, (_, kind, value) in enumerate(answers):
             if kind is not None:
-                raise kind(f"{value} (in {op}, on rank {rank} of the tensor-parallel group)")
+                raise kind(f"{value} (in {op}, on rank {rank} of the {self.called} group)")
         if any(answer[0] != answers[0][0] for answer in answers):
             raise InputError(
-                f"ALIGNKIT_STRICT: differs between the ranks of the tensor-parallel group in {op}: "
+                f"ALIGNKIT_STRICT: differs between the ranks of the {self.called} group in {op}: "
                 f"{[answer[0] for answer in answers]}"
             )
         return [value for _, _, value in answers]
@@ -165,7 +169,7 @@ class TP:
         for key in dict.fromkeys(key for one in seen for key in one):
             values = [one.get(key) for one in seen]
             if any(v != values[0] for v in values):
-                raise InputError(f"{key}: differs between the ranks of the tensor-parallel group in {op}: {values}")
+                raise InputError(f"{key}: differs between the ranks of the {self.called} group in {op}: {values}")
 
     def check_same_values(self, op: str, **tensors: torch.Tensor | None) -> None:
         """Require tensors, whose shapes and types the ranks have agreed on, to hold the same values everywhere.
@@ -183,9 +187,31 @@ class TP:
         sums = torch.stack([_value_sum(t) for t in given.values()])
         seen = torch.stack(self.all_gather(sums))
         for name, same in zip(given, (seen == seen[0]).all(dim=0).unbind(), strict=True):
-            torch._assert_async(
-                same, f"{name}: its values differ between the ranks of the tensor-parallel group in {op}"
-            )
+            torch._assert_async(same, f"{name}: its values differ between the ranks of the {self.called} group in {op}")
+
+
+def check_same_across(groups: Sequence[TP], op: str, checks: Callable[[], Mapping[str, Hashable]]) -> None:
+    """`check_same` on a grid of ranks, whose rows, columns, ... `groups` are: one after the other, each rank goes through
+    all of them, and what was refused anywhere raises everywhere. All ranks of the grid call it."""
+    error: Exception | None = None
+    facts: dict[str, Hashable] = {}
+    try:
+        facts = dict(checks())
+    except Exception as e:
+        error = e
+
+    def said() -> dict[str, Hashable]:
+        if error is not None:
+            raise error
+        return facts
+
+    for group in groups:
+        try:
+            group.check_same(op, said)
+        except Exception as e:  # the next group's ranks are to hear of it
+            error = error or e
+    if error is not None:
+        raise error
 
 
 def _as_alignkit(error: Exception) -> tuple[type[AlignkitError], str]:

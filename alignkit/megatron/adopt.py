@@ -16,7 +16,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from alignkit.errors import InputError, UnsupportedError
 
 from . import fingerprint, hooks, modules, policy, supported, te
-from .look import LOOK, Look
+from .look import LOOK, Look, device_of
 from .methods import Methods
 
 ALIGNED = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
@@ -64,20 +64,19 @@ class Models:
         Runs before each forward: modules may have been replaced since (by LoRA, for one), or changed."""
         policy.check_config(model.config)
         supported.check_model(model)
-        head = model.output_layer
         self.methods.check()
-        rotary, device = model.rotary_pos_emb, next(model.parameters()).device
+        rotary, device = model.rotary_pos_emb, device_of(model)
         scaling = supported.check_rotary(model)
         look = Look.of(model)
         if look is None or not look.holds():
             found = list(model.named_modules())
-            left = {head} if supported.left_stock(model) else set()
+            left = {model.output_layer} if supported.left_stock(model) else set()
             ours = [(path, module) for path, module in found if module not in left]
             classes = self._check_modules(model, ours, runs)
             for module, cls in classes.items():  # nothing is changed before all is checked
                 module.__class__ = cls
-            if not left:
-                head.__class__ = modules.OutputLayer
+            if model.post_process and not left:
+                model.output_layer.__class__ = modules.OutputLayer
             hooks.adopted.update(module for _, module in found)
             look = Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
@@ -87,9 +86,9 @@ class Models:
         )
         if runs:
             vocab_size = self.vocabulary_of(model)
-            if isinstance(head, modules.OutputLayer):
-                modules.vocabulary[head] = vocab_size
-        return fingerprint.settings(model) | {"rope_scaling": repr(scaling)} | look.facts
+            if model.post_process and isinstance(model.output_layer, modules.OutputLayer):
+                modules.vocabulary[model.output_layer] = vocab_size
+        return fingerprint.settings(model) | {"rope_scaling": repr(scaling)} | fingerprint.stage(model) | look.facts
 
     def vocabulary_of(self, model) -> int:
         """The size of a model's vocabulary: its own, by `set_vocab_size`, or the patch's. Raises InputError if there is

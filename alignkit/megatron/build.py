@@ -92,12 +92,13 @@ def gpt_model(
     *,
     sequence_parallel: bool = False,
     transformer_engine: bool = False,
+    vp_stage: int | None = None,
     **overrides,
 ) -> GPTModel:
     """GPTModel with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
 
-    `megatron.core.parallel_state` must be initialised; its tensor-parallel group says how the weights are
-    cut. The model is on the current CUDA device; on a machine without a GPU, build and run inside
+    `megatron.core.parallel_state` must be initialised; its tensor- and pipeline-parallel groups say how the weights are
+    cut. vp_stage: which of this rank's virtual pipeline stages, if it has several. The model is on the current CUDA device; on a machine without a GPU, build and run inside
     `alignkit.megatron.cpu.cpu_host()`.
 
     transformer_engine: take the layer spec of that name, for which TransformerEngine must be installed, in place of the
@@ -112,7 +113,14 @@ def gpt_model(
     weights = to_megatron(
         arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype, fused_norms=transformer_engine
     )
-    config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **overrides)
+    layout = {
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    }
+    config = transformer_config(
+        arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **(layout | overrides)
+    )
     with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
         model = GPTModel(
             config,
@@ -121,25 +129,43 @@ def gpt_model(
             else get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm"),
             vocab_size=arch.padded_vocab(tp),
             max_sequence_length=arch.max_position,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
             share_embeddings_and_output_weights=arch.tied,
             **rotary_arguments(arch),
         )
     model = model.to(torch.cuda.current_device(), dtype)  # norms are created in fp32
-    model.load_state_dict(weights, strict=False)
-    missing = {name for name, _ in model.named_parameters()} ^ set(weights)
+    names = {name: whole_name(model, name) for name, _ in model.named_parameters()}
+    model.load_state_dict({name: weights[whole] for name, whole in names.items() if whole in weights}, strict=False)
+    missing = set(names.values()) - set(weights)
+    if config.pipeline_model_parallel_size == 1:
+        missing |= set(weights) - set(names.values())
     if missing:
         raise InputError(f"model: weights and GPTModel do not match: {', '.join(sorted(missing))}")
     return model.eval()
 
 
+def whole_name(model: GPTModel, name: str) -> str:
+    """What a parameter of a pipeline stage is called in a model that is in one piece."""
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    before, found, after = name.partition("decoder.layers.")
+    if not found:
+        return name
+    number, _, rest = after.partition(".")
+    return f"{before}{found}{model.decoder.layers[int(number)].layer_number - 1}.{rest}"
+
+
 def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's weights as whole tensors with HF names, one at a time; what a rollout engine loads.
+    """The model's weights as whole tensors with HF names, one at a time; what a rollout engine loads. Of a pipeline stage
+    those that it holds, the last one's copy of a tied embedding included.
 
     A collective of the model's tensor-parallel group: every rank must run it to its end, and every rank
     gets every tensor.
     """
     group = model.pg_collection.tp
-    weights = dict(model.named_parameters())
+    weights = {whole_name(model, name): parameter for name, parameter in model.named_parameters()}
 
     def shards(name: str) -> list[torch.Tensor]:
         tensor = weights[name].detach().contiguous()

@@ -8,9 +8,11 @@ import sys
 
 import torch
 
-from alignkit.dist import strict
+from alignkit.dist import CP, strict
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
 from alignkit.runtime.families import on_host
+
+from .look import device_of
 
 
 def _demand(holds: torch.Tensor, kind: type[AlignkitError], message: str, *values: torch.Tensor) -> None:
@@ -60,20 +62,30 @@ def check_input(
         raise UnsupportedError("inference_context: Megatron's inference is not supported")
     if _quantizing():
         raise UnsupportedError("fp8_autocast: TransformerEngine's fp8 and fp4 are not supported")
-    device, config = next(model.parameters()).device, model.config
+    device, config = device_of(model), model.config
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    if decoder_input is None:
+    given = "input_ids"
+    if not model.pre_process:
+        if decoder_input is not None:
+            raise UnsupportedError(
+                "decoder_input: a pipeline stage after the first takes what set_input_tensor gave it"
+            )
+        given, decoder_input = "input_tensor", model.decoder.input_tensor
+    elif decoder_input is not None:
+        given = "decoder_input"
+    if given == "input_ids":
         _tensor("input_ids", input_ids, (torch.int64, torch.int32), (None, None), device)
         b, s = input_ids.shape
     else:
-        _tensor("decoder_input", decoder_input, (config.params_dtype,), (None, None, config.hidden_size), device)
+        _tensor(given, decoder_input, (config.params_dtype,), (None, None, config.hidden_size), device)
         s, b = decoder_input.shape[0] * ranks, decoder_input.shape[1]
-    given = "input_ids" if decoder_input is None else "decoder_input"
     if not s or not b:
         raise InputError(f"{given}: an empty micro-batch, {b} rows of {s} tokens")
+    if s % (2 if config.context_parallel_size > 1 else 1):
+        raise InputError(f"{given}: {s} tokens in a row are not two chunks of one length (context parallelism)")
     if s % ranks:
         raise InputError(f"{given}: {s} tokens in a row do not divide over {ranks} ranks (sequence parallelism)")
-    if decoder_input is None:
+    if given == "input_ids":
         low, high = input_ids.aminmax()
         # With tensor parallelism Megatron embeds a token outside the vocabulary as zeros.
         _demand(
@@ -83,13 +95,13 @@ def check_input(
             low,
             high,
         )
-    if position_ids is not None and decoder_input is None:
+    if position_ids is not None and given == "input_ids":
         _tensor("position_ids", position_ids, (torch.int64, torch.int32), (None, s))
         if position_ids.shape[0] not in (1, b):
             raise InputError(f"position_ids: {position_ids.shape[0]} rows for {b} of input_ids")
     if padding_mask is not None:
         _tensor("padding_mask", padding_mask, (torch.bool,), (b, s), device)
-    packed = None if packed_seq_params is None else _check_packed(packed_seq_params, s, b, device)
+    packed = None if packed_seq_params is None else _check_packed(packed_seq_params, s, b, device, model)
     return {given: (b, s), "packed_seq_params": packed, "padding_mask": padding_mask is None}
 
 
@@ -179,10 +191,10 @@ _BLOCK = frozenset({"rotary_pos_emb", "packed_seq_params", "padding_mask"})
 """Arguments of a TransformerBlock beside its input and mask that it may have."""
 
 
-def check_call(s: int, b: int, attention_mask, **arguments) -> dict:
+def check_call(s: int, b: int, cp: CP, attention_mask, **arguments) -> dict:
     """Checks what a TransformerBlock is called with, and returns what must agree between ranks.
 
-    s, b: length and size of the whole micro-batch. arguments: all but the input and the mask.
+    s, b: length and size of the whole micro-batch, or of this rank's part of its sequences (`cp`). arguments: all but the input and the mask.
     """
     for name, value in arguments.items():
         if name not in _BLOCK and value is not None:
@@ -190,7 +202,7 @@ def check_call(s: int, b: int, attention_mask, **arguments) -> dict:
     if attention_mask is not None:
         if arguments.get("packed_seq_params") is not None:
             raise UnsupportedError("packed_seq_params: needs a micro-batch of one row and no attention_mask")
-        _check_causal(attention_mask, s, b)
+        _check_causal(attention_mask, s, b, cp)
     return {"micro-batch": (s, b), "attention_mask": attention_mask is None}
 
 
@@ -199,8 +211,8 @@ def packed_cu_seqlens(params) -> torch.Tensor:
     return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
 
 
-def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ...]:
-    """Checks the `params` of a packed micro-batch. Returns what ranks must agree on: the values of ``cu_seqlens`` where
+def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[int, ...]:
+    """Checks the `params` of a packed micro-batch, of which this rank has `s` tokens. Returns what ranks must agree on: the values of ``cu_seqlens`` where
     they may be looked at, else how many there are."""
     fields = (
         "qkv_format",
@@ -218,8 +230,15 @@ def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ..
         raise UnsupportedError(f"packed_seq_params.qkv_format: {params.qkv_format!r} is not supported")
     if b != 1:
         raise UnsupportedError("packed_seq_params: needs a micro-batch of one row and no attention_mask")
-    if getattr(params, "cp_group", None) is not None and params.cp_group.size() > 1:
-        raise UnsupportedError("packed_seq_params.cp_group: context parallelism is not supported")
+    ranks = model.config.context_parallel_size
+    group = getattr(params, "cp_group", None)
+    if group not in (None, getattr(model.pg_collection, "cp", None)) and max(ranks, group.size()) > 1:
+        raise UnsupportedError("packed_seq_params.cp_group: not the model's own")
+    if getattr(params, "local_cp_size", None) not in (None, ranks):
+        raise UnsupportedError(
+            f"packed_seq_params.local_cp_size: {params.local_cp_size} is not supported, only {ranks}"
+        )
+    s *= ranks
     for name in fields[1:5]:
         if (value := getattr(params, name)) is not None:
             _tensor(f"packed_seq_params.{name}", value, (torch.int32, torch.int64), (None,), device)
@@ -245,6 +264,13 @@ def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ..
         f"packed_seq_params: cu_seqlens must begin with 0, not decrease, and end at {s}, the tokens",
         q,
     )
+    if ranks > 1:
+        _demand(
+            (q % (2 * ranks) == 0).all(),
+            InputError,
+            f"packed_seq_params: cu_seqlens must be multiples of {2 * ranks}, the chunks of a sequence (context parallelism)",
+            q,
+        )
     _demand(
         (lengths <= longest).all(),
         InputError,
@@ -254,9 +280,9 @@ def _check_packed(params, s: int, b: int, device: torch.device) -> tuple[int, ..
     return tuple(q.tolist()) if _looks(q.device) else tuple(q.shape)
 
 
-def _check_causal(mask, s: int, b: int) -> None:
+def _check_causal(mask, s: int, b: int, cp: CP) -> None:
     """UnsupportedError unless a mask (True hides) is causal for the tokens of each sequence, with padding on the
-    right."""
+    right. Its rows are those of this rank's tokens."""
     refusal = "attention_mask: only a causal one, with padding on the right, is supported"
     if (
         type(mask) is not torch.Tensor
@@ -266,11 +292,13 @@ def _check_causal(mask, s: int, b: int) -> None:
         or mask.dtype != torch.bool
         or mask.dim() != 4
         or mask.shape[0] not in (1, b)
-        or mask.shape[1:] != (1, s, s)
+        or mask.shape[1:] != (1, s, s * cp.size)
     ):
         raise UnsupportedError(refusal)
-    mask = mask[:, 0]
-    token = ~mask.diagonal(dim1=1, dim2=2)
-    on_the_right = token[:, 0].all() & (token[:, 1:] <= token[:, :-1]).all()
-    causal = torch.ones(s, s, dtype=torch.bool, device=mask.device).triu(1)
+    mask, positions = mask[:, 0], cp.positions(s, None, mask.device)
+    token = ~mask.gather(2, positions.expand(len(mask), s)[:, :, None])[:, :, 0]
+    causal = torch.arange(s * cp.size, device=mask.device) > positions[:, None]
+    on_the_right = (token[:, 1:] <= token[:, :-1]).all()
+    # Which rank has a sequence's first token is known; another's may all be padding, but that too sees nothing later.
+    on_the_right &= token[:, 0].all() if cp.rank == 0 else (mask | ~causal).all()
     _demand(on_the_right & ~((mask ^ causal) & token[:, :, None]).any(), UnsupportedError, refusal)

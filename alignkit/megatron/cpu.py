@@ -2,13 +2,15 @@
 
 Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
 have to wait, for all work to be done before it writes a distributed checkpoint, and for the device's random state around
-dropout and recomputation. All are answered here with what a CPU host has.
+dropout and recomputation; its pipeline makes a tensor on "cuda", moves the tied embedding there and waits for the device.
+All are answered here with what a CPU host has.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,6 +18,17 @@ import torch
 @contextlib.contextmanager
 def _no_fork(self, name: str = "") -> Iterator[None]:
     yield
+
+
+class _Torch:
+    """torch, as Megatron's schedules use it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size, device=None, **options) -> torch.Tensor:
+        return torch.zeros(*size, device="cpu", **options)
 
 
 @contextlib.contextmanager
@@ -27,12 +40,15 @@ def cpu_host() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
     answers = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "current_stream", lambda device=None: None),
         (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
+        (schedules, "torch", _Torch()),
         (random.CudaRNGStatesTracker, "fork", _no_fork),
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # recomputation sets the CPU's state itself

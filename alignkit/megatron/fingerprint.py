@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks must agree on about their models, in a few short strings. No numerics."""
+"""What ranks that share a model must agree on about their models, in a few short strings. No numerics."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _FIELDS = (
     "ffn_hidden_size",
     "params_dtype",
     "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "sequence_parallel",
     "recompute_granularity",
     "recompute_method",
@@ -38,6 +41,20 @@ def settings(model) -> dict[str, str]:
         # Recomputation runs the forward's collectives again in the backward pass, but only in training.
         "training": repr(model.training and config.recompute_granularity is not None),
     } | {name: str(getattr(config, name)) for name in _FIELDS}
+
+
+def stage(model) -> dict[str, str]:
+    """The same of the pipeline stage that a model is: tensor-parallel ranks are at the same one."""
+    return {
+        "pre_process": repr(bool(model.pre_process)),
+        "post_process": repr(bool(model.post_process)),
+        "layers": repr(layers(model)),
+    }
+
+
+def layers(model) -> list[int]:
+    """The numbers of a model's layers, from 1 on."""
+    return [layer.layer_number for layer in model.decoder.layers]
 
 
 def modules(found: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:

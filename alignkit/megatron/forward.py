@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from typing import TYPE_CHECKING, NoReturn
 
-from alignkit.dist import TP
-from alignkit.errors import UnsupportedError
+from alignkit.dist import TP, check_same_across
+from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
 
-from . import calls, head, hooks, modules, supported
+from . import calls, fingerprint, head, hooks, modules, supported
+from .look import device_of
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -39,17 +41,18 @@ def preprocess(patch: Patch, stock):
         def checks() -> dict:
             hooks.check_hooks()
             facts, vocab_size = patch.models.adopt(model, runs=True), patch.models.vocabulary_of(model)
-            return (
-                facts
-                | calls.check_input(model, vocab_size, **call)
-                | {"vocab_size": vocab_size, "contract": dispatch.family(next(model.parameters()).device).contract_id}
-            )
+            return facts | calls.check_input(model, vocab_size, **call) | _of_patch(patch, model)
 
         patch.met.add(model)
-        tp = TP(model.pg_collection.tp)
-        tp.check_same("GPTModel", checks)
-        if call.get("decoder_input") is None:
-            tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
+        tp, cp = modules.sharing(model)
+        check_same_across([tp, cp], "GPTModel", checks)
+        if model.pre_process and call.get("decoder_input") is None:
+
+            def same_values() -> dict:
+                tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
+                return {}
+
+            check_same_across([cp], "GPTModel", same_values)
         modules.begun[model.decoder] = call.get("packed_seq_params")
         return stock(model, *args, **kwargs)
 
@@ -69,6 +72,8 @@ def postprocess(patch: Patch, stock):
             hooks.check_hooks()
             if hook is not None and hook is not head.output_processor:
                 raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
+            if not model.post_process:
+                return {}
             why = supported.left_stock(model)
             if why and (hook is not None or asked is not None or labels is not None):
                 raise UnsupportedError(f"labels / output_processor: {why}")
@@ -78,8 +83,8 @@ def postprocess(patch: Patch, stock):
             vocab_size = patch.models.vocabulary_of(model)
             return calls.check_request(model, vocab_size, call["hidden_states"], labels, head.asked_for(context))
 
-        TP(model.pg_collection.tp).check_same("the end of GPTModel", checks)
-        if hook is not None or (labels is None and asked is None):
+        check_same_across(modules.sharing(model), "the end of GPTModel", checks)
+        if not model.post_process or hook is not None or (labels is None and asked is None):
             result = stock(model, *args, **kwargs)
             if supported.left_stock(model) and result.shape[-1] != 1:
                 raise UnsupportedError(f"output_layer: a linear layer to one number that gave {tuple(result.shape)}")
@@ -97,6 +102,56 @@ def postprocess(patch: Patch, stock):
         return result
 
     return aligned
+
+
+SCHEDULES = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
+
+
+def schedule(patch: Patch, stock):
+    """A pass of micro-batches through a pipeline. All its stages meet before it, as a stage that was refused in the middle
+    would leave the others waiting for what it was to send."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    @functools.wraps(stock)
+    def aligned(*args, **kwargs):
+        given, groups, through = (kwargs.get(name) for name in ("model", "pg_collection", "p2p_communicator"))
+        if groups is not None and not hasattr(groups, "tp"):  # several models, each with groups of its own
+            return stock(*args, **kwargs)
+        tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
+        cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
+        pp = parallel_state.get_pipeline_model_parallel_group() if through is None else through.pp_group
+        chunks = [_unwrapped(model, GPTModel) for model in (given if isinstance(given, list) else [given])]
+        chunks = [model for model in chunks if isinstance(model, GPTModel)]  # others are not computed by alignkit
+
+        def checks() -> dict:
+            patch.check_in_force(but=BUILDING)
+            for model in chunks:
+                patch.models.adopt(model, runs=True)
+            facts = [fingerprint.settings(model) | _of_patch(patch, model) for model in chunks]
+            names = facts[0] if facts else ()
+            return {name: ", ".join(dict.fromkeys(str(one[name]) for one in facts)) for name in names}
+
+        stages = TP(pp, called="pipeline-parallel")
+        check_same_across([TP(tp), TP(cp, called="context-parallel"), stages], "the pipeline", checks)
+        layers = stages.check("the pipeline", lambda: tuple(tuple(fingerprint.layers(model)) for model in chunks))
+        # A rank's first chunk comes before any rank's second.
+        order = [number for chunk in itertools.zip_longest(*layers, fillvalue=()) for own in chunk for number in own]
+        if chunks and order != list(range(1, chunks[0].config.num_layers + 1)):
+            raise InputError(f"pipeline: its stages have the layers {order}, of {chunks[0].config.num_layers}")
+        return stock(*args, **kwargs)
+
+    return aligned
+
+
+def _unwrapped(model, cls: type):
+    while not isinstance(model, cls) and hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _of_patch(patch: Patch, model) -> dict:
+    return {"vocab_size": patch.models.vocabulary_of(model), "contract": dispatch.family(device_of(model)).contract_id}
 
 
 def only_gpt(patch: Patch, base, gpt):
@@ -117,7 +172,7 @@ def only_gpt(patch: Patch, base, gpt):
             result = super(base, model).__call__(*args, **kwargs)
         except Exception as e:
             if model not in patch.met:  # the other ranks are about to meet in `_preprocess`, and must hear of it there
-                TP(model.pg_collection.tp).check("GPTModel", functools.partial(_raise, e))
+                check_same_across(modules.sharing(model), "GPTModel", functools.partial(_raise, e))
             raise
         hooks.check_hooks()  # those of the model itself
         return result

@@ -56,10 +56,11 @@ def logprobs(
 ) -> LogProbs:
     """Logprobs of `labels` under `model`, a GPTModel or a wrapper of one (Float16Module, DDP, ...).
 
-    tokens, labels: int64 ``[b, s]``; labels are already shifted.
+    tokens, labels: int64 ``[b, s]``; labels are already shifted. With context parallelism those of this rank's chunks.
     position_ids, attention_mask: as for the model.
 
-    Differentiable. Raises UnsupportedError if `patch_megatron` is not in force, and what the model's forward
+    Differentiable. A pipeline stage but the last returns what the model does, the hidden states for the next one.
+    Raises UnsupportedError if `patch_megatron` is not in force, and what the model's forward
     and ``ops.linear_logp`` raise; on all tensor-parallel ranks together.
     """
     from . import patch

@@ -53,6 +53,12 @@ LOOK = "_alignkit_look"
 a model that nobody uses any more."""
 
 
+def device_of(model) -> torch.device:
+    """Where a GPTModel computes; as a pipeline stage it may have no parameters."""
+    first = next(model.parameters(), None)
+    return torch.device(torch.cuda.current_device()) if first is None else first.device
+
+
 class Look:
     """What was seen of a model's modules when they were checked: which they are, their classes, those of their
     attributes that were checked, and what parameters and buffers are.

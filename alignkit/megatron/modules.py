@@ -8,19 +8,22 @@ column from row parallel by class name. What is aligned is told by `op`, the op 
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import dot_product_attention, mlp, transformer_block, transformer_layer
 
 from alignkit import ops
 from alignkit.contract.rope import Scaling, yarn_attention_factor
-from alignkit.dist import TP
+from alignkit.dist import CP, TP, check_same_across
 from alignkit.errors import UnsupportedError
 
 from . import calls, hooks
@@ -168,20 +171,24 @@ def attention_factor(config) -> float:
     return yarn_attention_factor(factor, *mscales)
 
 
+def context_parallel(config, group) -> CP:
+    """The ranks of `group`, of a module or of Megatron's own if that has none, that share sequences."""
+    if config.context_parallel_size == 1:
+        return CP()
+    return CP(parallel_state.get_context_parallel_group() if group is None else group)
+
+
 def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, **_):
     """``ops.rope`` on t ``[s, b, h, d]``, or packed ``[t, h, d]`` with `cu_seqlens`.
 
-    freqs: the table that the aligned RotaryEmbedding made, with YaRN's `mscale` in it. As in Megatron, a token's position is its index
-    in its sequence; `position_ids` are not looked at.
+    freqs: the table that the aligned RotaryEmbedding made, with YaRN's `mscale` in it. As in Megatron, a token's position is its
+    index in its sequence, of which context-parallel ranks have parts; `position_ids` are not looked at.
     """
     if freqs.dim() != 2 or mscale != attention_factor(config):
         raise UnsupportedError("rotary embedding: not the default one of an aligned GPTModel")
-    index = torch.arange(t.shape[0], device=t.device)
+    positions = context_parallel(config, cp_group).positions(t.shape[0], cu_seqlens, t.device)
     if cu_seqlens is None:
-        positions = index.repeat_interleave(t.shape[1])
-    else:
-        starts = cu_seqlens.to(torch.int64)
-        positions = index - starts[torch.searchsorted(starts, index, right=True) - 1]
+        positions = positions.repeat_interleave(t.shape[1])
     return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs).view(t.shape)
 
 
@@ -193,13 +200,34 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
+        cp = context_parallel(self.config, getattr(self.pg_collection, "cp", None))
         if packed_seq_params is not None:
-            cu_seqlens = calls.packed_cu_seqlens(packed_seq_params)
-            return ops.attention(query, key, value, cu_seqlens).flatten(1)
+            return attend(cp, query, key, value, calls.packed_cu_seqlens(packed_seq_params)).flatten(1)
         s, b = query.shape[:2]
-        cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * s
+        cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * (s * cp.size)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        return ops.attention(q, k, v, cu_seqlens).view(b, s, -1).transpose(0, 1).contiguous()
+        return attend(cp, q, k, v, cu_seqlens).view(b, s, -1).transpose(0, 1).contiguous()
+
+    @staticmethod
+    def build(stock: Callable) -> Callable:
+        """``DotProductAttention.__init__`` while the patch is on: stock's, which refuses context parallelism."""
+
+        @functools.wraps(stock)
+        def init(module, config, *args, **kwargs):
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1
+            stock(module, alone, *args, **kwargs)
+            module.config = config
+
+        return init
+
+
+def attend(cp: CP, q, k, v, cu_seqlens) -> torch.Tensor:
+    """``ops.attention``; ranks that share sequences have all of their rows meanwhile, and a part of the heads each."""
+    if cp.size == 1:
+        return ops.attention(q, k, v, cu_seqlens)
+    order, heads = cp.order(q.shape[0], cu_seqlens), q.shape[1]
+    return cp.to_rows(ops.attention(*(cp.to_heads(x, order, heads) for x in (q, k, v)), cu_seqlens), order)
 
 
 class TransformerLayer(transformer_layer.TransformerLayer):
@@ -230,9 +258,9 @@ class TransformerBlock(transformer_block.TransformerBlock):
     op = "trunk"
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
-        tp = TP(self.pg_collection.tp)
-        s, b = hidden_states.shape[:2]
-        s *= tp.size if self.config.sequence_parallel else 1
+        groups = tp, _ = sharing(self)
+        cp = context_parallel(self.config, getattr(self.pg_collection, "cp", None))
+        ranks = tp.size if self.config.sequence_parallel else 1
 
         def checks() -> dict:
             hooks.check_hooks()
@@ -242,12 +270,21 @@ class TransformerBlock(transformer_block.TransformerBlock):
                 )
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
-            return calls.check_call(s, b, attention_mask, **kwargs)
+            s, b = (hidden_states if self.pre_process else self.input_tensor).shape[:2]
+            return calls.check_call(s * ranks, b, cp, attention_mask, **kwargs)
 
-        tp.check_same("TransformerBlock", checks)
+        check_same_across(groups, "TransformerBlock", checks)
         if (packed := kwargs.get("packed_seq_params")) is not None:
-            tp.check_same_values("TransformerBlock", cu_seqlens=calls.packed_cu_seqlens(packed))
+            for group in groups:
+                group.check_same_values("TransformerBlock", cu_seqlens=calls.packed_cu_seqlens(packed))
         return super().forward(hidden_states, attention_mask, **kwargs)
+
+
+def sharing(module) -> tuple[TP, TP]:
+    """The ranks that compute a model or block together: the tensor-parallel and the context-parallel ones."""
+    groups = module.pg_collection
+    cp = getattr(groups, "cp", None) if module.config.context_parallel_size > 1 else None
+    return TP(groups.tp), TP(cp, called="context-parallel")
 
 
 def residual_add(training: bool, fused: bool):

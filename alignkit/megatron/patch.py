@@ -14,6 +14,7 @@ from alignkit.engines import patch as engine_patch
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
 
+from .look import device_of
 from .versions import VERSIONS
 
 
@@ -86,7 +87,7 @@ def status(model: Any = None) -> dict[str, Any]:
         return report
     from . import adopt
 
-    device = next(model.parameters()).device  # without a model nothing says what will compute
+    device = device_of(model)  # without a model nothing says what will compute
     return {
         **report,
         "contract": contract.contract_id(device),
@@ -121,8 +122,10 @@ class Patch(engine_patch.Patch):
         from megatron.core.fusions import fused_cross_entropy
         from megatron.core.models.common.language_module.language_module import LanguageModule
         from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import cross_entropy
         from megatron.core.transformer import attention
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -138,9 +141,11 @@ class Patch(engine_patch.Patch):
             (LanguageModule, "compute_language_model_loss", head.language_model_loss),
             (TransformerBlock, "forward", forward.only_aligned(TransformerBlock.forward)),
             (WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw)),
+            (DotProductAttention, "__init__", modules.DotProductAttention.build(DotProductAttention.__init__)),
             (attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb),
             (cross_entropy, "_VocabParallelCrossEntropy", head.VocabParallelCrossEntropy(self.vocab_size)),
             (fused_cross_entropy, "_VocabParallelCrossEntropy", head.FusedCrossEntropy(self.vocab_size)),
+            *((schedules, name, forward.schedule(self, getattr(schedules, name))) for name in forward.SCHEDULES),
         ):
             self.replace(owner, name, new)
 

@@ -8,6 +8,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from alignkit.dist import CP
 from alignkit.engines.policy import Policy, Row, only, refusals
 from alignkit.errors import UnsupportedError
 
@@ -31,15 +32,27 @@ UNUSED = {
 }
 """Why a field that frameworks set changes no bit -> the fields. Whatever it says, nothing that an aligned model runs reads
 it."""
+_TRANSPORTS = {None, "p2p", "all_gather", "a2a"}
+
+
+def _heads_refusal(config) -> str | None:
+    tp = config.tensor_model_parallel_size
+    if config.context_parallel_size == 1 or config.num_query_groups % tp:  # the latter is refused anyway
+        return None
+    return CP.refusal(config.context_parallel_size, config.num_attention_heads // tp, config.num_query_groups // tp)
+
 
 POLICY = Policy(
     # Sizes, what the aligned modules do themselves, and what has no part in the numbers.
     free="""
         num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size layernorm_epsilon
         qk_layernorm add_qkv_bias hidden_dropout attention_dropout
-        pipeline_dtype autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
+        autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
         tensor_model_parallel_size sequence_parallel expert_tensor_parallel_size
-        microbatch_group_size_per_vp_stage
+        pipeline_model_parallel_size virtual_pipeline_model_parallel_size pipeline_model_parallel_layout
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        pipeline_model_parallel_comm_backend microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
         async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding variable_seq_lengths
         init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
         perform_initialization use_cpu_initialization init_model_with_meta_device
@@ -72,14 +85,27 @@ POLICY = Policy(
             "{field} (multi-token prediction, MTP): {value!r} is not supported, only None and 0",
         ),
         Row(
-            "cp_comm_type",
-            lambda value, config: value is None or config.context_parallel_size == 1,
-            "{field}: {value!r} is not supported in context parallelism",
-        ),
-        Row(
             "params_dtype",
             lambda dtype, _: dtype in (torch.float32, torch.bfloat16),
             "{field}: {value} is not supported",
+        ),
+        Row(
+            "pipeline_dtype",
+            lambda dtype, config: config.pipeline_model_parallel_size == 1 or dtype == config.params_dtype,
+            "{field}: {value} is not supported, only params_dtype, {context.params_dtype}",
+        ),
+        Row(
+            "context_parallel_size",
+            lambda _, config: _heads_refusal(config) is None,
+            lambda _, config: f"context_parallel_size: {_heads_refusal(config)}, those of a tensor-parallel rank",
+        ),
+        Row(
+            "cp_comm_type",
+            # How Megatron's ranks exchange what they attend to; alignkit's do in one way.
+            lambda kind, config: (
+                config.context_parallel_size == 1 or _TRANSPORTS.issuperset(kind if isinstance(kind, list) else [kind])
+            ),
+            "{field}: {value!r} is not supported, only p2p, all_gather and a2a: no hierarchical context parallelism",
         ),
         Row(
             "num_query_groups",
@@ -90,8 +116,8 @@ POLICY = Policy(
     called={
         "num_moe_experts": "mixture of experts (MoE)",
         "multi_latent_attention": "multi-latent attention (MLA)",
-        "pipeline_model_parallel_size": "pipeline parallelism",
-        "context_parallel_size": "context parallelism",
+        "hierarchical_context_parallel_sizes": "hierarchical context parallelism",
+        "hybrid_context_parallel": "context parallelism of several sizes",
         "window_size": "sliding window attention",
         "defer_embedding_wgrad_compute": "weight gradient deferral",
         "delay_wgrad_compute": "weight gradient deferral",

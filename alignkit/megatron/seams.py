@@ -17,9 +17,19 @@ COMMON = (
         "TransformerBlock.forward",
         ("hidden_states", "attention_mask", "attention_bias", "inference_context", "packed_seq_params"),
     ),
+    Seam("pipeline_parallel/schedules.py", "forward_backward_pipelining_with_interleaving", ("model", "pg_collection")),
+    Seam(
+        "pipeline_parallel/schedules.py", "forward_backward_pipelining_without_interleaving", ("model", "pg_collection")
+    ),
+    Seam(
+        "pipeline_parallel/schedules.py",
+        "get_forward_backward_func",
+        mentions=("forward_backward_pipelining_with_interleaving",),
+    ),
     Seam("transformer/transformer_layer.py", "TransformerLayer"),
     Seam("transformer/attention.py", "SelfAttention"),
     Seam("transformer/attention.py", "apply_rotary_pos_emb"),
+    Seam("transformer/dot_product_attention.py", "DotProductAttention.__init__", ("config", "pg_collection")),
     Seam(
         "transformer/dot_product_attention.py",
         "DotProductAttention.forward",

@@ -28,26 +28,35 @@ MEGATRON_LLAMA3 = (1.0, 4.0, 8192)
 
 def check_model(model) -> None:
     """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned."""
-    if not (model.pre_process and model.post_process):
-        raise UnsupportedError("pre_process / post_process: pipeline parallelism is not supported")
+    if model.config.pipeline_model_parallel_size == 1 and not (model.pre_process and model.post_process):
+        raise UnsupportedError("pre_process / post_process: a part of a model, with pipeline_model_parallel_size 1")
+    ranks = _ranks(getattr(model.pg_collection, "cp", None))
+    if ranks != model.config.context_parallel_size:
+        raise UnsupportedError(
+            f"context_parallel_size: {model.config.context_parallel_size}, of a group of {ranks} ranks"
+        )
     if model.mtp_process:
         raise UnsupportedError("mtp_block_spec: multi-token prediction (MTP) is not supported")
     if model.position_embedding_type not in ("rope", "yarn"):
         raise UnsupportedError(f"position_embedding_type: {model.position_embedding_type!r} is not supported")
     if model.rotary_percent != 1.0:
         raise UnsupportedError(f"rotary_percent: {model.rotary_percent} is not supported, only 1.0")
-    if model.config.sequence_parallel and not model.embedding.scatter_to_sequence_parallel:
+    if model.config.sequence_parallel and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
 
 
 def left_stock(model) -> str | None:
     """Why a model's output layer stays as it is, if it does: a linear layer that gives one number for each token, as a
     critic's or a reward model's, is no vocabulary's, whatever else it is."""
-    head = model.output_layer
+    head = getattr(model, "output_layer", None)  # of the last stage of a pipeline alone
     if isinstance(head, torch.nn.Linear) and head.out_features == 1 and not list(head.children()):
         cls = type(head)
         return f"{cls.__module__}.{cls.__qualname__} gives one number for each token: no logprobs come from it"
     return None
+
+
+def _ranks(group) -> int:
+    return 1 if group is None else group.size()
 
 
 _frequencies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[torch.Tensor, int]], Scaling | None]] = (

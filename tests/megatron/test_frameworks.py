@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from alignkit.convert import read_architecture
-from alignkit.errors import UnsupportedError
 from alignkit.megatron import patch_megatron
 from alignkit.megatron.policy import UNUSED, check_config
 from alignkit.testing import assert_bitwise_equal
@@ -68,7 +67,9 @@ def test_all_settings_of_a_framework_change_no_bit(framework, checkpoint, rows, 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     own = ("params_dtype", "tensor_model_parallel_size", "sequence_parallel", "qk_layernorm", "add_qkv_bias", "bf16")
-    fields = {name: value(values[-1]) for name, values in FRAMEWORKS[framework].items() if name not in (*own, *NEEDS_APEX)}
+    fields = {
+        name: value(values[-1]) for name, values in FRAMEWORKS[framework].items() if name not in (*own, *NEEDS_APEX)
+    }
     fields = known(TransformerConfig, fields)
     path = checkpoint("qwen3")
     fields["layernorm_epsilon"] = read_architecture(path).norm_eps

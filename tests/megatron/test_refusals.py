@@ -32,8 +32,13 @@ def model(checkpoint, patched):
         ("num_moe_experts", 8, "MoE"),
         ("multi_latent_attention", True, "MLA"),
         ("mtp_num_layers", 1, "MTP"),
-        ("pipeline_model_parallel_size", 2, "pipeline parallelism"),
-        ("context_parallel_size", 2, "context parallelism"),
+        ("pipeline_dtype", torch.float32, "only params_dtype"),
+        ("context_parallel_size", 2, "of a group of 1 ranks"),
+        ("context_parallel_size", 8, "8 ranks do not divide 4 query heads"),
+        ("cp_comm_type", "a2a+p2p", "no hierarchical context parallelism"),
+        ("cp_comm_type", ["p2p", "a2a+p2p"], "no hierarchical context parallelism"),
+        ("hierarchical_context_parallel_sizes", [2, 2], "hierarchical context parallelism"),
+        ("hybrid_context_parallel", True, "of several sizes"),
         ("fp8", "e4m3", "fp8"),
         ("fp16", True, "fp16"),
         ("window_size", (64, 0), "sliding window"),
@@ -59,6 +64,8 @@ def model(checkpoint, patched):
 def test_a_field_of_the_configuration(field, value, called, model):
     if field == "num_query_groups":
         model.config.tensor_model_parallel_size = 2
+    if field == "pipeline_dtype":
+        model.config.pipeline_model_parallel_size = 2
     setattr(model.config, field, value)
     with pytest.raises(UnsupportedError, match=field) as e:
         model(TOKENS, None, None)
@@ -91,7 +98,7 @@ def gpt(path, config=None, **arguments):
         ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
         ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
         ({}, {"position_embedding_type": "none"}, "position_embedding_type"),
-        ({}, {"post_process": False}, "pipeline parallelism"),
+        ({}, {"post_process": False}, "post_process"),
     ],
 )
 def test_a_model_that_is_built(config, arguments, named, checkpoint, patched):

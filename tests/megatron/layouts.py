@@ -1,0 +1,339 @@
+"""What the tests of pipeline, context and data parallelism run on each rank; all with real Megatron-core."""
+
+import contextlib
+import inspect
+import itertools
+
+import torch
+
+from alignkit.convert import read_architecture, to_hf
+from alignkit.megatron import logprobs, patch_megatron
+from alignkit.megatron.build import whole_name
+from alignkit.megatron.cpu import cpu_host
+from tests.megatron import workers
+
+_groups = {}
+"""What Megatron keeps of its groups, by layout. It never destroys them, so those of one serve until the end."""
+
+
+@contextlib.contextmanager
+def layout(*, tp=1, pp=1, cp=1, vpp=None):
+    """Megatron's groups with these sizes, in place of those that were; the rest of the ranks are data-parallel."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    with cpu_host():
+        parallel_state.destroy_model_parallel()
+        key = tp, pp, cp, vpp
+        if key in _groups:
+            vars(parallel_state).update(_groups[key])
+        else:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                context_parallel_size=cp,
+                virtual_pipeline_model_parallel_size=vpp,
+            )
+            _groups[key] = {
+                name: value
+                for name, value in vars(parallel_state).items()
+                if name.startswith("_") and not name.startswith("__") and not callable(value)
+            }
+        if torch.cuda.is_available():
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
+        yield
+
+
+def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=False, by="logprobs", change=None):
+    """A step of Megatron's own schedule over a pipeline: on the last stage for each micro-batch which of its labels this rank
+    has, and their logprobs, else None; and HF name -> fp32 gradient of what this rank's stages hold, whole.
+
+    how: `layout`'s. fields: of the TransformerConfig, with `sequence_parallel`. by: "logprobs" or the "loss call".
+    change: called with this rank's chunks before the step."""
+    from megatron.core import distributed, parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    arch = read_architecture(model_dir)
+    fields = dict(fields)
+    sequence_parallel = fields.pop("sequence_parallel", False)
+    if packed:  # micro-batches of several lengths; Megatron wants that dispatcher for it
+        fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    with layout(**how), patch_megatron(arch.vocab):
+        stages = [None] if how.get("vpp") is None else range(how["vpp"])
+        models = [workers.build(model_dir, dtype, sequence_parallel, vp_stage=v, **fields) for v in stages]
+        if change is not None:
+            change(models)
+        chunks = [
+            distributed.DistributedDataParallel(
+                model.config,
+                distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+                model,
+                disable_bucketing=i > 0,
+            )
+            for i, model in enumerate(models)
+        ]
+        multiple = how.get("tp", 1) if sequence_parallel else 1
+        multiple *= 2 * how["cp"] if "cp" in how else 1
+        longest = max(map(len, rows)) - 1
+        parts = [micro_batch(rows[i::micro_batches], multiple, longest, packed) for i in range(micro_batches)]
+
+        def forward_step(data, model):
+            tokens, labels, params = next(data)
+            counted = labels != workers.IGNORE
+            numbers = counted.flatten().cumsum(0).view(counted.shape) - 1
+            own = part({"tokens": tokens, "labels": labels, "numbers": numbers}, params, models[0].pg_collection.cp)
+            mine = own["labels"] != workers.IGNORE
+            if by == "logprobs":
+                output = logprobs(model, own["tokens"], None, None, own["labels"], packed_seq_params=params)
+            else:
+                output = model(own["tokens"], None, None, labels=own["labels"], packed_seq_params=params)
+
+            def loss(output):
+                logp = output.log_probs if by == "logprobs" else -output
+                said = tuple(t[mine].detach().cpu() for t in (own["numbers"], logp))
+                return (-logp).sum() / counted.sum(), said
+
+            return output, loss
+
+        for chunk in chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        said = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(parts) for _ in chunks] if len(chunks) > 1 else iter(parts),
+            model=chunks,
+            num_microbatches=micro_batches,
+            seq_length=longest + -longest % multiple,
+            micro_batch_size=len(rows[::micro_batches]),
+        )
+        distributed.finalize_model_grads(chunks)
+        grads = {}
+        group = parallel_state.get_tensor_model_parallel_group()
+        for model in models:
+            grads |= whole_grads(model, arch, group)
+        return list(said) or None, grads
+
+
+def micro_batch(rows, multiple, longest, packed):
+    """tokens, labels and packed_seq_params of some rows, padded to `longest` unless they are packed."""
+    if packed:
+        return workers.packed(rows, multiple)
+    tokens, _, labels, _ = (t[:-1] for t in workers.batch([*rows, [0] * (longest + 1)], multiple))
+    return tokens, labels, None
+
+
+def part(given, params, group):
+    """What a context-parallel rank has of a micro-batch, by name."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    if params is not None:
+        index = of_rank(params.cu_seqlens_q.tolist(), group.size(), group.rank())
+        return {name: t[:, index] for name, t in given.items()}
+    asked = inspect.signature(get_batch_on_this_cp_rank).parameters
+    hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in asked else {}
+    return get_batch_on_this_cp_rank(given, cp_group=group, **hybrid)
+
+
+def whole_grads(model, arch, group):
+    """HF name -> main_grad, put together of the tensor-parallel ranks' parts."""
+    from alignkit.dist import TP
+
+    grads = {whole_name(model, name): p.main_grad for name, p in model.named_parameters()}
+    return {name: t.cpu() for name, t in to_hf(arch, grads, lambda name: TP(group).all_gather(grads[name]))}
+
+
+def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False, change=None):
+    """A step under context parallelism: the places in the whole micro-batch of this rank's labels, their logprobs and
+    entropies; the places of all its tokens, and the gradients of their embeddings; HF name -> fp32 gradient, whole; and how
+    many tokens this rank had."""
+    from megatron.core import distributed
+
+    arch, fields = read_architecture(model_dir), dict(fields)
+    sequence_parallel = fields.pop("sequence_parallel", False)
+    cp = how.get("cp", 1)
+    with layout(**how), patch_megatron(arch.vocab):
+        model = workers.build(model_dir, dtype, sequence_parallel, **fields)
+        embedded = []
+
+        def keep(module, given, output):
+            output.retain_grad()
+            embedded.append(output)
+
+        model.embedding.register_forward_hook(keep)
+        ddp = distributed.DistributedDataParallel(
+            model.config, distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        ddp.train()
+        ddp.zero_grad_buffer()
+        multiple = 16  # the same micro-batch with every layout
+        if packed:
+            tokens, labels, params = workers.packed(rows, multiple)
+        else:
+            (tokens, _, labels, _), params = workers.batch(rows, multiple), None
+        counted = labels != workers.IGNORE
+        places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+        given = {"tokens": tokens, "labels": labels, "places": places}
+        if mask:
+            given["attention_mask"] = workers.causal_mask(tokens.shape[1])
+        if change is not None:
+            change(given, params)
+        own = part(given, params, model.pg_collection.cp)
+        result = logprobs(
+            ddp,
+            own["tokens"],
+            None,
+            own.get("attention_mask"),
+            own["labels"],
+            temperature=0.7,
+            return_entropy=True,
+            packed_seq_params=params,
+        )
+        (-result.log_probs.sum() / counted.sum()).backward()
+        distributed.finalize_model_grads([ddp])
+        # DDP takes the mean over the ranks, of which each had a part of the sum.
+        grads = {name: g * cp for name, g in whole_grads(model, arch, model.pg_collection.tp).items()}
+        mine = own["labels"] != workers.IGNORE
+        place = own["places"]
+        said = tuple(t[mine].detach().cpu() for t in (place, result.log_probs, result.entropy))
+        flow = embedded[0].grad.transpose(0, 1).flatten(0, 1).cpu()
+        return said, (place.flatten().cpu(), flow), grads, place.numel()
+
+
+def of_rank(starts, cp, rank):
+    """Which tokens of packed sequences with these `starts` a rank has, as TransformerEngine divides them."""
+    if cp == 1:
+        return list(range(starts[-1]))
+    index = []
+    for begin, end in itertools.pairwise(starts):
+        chunk = (end - begin) // (2 * cp)
+        for number in (rank, 2 * cp - 1 - rank):
+            index += range(begin + number * chunk, begin + (number + 1) * chunk)
+    return index
+
+
+def _last():
+    from megatron.core import parallel_state
+
+    return parallel_state.is_pipeline_last_stage()
+
+
+def refused_field(models):
+    if _last():
+        models[-1].config.softmax_scale = 0.1
+
+
+def another_base(models):
+    if _last():
+        models[-1].rotary_base = 20000.0
+        models[-1].rotary_pos_emb.inv_freq = 1.0 / 20000.0 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64)
+
+
+def another_layer(models):
+    if _last():
+        models[-1].decoder.layers[0].layer_number = 1
+
+
+def no_hidden_states(_, model_dir):
+    """The second stage of a model outside of any schedule."""
+    with layout(pp=2), patch_megatron(300):
+        model = workers.build(model_dir, torch.bfloat16)
+        tokens = torch.tensor([[1, 2, 3]])
+        if _last():
+            model(tokens, None, None, labels=tokens)
+
+
+def _second():
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_rank() == 1
+
+
+def wrong_token(given, params):
+    if _second():
+        given["tokens"][:] = 300
+
+
+def other_lengths(given, params):
+    if _second():
+        params.cu_seqlens_q = params.cu_seqlens_kv = params.cu_seqlens_q[[0, -1]]
+        params.max_seqlen_q = params.max_seqlen_kv = int(params.cu_seqlens_q[-1])
+
+
+def odd_lengths(given, params):
+    if _second():
+        starts = params.cu_seqlens_q.clone()
+        starts[1:-1] += 2
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = starts
+        params.max_seqlen_q = params.max_seqlen_kv = params.max_seqlen_q + 2
+
+
+def wrong_label(given, params):
+    if _second():
+        given["labels"][:] = 300
+
+
+def wrong_mask(given, params):
+    if _second():
+        given["attention_mask"] = ~given["attention_mask"]
+
+
+class _OnCuda(torch.overrides.TorchFunctionMode):
+    """Megatron's optimizers take a CPU for a GPU: what they make on "cuda" is on the CPU, and a parameter's type says cuda."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def data_parallel(_, model_dir, dtype, rows, how, *, distributed=True, overlap=False, clip=0.0, steps=2):
+    """The losses of steps of Megatron's Adam, of which each data-parallel rank has a part of `rows`, and the weights after
+    them."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    cuda = contextlib.nullcontext if torch.cuda.is_available() else _OnCuda
+    with layout(**how), patch_megatron(read_architecture(model_dir).vocab):
+        model = workers.build(model_dir, dtype)
+        ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=overlap,
+                use_distributed_optimizer=distributed,
+                overlap_param_gather=distributed and overlap,
+                bucket_size=200_000,
+            ),
+            model,
+        )
+        ddp.train()
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            clip_grad=clip,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=distributed and overlap,
+        )
+        with cuda():
+            optimizer = get_megatron_optimizer(settings, [ddp])
+        size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        losses = []
+        for _ in range(steps):
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = workers.mean_loss(ddp, rows[rank::size], 1)
+            loss.backward()
+            finalize_model_grads([ddp])
+            with cuda():
+                done, norm, _ = optimizer.step()
+            assert done
+            losses.append((loss.item(), norm if clip else None))
+        if distributed and overlap:  # they are gathered before the next forward
+            ddp.start_param_sync(force_sync=True)
+        return losses, {name: p.detach().cpu() for name, p in model.named_parameters()}

@@ -1,0 +1,101 @@
+"""Pipeline, context and data parallelism on two or four Hopper GPUs over NCCL."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.megatron import layouts, test_context, test_data_parallel, test_pipeline
+from tests.megatron.gpus import GPUs
+from tests.megatron.test_cuda import BIG
+from tests.megatron.test_pipeline import OVERLAPPED
+
+COUNT = torch.cuda.device_count()
+
+pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
+four = pytest.mark.skipif(COUNT < 4, reason="needs four GPUs")
+
+
+@pytest.fixture(scope="module")
+def two():
+    with GPUs(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def long_rows():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 300, 129, 66)]
+
+
+def run(ranks, function, *given, **asked):
+    return ranks.run(ranks.world, partial(function, None, *given, **asked))
+
+
+def alone(ranks, *given, **asked):
+    """As of one rank: all have the same rows, so that the mean of their gradients is the gradient of each."""
+    said, grads = run(ranks, layouts.pipeline, *given, how={}, fields={}, **asked)[0]
+    return [logp for _, logp in said], grads
+
+
+@pytest.mark.parametrize(
+    "how, fields",
+    [
+        (dict(pp=2), dict(deallocate_pipeline_outputs=True)),
+        (dict(pp=2), dict(num_layers_in_first_pipeline_stage=1)),
+        (dict(pp=2, vpp=2), OVERLAPPED),
+    ],
+    ids=["even", "uneven", "interleaved"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_stages(how, fields, packed, checkpoint, two, long_rows):
+    given = checkpoint("qwen3", torch.bfloat16, vocab=2000, **BIG), torch.bfloat16, long_rows
+    results = run(two, layouts.pipeline, *given, how=how, fields=fields, packed=packed)
+    test_pipeline.check(results, alone(two, *given, packed=packed))
+
+
+@four
+@pytest.mark.parametrize("how", [dict(tp=2, pp=2), dict(pp=4)], ids=["tp2-pp2", "pp4"])
+def test_four_gpus_of_stages(how, checkpoint, long_rows):
+    given = checkpoint("qwen3", torch.bfloat16, vocab=2000, **BIG), torch.bfloat16, long_rows
+    fields = dict(sequence_parallel="tp" in how)
+    with GPUs(4) as ranks:
+        whole = run(ranks, layouts.pipeline, *given, how={**how, "pp": 1}, fields=fields)[0]
+        results = run(ranks, layouts.pipeline, *given, how=how, fields=fields)
+        test_pipeline.check(results, (alone(ranks, *given)[0], whole[1]))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_parts_of_sequences(packed, checkpoint, two, long_rows):
+    path = checkpoint("qwen3", torch.bfloat16, vocab=2000, **BIG)
+    given = path, torch.bfloat16, long_rows
+    asked = dict(fields={}, packed=packed)
+    whole = run(two, layouts.context, *given, how={}, **asked)[0]
+    results = run(two, layouts.context, *given, how=dict(cp=2), **asked)
+    test_context.check(results, whole, 2, flow=True)
+    test_context.near(results[0][2], path, long_rows, torch.bfloat16)
+    for first, again in zip(results, run(two, layouts.context, *given, how=dict(cp=2), **asked), strict=True):
+        assert all(torch.equal(gradient, first[2][name]) for name, gradient in again[2].items())
+
+
+@four
+@pytest.mark.parametrize("how", [dict(cp=4), dict(tp=2, cp=2)], ids=["cp4", "tp2-cp2"])
+def test_four_gpus_of_parts(how, checkpoint, long_rows):
+    """With four of them two have the same KV head."""
+    path = checkpoint("qwen3", torch.bfloat16, vocab=2000, **(BIG | dict(kv_heads=2)))
+    given = path, torch.bfloat16, long_rows
+    with GPUs(4) as ranks:
+        whole = run(ranks, layouts.context, *given, how={}, fields={}, packed=True)[0]
+        fields = dict(sequence_parallel="tp" in how)
+        results = run(ranks, layouts.context, *given, how=how, fields=fields, packed=True)
+        test_context.check(results, whole, how["cp"])
+        test_context.near(results[0][2], path, long_rows, torch.bfloat16)
+
+
+def test_steps_of_the_optimizers(checkpoint, two, long_rows):
+    given = checkpoint("qwen3", torch.bfloat16, vocab=2000, **BIG), torch.bfloat16, long_rows, {}
+    plain = run(two, layouts.data_parallel, *given, distributed=False)
+    for overlap in (False, True):
+        test_data_parallel.same(run(two, layouts.data_parallel, *given, overlap=overlap), plain)
+    clipped = run(two, layouts.data_parallel, *given, overlap=True, clip=1.0)
+    test_data_parallel.same(run(two, layouts.data_parallel, *given, overlap=True, clip=1.0), clipped)
