@@ -17,6 +17,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "frameworks",
             "gradients",
             "patch",
+            "published",
             "recompute",
             "refusals",
             "replaced",
