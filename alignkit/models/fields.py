@@ -27,7 +27,7 @@ MUST_BE = {"partial_rotary_factor": (1, None), "pretraining_tp": (1, None), "log
 HARMLESS = frozenset(
     """
     _name_or_path name_or_path _commit_hash auto_map transformers_version torch_dtype dtype
-    _attn_implementation_autoset unsloth_fixed tokenizer_class torchscript use_cache bos_token_id eos_token_id
+    _attn_implementation_autoset is_llama_config transformers.js_config unsloth_fixed tokenizer_class torchscript use_cache bos_token_id eos_token_id
     pad_token_id sep_token_id cls_token_id decoder_start_token_id max_window_layers max_sequence_length
     max_seq_len max_seq_length model_max_length seq_length initializer_range attention_dropout hidden_dropout
     output_attentions output_hidden_states output_scores return_dict return_dict_in_generate

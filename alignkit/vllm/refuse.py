@@ -70,7 +70,7 @@ def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))
-    if known is None or rope.keys() - {"rope_theta", "partial_rotary_factor", *known}:
+    if known is None or rope.keys() - {"type", "rope_theta", "partial_rotary_factor", *known}:
         reasons.append(f"rope scaling ({hf.rope_parameters})")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         reasons.append("rotary embedding of a part of the head")

@@ -21,6 +21,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "parallel_cuda",
             "patch",
             "pipeline",
+            "published",
             "recompute",
             "refusals",
             "replaced",

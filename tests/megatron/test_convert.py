@@ -189,6 +189,10 @@ def test_configs_that_transformers_saves(family, diff, tmp_path):
         ({"architectures": None}, "architectures"),
         ({"architectures": "Qwen3ForCausalLM"}, "architectures"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
+        # Layers without rotary embeddings; norms after the sublayers, and of all of q and k.
+        ({"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}, "SmolLM3ForCausalLM"),
+        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "Olmo2ForCausalLM"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"model_type": "llama"}, "model_type"),
         ({"model_type": None}, "model_type"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from alignkit.errors import UnsupportedError
 from alignkit.vllm.refuse import refuse_model
 from tests.ropes import ROPES
 from tests.vllm.conftest import ENGINE
+
+PUBLISHED = json.loads((Path(__file__).parent.parent / "megatron/configs.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +183,12 @@ def test_a_field_that_alignkit_does_not_know(process, checkpoint, part):
 )
 def test_ordinary_options_run(process, checkpoint, options):
     process(configure, checkpoint(), options)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_at_their_size(process, tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    process(configure, str(tmp_path), {"dtype": "bfloat16"})
 
 
 def test_a_field_that_must_be_at_its_default(process, checkpoint):
