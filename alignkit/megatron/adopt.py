@@ -140,7 +140,7 @@ class Models:
 def report(model: torch.nn.Module) -> dict[str, Any]:
     """Which modules of `model` are aligned, path -> op, which are stock but would be replaced, and which are left stock,
     path -> why. `model` may be a wrapper of the GPTModel."""
-    found = {path: type(m) for path, m in model.named_modules()}
+    found: dict[str, Any] = {path: type(m) for path, m in model.named_modules()}
     heads = {f"{path}.output_layer".lstrip("."): m for path, m in model.named_modules() if isinstance(m, GPTModel)}
     return {
         "aligned": {path: cls.op for path, cls in found.items() if cls in modules.STOCK},

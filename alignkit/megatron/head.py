@@ -157,15 +157,15 @@ class VocabParallelCrossEntropy:
 
     def of(self, columns: int) -> int:
         """The vocabulary of the model whose output layer gives a rank so many `columns`."""
-        sizes = {size for layer, size in modules.vocabulary.items() if layer.output_size_per_partition == columns} or {
-            self.vocab_size
-        }
+        sizes = {size for layer, size in modules.vocabulary.items() if layer.output_size_per_partition == columns}
+        if not sizes and self.vocab_size is not None:
+            sizes = {self.vocab_size}
         if len(sizes) > 1:
             raise UnsupportedError(
                 f"logits: models with vocabularies of {', '.join(map(str, sorted(sizes)))} ids all have {columns} "
                 "columns, so it is not known which made these; give the model labels, or call alignkit.megatron.logprobs"
             )
-        if None in sizes:
+        if not sizes:
             raise InputError("vocab_size: patch_megatron was given none, and these logits are of no aligned model")
         return sizes.pop()
 

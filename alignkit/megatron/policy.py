@@ -102,9 +102,7 @@ POLICY = Policy(
         Row(
             "cp_comm_type",
             # How Megatron's ranks exchange what they attend to; alignkit's do in one way.
-            lambda kind, config: (
-                config.context_parallel_size == 1 or _TRANSPORTS.issuperset(kind if isinstance(kind, list) else [kind])
-            ),
+            lambda kind, _: _TRANSPORTS.issuperset(kind if isinstance(kind, list) else [kind]),
             "{field}: {value!r} is not supported, only p2p, all_gather and a2a: no hierarchical context parallelism",
         ),
         Row(

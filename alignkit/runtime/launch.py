@@ -66,13 +66,14 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
         else:
             key.append(type(a))
         values.append(a)
-    grid, name = (*grid, 1, 1)[:3], tuple(key)
+    x, y, z, *_ = (*grid, 1, 1)
+    name = tuple(key)
     ready = _ready.get(name)
     if ready is not None:
-        ready(grid, *values)
+        ready((x, y, z), *values)
         return
     ready = Launch(device, kernel, options, constants)
-    ready(grid, *args)  # to compile, Triton looks at the tensors themselves
+    ready((x, y, z), *args)  # to compile, Triton looks at the tensors themselves
     _ready[name] = ready
 
 
