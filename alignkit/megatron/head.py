@@ -156,17 +156,17 @@ class VocabParallelCrossEntropy:
 
     def of(self, columns: int) -> int:
         """The vocabulary of the model whose output layer gives a rank so many `columns`."""
-        sizes = {size for layer, size in modules.vocabulary.items() if layer.output_size_per_partition == columns} or {
-            self.vocab_size
-        }
+        layers = modules.vocabulary.items()
+        sizes = {size for layer, size in layers if layer.output_size_per_partition == columns}
         if len(sizes) > 1:
             raise UnsupportedError(
                 f"logits: models with vocabularies of {', '.join(map(str, sorted(sizes)))} ids all have {columns} "
                 "columns, so it is not known which made these; give the model labels, or call alignkit.megatron.logprobs"
             )
-        if None in sizes:
+        size = sizes.pop() if sizes else self.vocab_size
+        if size is None:
             raise InputError("vocab_size: patch_megatron was given none, and these logits are of no aligned model")
-        return sizes.pop()
+        return size
 
     def apply(self, logits, target, label_smoothing=0.0, tp_group=None) -> torch.Tensor:
         """logits fp32 ``[..., V / tp]`` of the aligned output layer, target ``[...]`` -> fp32 ``[...]``."""

@@ -194,7 +194,8 @@ class AlignedLogitsProcessor(LogitsProcessor):
         super().__init__(*args, **kwargs)
         if self.logits_as_input:
             raise UnsupportedError("logits_as_input: the model makes its logits itself")
-        self._vocab_size = get_current_vllm_config().additional_config.get(VOCAB_SIZE, self.org_vocab_size)
+        additional: Any = get_current_vllm_config().additional_config
+        self._vocab_size: int = additional.get(VOCAB_SIZE, self.org_vocab_size)
 
     def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather: bool = False):
         """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`. Ids beyond the vocabulary
