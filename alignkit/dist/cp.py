@@ -39,24 +39,36 @@ class CP:
         if cu_seqlens is None:
             place, length = torch.arange(rows, device=device), rows
         else:
-            place, length, _ = self._places(rows, cu_seqlens)
+            place, sequence = self._places(rows, cu_seqlens)
+            if self.size == 1:  # as most are, in every layer
+                return place
+            length = self._lengths(cu_seqlens)[sequence]
         return self._global(place, length, self.rank)
 
     def order(self, rows: int, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """int64 [size * rows]: of each row of all ranks, one rank's after the other's, its place among the rows of the
         whole sequences, whose starts are `cu_seqlens`."""
-        place, length, start = self._places(rows, cu_seqlens)
+        place, sequence = self._places(rows, cu_seqlens)
+        length, start = self._lengths(cu_seqlens)[sequence], cu_seqlens.to(torch.int64)[sequence]
         return torch.cat([start + self._global(place, length, rank) for rank in range(self.size)])
 
-    def _places(self, rows: int, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each row: its place among the rank's of its sequence, how many those are, and where the sequence starts."""
-        starts = cu_seqlens.to(torch.int64)
-        own = starts // self.size
-        index = torch.arange(rows, device=starts.device)
+    def _places(self, rows: int, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row: its place among the rank's of its sequence, and which sequence that is."""
+        own = self._own(cu_seqlens)
+        index = torch.arange(rows, device=own.device)
         # The last sequence that begins at or before a row has it: an empty one begins where the next does.
         sequence = torch.searchsorted(own, index, right=True) - 1
-        begin = own[sequence]
-        return index - begin, torch.cat([own[1:], own[-1:]])[sequence] - begin, starts[sequence]
+        return index - own[sequence], sequence
+
+    def _lengths(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """How many rows of each sequence a rank has; at the end 0, for rows beyond the last."""
+        own = self._own(cu_seqlens)
+        return torch.cat([own[1:], own[-1:]]) - own
+
+    def _own(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """The starts among a rank's rows."""
+        starts = cu_seqlens.to(torch.int64)
+        return starts if self.size == 1 else starts // self.size
 
     def _global(self, place: torch.Tensor, length: torch.Tensor | int, rank: int) -> torch.Tensor:
         if self.size == 1:

@@ -275,14 +275,10 @@ def rope(x, positions, table, inverse, y) -> None:
     )
 
 
-def rope_table(positions: int, dim: int, base: float, table) -> None:
-    library().alignkit_rope_table(_long(positions), _long(dim), ctypes.c_double(base), _ptr(table))
-
-
-def rope_table_of(positions: int, frequencies: list[float], factor: float, table) -> None:
+def rope_table(positions: int, frequencies: list[float], factor: float, table) -> None:
     """`frequencies` are of the first half of a head's dimensions."""
     given = (ctypes.c_double * len(frequencies))(*frequencies)
-    library().alignkit_rope_table_of(
+    library().alignkit_rope_table(
         _long(positions), _long(len(frequencies)), given, ctypes.c_double(factor), _ptr(table)
     )
 

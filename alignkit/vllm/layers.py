@@ -211,7 +211,8 @@ class AlignedLogitsProcessor(LogitsProcessor):
             logits = self._gather_logits(logits)
         if logits is None:
             return None
-        logits[..., self._vocab_size :] = float("-inf")
+        if self._vocab_size < self.org_vocab_size:
+            logits[..., self._vocab_size :] = float("-inf")
         return logits[..., : self.org_vocab_size]
 
     def get_top_tokens(self, *args, **kwargs):

@@ -131,25 +131,13 @@ void alignkit_finish(i64 n, const float* m, const i64* s, const i64* u, const fl
     }
 }
 
-// Of scaled frequencies: factor times the cosines and sines of their multiples.
-void alignkit_rope_table_of(i64 positions, i64 half, const double* frequencies, double factor, float* table) {
+// Factor times the cosines and sines of the frequencies' multiples.
+void alignkit_rope_table(i64 positions, i64 half, const double* frequencies, double factor, float* table) {
     DefaultRounding guard;
     for (i64 j = 0; j < half; ++j) {
         for (i64 t = 0; t < positions; ++t) {
             table[t * 2 * half + j] = float(factor * std::cos(double(t) * frequencies[j]));
             table[t * 2 * half + half + j] = float(factor * std::sin(double(t) * frequencies[j]));
-        }
-    }
-}
-
-void alignkit_rope_table(i64 positions, i64 dim, double base, float* table) {
-    DefaultRounding guard;
-    i64 half = dim / 2;
-    for (i64 j = 0; j < half; ++j) {
-        double f = std::pow(base, -2.0 * double(j) / double(dim));
-        for (i64 t = 0; t < positions; ++t) {
-            table[t * dim + j] = float(std::cos(double(t) * f));
-            table[t * dim + half + j] = float(std::sin(double(t) * f));
         }
     }
 }

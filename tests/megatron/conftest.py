@@ -60,6 +60,23 @@ def pair():
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def two():
+    """Two processes of a module's own, as it chooses among layouts that would outlast it."""
+    from alignkit.testing import Ranks
+
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four():
+    from alignkit.testing import Ranks
+
+    with Ranks(4) as ranks:
+        yield ranks
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Makes (once) and returns an HF directory: checkpoint("qwen3", torch.bfloat16, tied=True, vocab=300)."""

@@ -12,21 +12,9 @@ from hypothesis import strategies as st
 from alignkit.convert import Checkpoint, read_architecture
 from alignkit.dist import CP
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.testing import Failed, Ranks, assert_bitwise_equal
+from alignkit.testing import Failed, assert_bitwise_equal
 from tests.megatron import layouts, reference
 from tests.megatron.test_gradients import bound
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def joined(parts):

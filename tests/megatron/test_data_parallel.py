@@ -5,14 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from alignkit.testing import Ranks, assert_bitwise_equal
+from alignkit.testing import assert_bitwise_equal
 from tests.megatron import layouts
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def same(results, expected):

@@ -7,23 +7,11 @@ import torch
 
 from alignkit.convert import read_architecture
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.testing import Failed, Ranks, assert_bitwise_equal
+from alignkit.testing import Failed, assert_bitwise_equal
 from tests.megatron import layouts, workers
 from tests.megatron.test_gradients import bound
 
 FOUR = dict(layers=4)
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def alone(world, path, dtype, rows, micro_batches=2):

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import torch
 
-from ...contract.rope import Llama3, Scaling
+from ...contract.rope import Llama3, Scaling, plain
 from ...runtime import dispatch, families
 from .._calls import differentiable_once, op
 from .._common import InputError, check_device, check_int, check_number, check_tensor, looks, require, unit
@@ -38,9 +38,10 @@ def _table(
     with torch.inference_mode(False), dispatch.for_tables():
         host = dispatch.select("rope", families.CPU.device_type)
         if scaling is None:
-            return host.table(head_dim, max_position, base).to(device)
-        frequencies = scaling.frequencies(head_dim, base)
-        return host.scaled_table(frequencies, max_position, scaling.attention_factor).to(device)
+            frequencies, factor = plain(head_dim, base), 1.0
+        else:
+            frequencies, factor = scaling.frequencies(head_dim, base), scaling.attention_factor
+        return host.table(frequencies, max_position, factor).to(device)
 
 
 @op

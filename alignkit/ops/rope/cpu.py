@@ -7,15 +7,9 @@ import torch
 from ...runtime import native
 
 
-def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
-    out = torch.empty(max_position, head_dim, dtype=torch.float32, device="cpu")
-    native.rope_table(max_position, head_dim, base, out)
-    return out
-
-
-def scaled_table(frequencies: list[float], max_position: int, factor: float) -> torch.Tensor:
+def table(frequencies: list[float], max_position: int, factor: float) -> torch.Tensor:
     out = torch.empty(max_position, 2 * len(frequencies), dtype=torch.float32, device="cpu")
-    native.rope_table_of(max_position, frequencies, factor, out)
+    native.rope_table(max_position, frequencies, factor, out)
     return out
 
 

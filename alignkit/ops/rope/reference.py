@@ -11,17 +11,7 @@ from .._common import fma
 
 
 @in_torch
-def table(head_dim: int, max_position: int, base: float) -> torch.Tensor:
-    freq = [base ** (-2.0 * j / head_dim) for j in range(head_dim // 2)]
-    return torch.tensor(
-        [[math.cos(t * f) for f in freq] + [math.sin(t * f) for f in freq] for t in range(max_position)],
-        dtype=torch.float64,
-        device="cpu",
-    ).float()
-
-
-@in_torch
-def scaled_table(frequencies: list[float], max_position: int, factor: float) -> torch.Tensor:
+def table(frequencies: list[float], max_position: int, factor: float) -> torch.Tensor:
     rows = [
         [factor * math.cos(t * f) for f in frequencies] + [factor * math.sin(t * f) for f in frequencies]
         for t in range(max_position)
