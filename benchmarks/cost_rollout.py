@@ -20,7 +20,7 @@ from pathlib import Path
 from torch.distributed import FileStore
 
 from alignkit.check import plan
-from alignkit.check.rollout import GPU_SHARE, cache_bytes
+from alignkit.check.rollout import GPU_SHARE, cache_bytes, shut_down
 from alignkit.vllm import patch_vllm, worker_status
 
 PROFILED_TOKENS = 32
@@ -147,7 +147,7 @@ def run(job: dict) -> None:
         "status": worker_status(llm)[0],
     }
     Path(job["runs"][0]["out"]).write_text(json.dumps(result))
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
 
 
 # These run in the worker, which may be another process.

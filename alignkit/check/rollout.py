@@ -60,7 +60,13 @@ def run(job: dict) -> None:
         logprobs = _evaluate(llm, job) if mode == "prompt_logprobs" else _sample(llm, job, mode)
         logprobs.meta["mode"] = mode
         save(spec["out"], logprobs)
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
+
+
+def shut_down(llm) -> None:
+    """Ends the processes of a ``vllm.LLM``. vLLM gives them five seconds, then kills them, and raises if one ends just
+    then: on a busy machine an engine takes longer than that, so it gets a minute."""
+    llm.llm_engine.engine_core.shutdown(timeout=60)
 
 
 def prepare(job: dict) -> None:

@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from alignkit.check.rollout import shut_down
 from alignkit.drift.bisect import job as jobs
 from alignkit.drift.bisect import vllm_side
 from alignkit.drift.bisect.vllm_worker import Recording
@@ -50,7 +51,7 @@ def main(path: str, fault: str) -> None:
     else:
         llm.collective_rpc("stock_layer")
         vllm_side.record(llm, job)
-    llm.llm_engine.engine_core.shutdown()
+    shut_down(llm)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from alignkit.check.model import make_checkpoint
+from alignkit.check.rollout import shut_down
 from alignkit.drift import load
 from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
@@ -71,7 +72,7 @@ def _serve(connection, env):
             answer = (None, _portable(e), traceback.format_exc())
         connection.send(answer)
     if state.llm is not None:
-        state.llm.llm_engine.engine_core.shutdown()
+        shut_down(state.llm)
 
 
 def _portable(error):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from alignkit.check.rollout import shut_down
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
@@ -45,7 +46,7 @@ def start(state, model, options):
     from alignkit.vllm import patch_vllm
 
     if state.llm is not None:
-        state.llm.llm_engine.engine_core.shutdown()
+        shut_down(state.llm)
     state.patch = patch_vllm()
     state.llm = LLM(model, **ENGINE, **options)
 

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
     job = jobs.read(arguments[0])
     llm = engine(job)
     record(llm, job)
-    llm.llm_engine.engine_core.shutdown()
+    rollout.shut_down(llm)
 
 
 def engine(job: dict, **options):
