@@ -105,10 +105,10 @@ def test_linear_logp(ranks, size, dtype):
     )
 
 
-def run_linears(tp, dtype, sequence_parallel):
-    x, w1, w2 = randn(12, 3, 256, dtype=dtype, seed=3), randn(512, 256, dtype=dtype), randn(96, 512, dtype=dtype)
+def run_linears(tp, dtype, sequence_parallel, rows=12):
+    x, w1, w2 = randn(rows, 3, 256, dtype=dtype, seed=3), randn(512, 256, dtype=dtype), randn(96, 512, dtype=dtype)
     b = randn(96, dtype=dtype)
-    g = randn(12, 3, 96, dtype=dtype)
+    g = randn(rows, 3, 96, dtype=dtype)
     x, g = (tp.shard(x), tp.shard(g)) if sequence_parallel else (x, g)
     leaves = [t.clone().requires_grad_() for t in (x, w1.chunk(tp.size)[tp.rank], w2.chunk(tp.size, 1)[tp.rank], b)]
     y = ops.linear(leaves[0], leaves[1], tp=tp, sequence_parallel=sequence_parallel)
