@@ -50,18 +50,20 @@ Code = list[tuple[int, str, str]]
 """A kernel's instructions: address, opcode without its modifiers, the rest."""
 
 
-def compiled(sources: list[Path], folder: Path) -> tuple[str, dict[str, Code]]:
-    """What nvcc said, and the code of each kernel by its mangled name."""
+def compiled(sources: list[Path]) -> tuple[str, dict[str, Code]]:
+    """What nvcc said, and the code of each kernel by its mangled name. As in a build, only what changed is compiled; what nvcc
+    said of the rest lies beside it."""
     nvcc = setup.find_nvcc()
     assert nvcc, "no nvcc: the requirements of `make test` hold one"
     disassembler = shutil.which("cuobjdump") or (
         Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
     )
 
-    def one(source: Path) -> tuple[str, str]:
-        compiled = folder / f"{source.stem}.o"
+    compiler = [*setup.SM90.extra_compile_args, setup.version(nvcc)]
+
+    def run(kept, more: list[str]) -> None:
         done = subprocess.run(
-            setup.nvcc_compile(nvcc, str(source), compiled, ["-Xptxas=-v"]),
+            setup.nvcc_compile(nvcc, kept.source, kept.path, more),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -69,8 +71,14 @@ def compiled(sources: list[Path], folder: Path) -> tuple[str, dict[str, Code]]:
             check=False,
         )
         assert done.returncode == 0, done.stdout
-        sass = subprocess.run([disassembler, "-sass", compiled], capture_output=True, text=True, check=True).stdout
-        return done.stdout, sass
+        kept.path.with_suffix(".log").write_text(done.stdout)
+
+    def one(source: Path) -> tuple[str, str]:
+        kept = setup.Object(str(source), ["-Xptxas=-v"], compiler)
+        if not kept.current():
+            kept.compile(run)
+        sass = subprocess.run([disassembler, "-sass", kept.path], capture_output=True, text=True, check=True).stdout
+        return kept.path.with_suffix(".log").read_text(), sass
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         logs, sass = zip(*pool.map(one, sources), strict=True)
@@ -129,8 +137,9 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
     return found
 
 
-def test_machine_code(tmp_path):
-    log, kernels = compiled(sorted((ROOT / "csrc/sm90").rglob("*.cu")), tmp_path)
+def test_machine_code(monkeypatch):
+    monkeypatch.setattr(setup, "OBJECTS", ROOT / "build/machine-code")
+    log, kernels = compiled(sorted((ROOT / "csrc/sm90").rglob("*.cu")))
     assert any(TENSOR_CORES.search(name) for name in own_names(list(kernels)))
     assert not faults(log, kernels)
 
@@ -138,7 +147,7 @@ def test_machine_code(tmp_path):
 def test_faults_are_found(tmp_path):
     source = tmp_path / "bad.cu"
     source.write_text(BAD_KERNEL)
-    found = "\n".join(faults(*compiled([source], tmp_path)))
+    found = "\n".join(faults(*compiled([source])))
     assert "serialized" in found
     assert re.search(r"bad_gemm\w+: local memory in a loop of products", found)
     assert re.search(r"idle_gemm\w+: no HGMMA", found)
