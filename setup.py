@@ -24,6 +24,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import ExecError
 
 OLDEST_NVCC = (12, 8)
 OBJECTS = Path("build/objects")
@@ -57,6 +58,7 @@ SM90 = Extension(
         "-O3",
         "-std=c++17",
         "-lineinfo",
+        "-Xptxas=-v",  # what becomes of each kernel: into the file .log beside the object
         "--fmad=false",  # no contraction, as above
         "-Xcompiler",
         "-fPIC",
@@ -97,8 +99,14 @@ def find_nvcc() -> str | None:
     return next((nvcc for nvcc in found if nvcc and nvcc_version(nvcc) >= OLDEST_NVCC), None)
 
 
-def nvcc_compile(nvcc: str, source: str, compiled: Path, more: list[str]) -> list[str]:
-    return [nvcc, *SM90.extra_compile_args, *more, "-c", source, "-o", str(compiled)]
+def nvcc_compile(nvcc: str, compiled: Object, more: list[str]) -> None:
+    """What nvcc says is printed if it fails, and else lies beside the object."""
+    command = [nvcc, *SM90.extra_compile_args, *more, "-c", compiled.source, "-o", str(compiled.path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        print(done.stdout)
+        raise ExecError(f"{' '.join(command)}: exit status {done.returncode}")
+    compiled.log.write_text(done.stdout)
 
 
 def nvcc_link(nvcc: str, objects: list[str], library: Path) -> list[str]:
@@ -118,13 +126,13 @@ def current(library: Path, ext: Extension) -> bool:
 
 
 class Object:
-    """A compiled source. Beside it lie what the compiler read, by its own word, and a hash of that, of the options and of
-    the compiler."""
+    """A compiled source. Beside it lie what the compiler read, by its own word, a hash of that, of the options and of
+    the compiler, and, of a CUDA compiler, what it said."""
 
     def __init__(self, source: str, options: list[str], compiler: list[str]):
         self.source, self.options, self.compiler = source, options, compiler
         self.path = OBJECTS / Path(source).relative_to(Path(source).anchor).with_suffix(".o")  # as setuptools names it
-        self.read, self.hash = self.path.with_suffix(".d"), self.path.with_suffix(".hash")
+        self.read, self.hash, self.log = (self.path.with_suffix(end) for end in (".d", ".hash", ".log"))
 
     def files(self) -> list[Path]:
         """What the compiler read, perhaps without its own headers: a rule of make."""
@@ -151,6 +159,16 @@ class Object:
         run(self, [*self.options, "-MMD", "-MF", str(self.read)])
         if all(file.stat().st_mtime_ns < began for file in self.files()):  # else it may be of what was there before
             self.hash.write_text(self.now())
+
+
+def objects_of(ext: Extension, compiler: list[str]) -> list[Object]:
+    """compiler: what it is, and its options."""
+    said = f"-DALIGNKIT_SOURCES={hashes.of(part(ext))}"
+    return [Object(source, [said] if Path(source).stem == "identity" else [], compiler) for source in ext.sources]
+
+
+def cuda_objects(ext: Extension, nvcc: str) -> list[Object]:
+    return objects_of(ext, [*SM90.extra_compile_args, version(nvcc)])
 
 
 class BuildKernels(build_ext):
@@ -180,28 +198,25 @@ class BuildKernels(build_ext):
             return
         library.parent.mkdir(parents=True, exist_ok=True)
         if ext.name == SM90.name:
-            objects = self.compile(ext, [*SM90.extra_compile_args, version(self.nvcc)], self.compile_cuda)
+            objects = self.compile(cuda_objects(ext, self.nvcc), self.compile_cuda)
             self.spawn(nvcc_link(self.nvcc, objects, library))
         else:
             program = self.compiler.compiler_so_cxx
-            objects = self.compile(ext, [*program, *CPU.extra_compile_args, version(program[0])], self.compile_cpp)
+            made_by = [*program, *CPU.extra_compile_args, version(program[0])]
+            objects = self.compile(objects_of(ext, made_by), self.compile_cpp)
             self.compiler.link_shared_object(
                 objects, str(library), extra_postargs=CPU.extra_link_args, target_lang=CPU.language
             )
 
     def compile_cuda(self, compiled, more):
-        self.spawn(nvcc_compile(self.nvcc, compiled.source, compiled.path, more))
+        nvcc_compile(self.nvcc, compiled, more)
 
     def compile_cpp(self, compiled, more):
         options = [*CPU.extra_compile_args, *more]
         self.compiler.compile([compiled.source], output_dir=str(OBJECTS), extra_postargs=options)
 
-    def compile(self, ext, compiler, run) -> list[str]:
-        """The objects of `ext`; of those to compile, as many at a time as there are cores."""
-        said = f"-DALIGNKIT_SOURCES={hashes.of(part(ext))}"
-        objects = [
-            Object(source, [said] if Path(source).stem == "identity" else [], compiler) for source in ext.sources
-        ]
+    def compile(self, objects, run) -> list[str]:
+        """The paths of the objects; of those to compile, as many at a time as there are cores."""
         stale = [each for each in objects if self.force or not each.current()]
         stale.sort(key=lambda each: -os.path.getsize(each.source))  # what takes longest begins first
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py")
 setup = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(setup)
+OBJECTS = setup.OBJECTS
 
 TENSOR_CORES = re.compile("head|gemm|delta")
 """In the names of the kernels that multiply by tensor cores."""
@@ -50,30 +51,22 @@ Code = list[tuple[int, str, str]]
 """A kernel's instructions: address, opcode without its modifiers, the rest."""
 
 
-def compiled(sources: list[Path], folder: Path) -> tuple[str, dict[str, Code]]:
-    """What nvcc said, and the code of each kernel by its mangled name."""
+def compiled(ext: Extension) -> tuple[str, dict[str, Code]]:
+    """What nvcc said, and the code of each kernel by its mangled name. What a build has compiled is not compiled again."""
     nvcc = setup.find_nvcc()
     assert nvcc, "no nvcc: the requirements of `make test` hold one"
     disassembler = shutil.which("cuobjdump") or (
         Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
     )
 
-    def one(source: Path) -> tuple[str, str]:
-        compiled = folder / f"{source.stem}.o"
-        done = subprocess.run(
-            setup.nvcc_compile(nvcc, str(source), compiled, ["-Xptxas=-v"]),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        sass = subprocess.run([disassembler, "-sass", compiled], capture_output=True, text=True, check=True).stdout
-        return done.stdout, sass
+    def one(kept) -> tuple[str, str]:
+        if not kept.current():
+            kept.compile(partial(setup.nvcc_compile, nvcc))
+        sass = subprocess.run([disassembler, "-sass", kept.path], capture_output=True, text=True, check=True).stdout
+        return kept.log.read_text(), sass
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        logs, sass = zip(*pool.map(one, sources), strict=True)
+        logs, sass = zip(*pool.map(one, setup.cuda_objects(ext, nvcc)), strict=True)
     kernels = {}
     for function in "".join(sass).split("Function : ")[1:]:
         name, _, body = function.partition("\n")
@@ -129,8 +122,11 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
     return found
 
 
-def test_machine_code(tmp_path):
-    log, kernels = compiled(sorted((ROOT / "csrc/sm90").rglob("*.cu")), tmp_path)
+def test_machine_code(monkeypatch):
+    """Of the objects that the library here was built from."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setup, "OBJECTS", OBJECTS)
+    log, kernels = compiled(setup.SM90)
     assert any(TENSOR_CORES.search(name) for name in own_names(list(kernels)))
     assert not faults(log, kernels)
 
@@ -138,7 +134,7 @@ def test_machine_code(tmp_path):
 def test_faults_are_found(tmp_path):
     source = tmp_path / "bad.cu"
     source.write_text(BAD_KERNEL)
-    found = "\n".join(faults(*compiled([source], tmp_path)))
+    found = "\n".join(faults(*compiled(Extension(setup.SM90.name, [str(source)]))))
     assert "serialized" in found
     assert re.search(r"bad_gemm\w+: local memory in a loop of products", found)
     assert re.search(r"idle_gemm\w+: no HGMMA", found)

@@ -171,14 +171,24 @@ def test_keys_and_values_of_old_weights_are_found_in_the_attention_that_reads_th
     assert c.tokens == [(1, 8), (1, 9), (1, 10), (2, 32)]  # of 11 and 33 tokens, in blocks of 8
 
 
-def test_a_stock_layer_in_one_worker_is_found_there(model, tmp_path):
-    for name in ("faulty", "reference"):
-        (tmp_path / name).mkdir()
-    faulty = run_faulty(
-        model("qwen3"), tmp_path / "faulty", "faulty_vllm", "stock-layer", engine="vllm", patched=True, tp=2
-    )
-    good = run_faulty(model("qwen3"), tmp_path / "reference", engine="megatron", patched=True)
-    result = bisect.bisect(bisect.Options(str(good / "good"), str(faulty / "good"), tmp_path / "out"))
+@pytest.fixture(scope="module")
+def reference(model, tmp_path_factory):
+    """Where an aligned Megatron's recording of an architecture is, each made once."""
+    made = {}
+
+    def record(arch):
+        if arch not in made:
+            made[arch] = (
+                run_faulty(model(arch), tmp_path_factory.mktemp(arch), engine="megatron", patched=True) / "good"
+            )
+        return made[arch]
+
+    return record
+
+
+def test_a_stock_layer_in_one_worker_is_found_there(model, reference, tmp_path):
+    faulty = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stock-layer", engine="vllm", patched=True, tp=2)
+    result = bisect.bisect(bisect.Options(str(reference("qwen3")), str(faulty / "good"), tmp_path / "out"))
     assert result.comparison.suspect.point == "layers.1.down"
     assert result.b.settings["replaced"].startswith("worker 1: ") and "down_proj" in result.b.settings["replaced"]
 
@@ -215,14 +225,12 @@ def test_with_every_op_exchanged_stock_vllm_is_aligned_up_to_the_logprob(model, 
 
 
 @pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), ("hf", "llama")])
-def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, tmp_path):
+def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, reference, tmp_path):
     """Each moves the first difference on, and with all of them only the logprob's own arithmetic is stock."""
     at = run_faulty(model(arch), tmp_path, engine=engine, patched=False, what="swaps")
-    (tmp_path / "reference").mkdir()
-    run_faulty(model(arch), tmp_path / "reference", engine="megatron", patched=True)
     firsts = []
     for name in ["good", *(f"swapped-{op}" for op in OPS)]:
-        c = between(tmp_path / "reference/good", at / name, tmp_path)
+        c = between(reference(arch), at / name, tmp_path)
         firsts.append(len(c.points) if c.first is None else c.first)
     assert firsts == sorted(firsts), firsts
     assert 0 < firsts[0] < firsts[-1]
