@@ -199,16 +199,21 @@ def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch
     A collective of the model's tensor-parallel group, and of those that share experts: every rank must run it to its end,
     and every rank gets every tensor.
     """
-    weights = {whole_name(model, name): parameter for name, parameter in model.named_parameters()}
+    return whole(model, arch, {name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def whole(model: GPTModel, arch: Architecture, parts: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`hf_weights` of other tensors that are cut as the weights are, by the model's names: gradients, for one."""
+    named = {whole_name(model, name): part for name, part in parts.items()}
     experts = modules.expert_ranks(model)
 
     def shards(name: str) -> list[torch.Tensor]:
-        parts = [weights[name].detach()]
+        found = [named[name]]
         for group in experts if ".experts." in name else [TP(model.pg_collection.tp)]:
-            parts = [part for of_rank in zip(*map(group.all_gather, parts), strict=True) for part in of_rank]
-        return parts
+            found = [part for of_rank in zip(*map(group.all_gather, found), strict=True) for part in of_rank]
+        return found
 
-    return to_hf(arch, weights, shards, ep_size=experts[-1].size if experts else 1)
+    return to_hf(arch, named, shards, ep_size=experts[-1].size if experts else 1)
 
 
 @contextlib.contextmanager
