@@ -133,8 +133,7 @@ class SharedExpertMLP(shared_experts.SharedExpertMLP):
         if not self.use_shared_expert_gate:
             return output
         logits = ops.linear(hidden_states, self.gate_weight, out_dtype=torch.float32)
-        share, _ = ops.moe_router(logits, 1, score="sigmoid", normalize=False)  # of one expert: its sigmoid
-        return (share * output.float()).to(output.dtype)
+        return ops.sigmoid_mul(logits, output)
 
 
 class MoELayer(moe_layer.MoELayer):
