@@ -206,6 +206,14 @@ def check_mixture(path: str, layer, runs: bool) -> None:
             "sequence_parallel: False is not supported in training a mixture of experts (MoE) with tensor parallelism, "
             "nor does Megatron-core take it"
         )
+    if runs and layer.training and layer.experts.tp_group.size() != config.tensor_model_parallel_size:
+        weight = next(layer.experts.parameters())
+        if getattr(weight, "allreduce", True):  # Megatron's mark of those that it adds over the experts' own ranks
+            raise UnsupportedError(
+                f"expert_tensor_parallel_size: {config.expert_tensor_parallel_size} is not supported in training with "
+                f"{config.tensor_model_parallel_size} tensor-parallel ranks and no expert parallelism: Megatron-core does "
+                "not add these experts' gradients"
+            )
     said = {
         "router.topk": (router.topk, config.moe_router_topk),
         "router.score_function": (router.score_function, config.moe_router_score_function),

@@ -72,7 +72,8 @@ def step(_, model_dir, dtype, rows, how, sequence_parallel=False, patched=True, 
         else:
             tokens, _, labels, _ = workers.batch(mine, multiple)
             params = None
-        losses = ddp(tokens, None, None, labels=labels, packed_seq_params=params)
+        mask = None if packed else workers.causal_mask(tokens.shape[1])
+        losses = ddp(tokens, None, mask, labels=labels, packed_seq_params=params)
         ranks = len(rows) // len(mine)
         counted = sum(len(row) - 1 for row in rows)
         loss = losses[labels != workers.IGNORE].sum() / counted * (1 if bare else ranks)
@@ -145,7 +146,8 @@ def wrong_on_one_rank(tp, model_dir, how):
     """What each rank raises while rank 1 alone does each of `WRONG`; after each, all is right again."""
     with layout(**how), patch_megatron(300), torch.no_grad():
         model = build(model_dir, torch.bfloat16)
-        tokens = torch.tensor([[1, 2, 3, 4, 5][tp.rank :]], device=workers.DEVICE)
+        own = [1, 2, 3, 4, 5] if how.get("tp") == 2 else [1, 2, 3, 4, 5][tp.rank :]
+        tokens = torch.tensor([own], device=workers.DEVICE)
         right = dict(tokens=tokens, position_ids=None, attention_mask=None, labels=tokens)
         expected = logprobs(model, **right).log_probs
         raised = {}
