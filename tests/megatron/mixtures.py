@@ -84,6 +84,13 @@ def step(_, model_dir, dtype, rows, how, sequence_parallel=False, patched=True, 
         return {name: t.cpu() for name, t in whole(model, arch, grads)}, torch.stack(chosen)
 
 
+def trained(_, model_dir, dtype, rows, **fields):
+    """The logprobs of `rows`, padded, of a model that is being trained."""
+    with layout(), patch_megatron(300):
+        model = build(model_dir, dtype, **fields).train()
+        return torch.cat(recompute(model, workers.as_logprobs(rows), "padded")).detach()
+
+
 def biased(_, model_dir, dtype, rows, fields):
     """A step with a bias that balances experts: for each layer how many tokens were counted and the bias after the step;
     and the choices in it and after it."""

@@ -132,23 +132,28 @@ def test_gradients_of_experts_are_the_same_bytes(mixture, rows, world, two):
 
 
 def test_losses_that_balance_experts_change_gradients_alone(mixture, rows, alone, world):
+    """By as much as in Megatron as it comes, whose loss is another: it counts the padded vocabulary."""
     path, dtype = mixture(torch.float32), torch.float32
-    plain, _ = mixtures.step(None, path, dtype, rows, {}, packed=False)
     names = [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
-    for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss", ["aux_loss", "global_aux_loss"], "z"):
-        fields = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
-        if isinstance(kind, list):
-            fields["moe_aux_loss_coeff"] = [0.1, 0.05]
-        if kind == "z":
-            fields = {"moe_z_loss_coeff": 0.1}
-        given = workers.every_way(world, path, dtype, False, rows[:2], **fields)
-        assert_bitwise_equal(given["padded"], of_rows(alone(dtype)["padded"], rows, [0, 1]), kind)
-        ours, _ = mixtures.step(None, path, dtype, rows, {}, packed=False, **fields)
-        stock, _ = mixtures.step(None, path, dtype, rows, {}, packed=False, patched=False, **fields)
-        for name in names:
-            added = ours[name] - plain[name]
-            assert added.norm() > 0.01 * plain[name].norm(), kind
-            assert ((ours[name] - stock[name]).norm() / stock[name].norm()).item() < 1e-4, kind
+
+    def gradients(**how):
+        return mixtures.step(None, path, dtype, rows[:2], {}, packed=False, **how)[0]
+
+    with torch.compiler.set_stance("force_eager"):
+        plain, stock = gradients(), gradients(patched=False)
+        for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss", ["aux_loss", "global_aux_loss"], "z"):
+            fields = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
+            if isinstance(kind, list):
+                fields["moe_aux_loss_coeff"] = [0.1, 0.05]
+            if kind == "z":
+                fields = {"moe_z_loss_coeff": 0.1}
+            given = mixtures.trained(None, path, dtype, rows[:2], **fields)
+            assert_bitwise_equal(given, of_rows(alone(dtype)["padded"], rows, [0, 1]), kind)
+            ours, its = gradients(**fields), gradients(patched=False, **fields)
+            for name in names:
+                added, wanted = ours[name] - plain[name], its[name] - stock[name]
+                assert wanted.norm() > 0.01 * plain[name].norm(), kind
+                assert ((added - wanted).norm() / wanted.norm()).item() < 1e-3, kind
 
 
 def test_a_bias_that_balances_experts(mixture, rows, world):
