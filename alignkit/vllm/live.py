@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as hooks
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.attention import AlignedAttentionImpl
 from alignkit.vllm.built import architecture, deviations
-from alignkit.vllm.experts import AlignedExpertsMethod
 from alignkit.vllm.layers import (
     ALIGNED,
     AlignedEmbeddingMethod,
@@ -189,7 +187,6 @@ def _faults(module: torch.nn.Module) -> list[str]:
 _METHOD_OF = {aligned: AlignedLinearMethod for name, aligned in ALIGNED.items() if name.endswith("Linear")} | {
     AlignedVocabParallelEmbedding: AlignedEmbeddingMethod,
     AlignedParallelLMHead: AlignedEmbeddingMethod,
-    RoutedExperts: AlignedExpertsMethod,
 }
 
 

@@ -71,7 +71,7 @@ ENGINE = Policy(
     free="""
         model_config parallel_config cache_config compilation_config scheduler_config attention_config
         mamba_config kernel_config ec_transfer_config ec_manager_config reasoning_config
-        load_config weight_transfer_config structured_outputs_config aux_output_config kv_events_config
+        load_config weight_transfer_config structured_outputs_config kv_events_config
         observability_config logging_config profiler_config
         instance_id optimization_level performance_mode shutdown_timeout
     """,
@@ -93,6 +93,7 @@ ENGINE = Policy(
             lambda offload, _: offload.uva.cpu_offload_gb <= 0 and offload.prefetch.offload_group_size <= 0,
             "weight offloading",
         ),
+        Row("aux_output_config", lambda aux, _: not aux.enable_return_routed_experts, "return of routed experts"),
         Row("additional_config", lambda value, _: isinstance(value, dict), "an additional_config that is not a dict"),
         Row(
             "additional_config",

@@ -142,20 +142,18 @@ def reload(state, model):
 
 def changed(state):
     """What a worker says with each of some parts replaced, then with all as they were."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     runner = model.model.layers[1].mlp.experts
     experts = runner.routed_experts
 
-    class Stock(UnquantizedFusedMoEMethod):
+    class Stock(torch.nn.Module):
         pass
 
     seen = []
     for owner, name, value in (
         (experts, "top_k", 3),
         (experts, "renormalize", False),
-        (experts, "quant_method", Stock(runner.moe_config)),
+        (experts, "quant_method", Stock()),
         (runner, "forward", lambda hidden, logits: hidden),
         (runner.gate, "forward", lambda x: (x, None)),
     ):
@@ -178,11 +176,12 @@ def asked(state, model, part, field, value):
     """A configuration that vLLM itself refuses on the CPU, or without other packages."""
     from vllm.engine.arg_utils import EngineArgs
 
+    from alignkit.vllm import patch_vllm
     from alignkit.vllm.refuse import refuse_config
 
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    config = EngineArgs(model, **ENGINE | options).create_engine_config()
-    refuse_config(config)
+    with patch_vllm():
+        config = EngineArgs(model, **ENGINE | options).create_engine_config()
     setattr(operator.attrgetter(part)(config) if part else config, field, value)
     refuse_config(config)
 
@@ -230,11 +229,15 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
     assert_same(list(zip(tokens, engine(evaluate, prompts, tokens), strict=True)), sampled)
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tp2", "ep2"])
+@pytest.mark.parametrize(
+    "dtype, expert_parallel",
+    [("bfloat16", False), ("bfloat16", True), ("float32", True)],
+    indirect=["dtype"],
+    ids=["bfloat16-tp2", "bfloat16-ep2", "float32-ep2"],
+    scope="module",
+)
 def test_over_ranks(vllm_process, small, dtype, sampled, prompts, expert_parallel):
     """Each rank has half of every expert, or half of the experts; whole prompts."""
-    if dtype == "float32" and not expert_parallel:
-        pytest.skip("the other three show it")
     process = vllm_process(**MULTIPROCESS)
     options = {"dtype": dtype, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     process(start, small(dtype=dtype), options)
@@ -263,7 +266,7 @@ def test_replaced_parts_are_named(engine):
     wanted = (
         "num_experts_per_tok",
         "norm_topk_prob",
-        "computed by Stock",
+        "quant_method (Stock)",
         "forward is replaced",
         "forward is replaced",
     )
@@ -305,8 +308,8 @@ def test_other_mixtures(spare, small, prompts, arch, sizes):
         ("elastic expert parallelism", "parallel_config", "enable_elastic_ep", True),
         ("data parallelism", "parallel_config", "data_parallel_size", 2),
         ("micro-batches that overlap", "parallel_config", "enable_dbo", True),
-        ("return of routed experts", "model_config", "enable_return_routed_experts", True),
-        ("quantization fp8", "model_config", "quantization", "fp8"),
+        ("return of routed experts", "aux_output_config", "enable_return_routed_experts", True),
+        ("quantization .fp8.", "model_config", "quantization", "fp8"),
         ("LoRA", "", "lora_config", "some"),
     ],
 )
