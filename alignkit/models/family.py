@@ -128,7 +128,7 @@ class Family:
     with the width of an MLP, or of an expert's. experts: None of a dense family.
 
     Of vLLM: file, its model's below `model_executor/models`. structure: classes of a built model that only arrange
-    others. off: attributes of its attention that must be false, each with the field of a config that turns it on.
+    others. mlp: the attribute of a layer. off: attributes of its attention that must be false, each with the field of a config that turns it on.
     """
 
     name: str
@@ -142,6 +142,7 @@ class Family:
     heads_fill_hidden: bool = False
     intermediate: str = "intermediate_size"
     experts: Experts | None = None
+    mlp: str = "mlp"
     off: tuple[tuple[str, str], ...] = ()
 
     @property

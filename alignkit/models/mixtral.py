@@ -9,7 +9,8 @@ MIXTRAL = Family(
     rope_base=None,
     sliding_window="null",
     file="mixtral.py",
-    structure=(),
+    structure=("MixtralForCausalLM", "MixtralModel", "MixtralDecoderLayer", "MixtralAttention", "MixtralMoE"),
+    mlp="block_sparse_moe",
     layer=experts_layer(
         "block_sparse_moe.gate.weight", "block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"
     ),
