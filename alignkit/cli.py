@@ -48,7 +48,15 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a dense Qwen2, Qwen3, Llama or Mistral model.  [default: a random-weight one is made]",
+    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE or Mixtral model.  [default: a "
+    "random-weight one is made]",
+)
+@click.option(
+    "--model-family",
+    type=click.Choice([name.replace("_", "-") for name in FAMILIES]),
+    default="qwen3",
+    show_default=True,
+    help="Of the model that is made.",
 )
 @click.option(
     "--out",
@@ -69,7 +77,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option("--seed", default=0, show_default=True, help="Of weights, prompts and sampling.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds one engine may take.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
-def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, report) -> int:
+def check(model, model_family, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, report) -> int:
     """Run real engines before and after patching and compare their logprobs.
 
     Writes check.json, run.json, report.html and the engines' logs into --out. Exit status: 0 if every patched
@@ -85,6 +93,7 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
     options = runs.Options(
         out=out,
         model=model,
+        family=model_family.replace("-", "_"),
         dtypes=list(dict.fromkeys(dtypes)) or list(DTYPES),
         tp=tp,
         full=full,
@@ -107,7 +116,7 @@ def check(model, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, 
     )
     for failure in result.failures:
         _say(f"not equal: {failure}")
-    if result.failures:
+    if result.failures and not result.info["model"]["experts"]:
         _say(f"where it begins: {runs.bisect_command(options, result)}")
     return EXIT_DIFFERENT if result.failures else 0
 
@@ -157,7 +166,7 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 )
 @click.option(
     "--arch",
-    type=click.Choice(tuple(FAMILIES)),
+    type=click.Choice([name for name, family in FAMILIES.items() if not family.experts]),
     default="qwen3",
     show_default=True,
     help="Family of the model that is made.",

@@ -1,4 +1,4 @@
-"""HF safetensors weights of a dense model to Megatron-core's GPTModel layout, and back.
+"""HF safetensors weights to Megatron-core's GPTModel layout, and back.
 
 Pure tensor bookkeeping: neither engine is imported and no number is changed, except by an explicit dtype. Which tensors
 there are, and how they are cut, is data of the families in `alignkit.models`.
@@ -10,10 +10,13 @@ Megatron's layout, per tensor-parallel rank:
 - ``linear_fc1`` rows are ``[gate | up]`` of the rank's slice of the intermediate size.
 - ``linear_proj`` and ``linear_fc2`` are cut along their columns.
 - The vocabulary is padded with zero rows to a multiple of ``128 * tp``, then cut along its rows.
+- An expert-parallel rank has neighbouring experts, numbered from 0 on each; its expert-tensor-parallel ranks cut them as
+  tensor-parallel ranks do the MLP of a dense model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -83,29 +86,46 @@ def to_megatron(
     *,
     tp_rank: int = 0,
     tp_size: int = 1,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+    expert_tp_rank: int | None = None,
+    expert_tp_size: int | None = None,
     dtype: torch.dtype | None = None,
     fused_norms: bool = False,
+    grouped_experts: bool = False,
 ) -> dict[str, torch.Tensor]:
     """One rank's GPTModel state dict.
 
     weights: HF names to whole tensors, for instance a `Checkpoint`.
+    ep_rank, ep_size: among the expert-parallel ranks. expert_tp_rank, expert_tp_size: among those that share each expert;
+        None: as `tp_rank` and `tp_size`.
     fused_norms: name the norms as the TransformerEngine layer spec does, in the linears after them; else as the local one.
+    grouped_experts: name experts' weights as TEGroupedMLP does, in one module for all; else as SequentialMLP.
     dtype: type of the result; None keeps each tensor's own.
-    Raises UnsupportedError if `tp_size` does not divide the heads or if the checkpoint holds tensors of
+    Raises UnsupportedError if `tp_size` does not divide the heads, or `ep_size` the experts, or if the checkpoint holds tensors of
     something else, InputError for one that is missing or not what it should be; before anything is made.
     """
     arch.check_tp(tp_size)
-    if not 0 <= tp_rank < tp_size:
-        raise InputError(f"tp_rank: {tp_rank} is not in [0, {tp_size})")
+    expert_tp_rank = tp_rank if expert_tp_rank is None else expert_tp_rank
+    expert_tp_size = tp_size if expert_tp_size is None else expert_tp_size
+    arch.check_tp(expert_tp_size)
+    for name, rank, size in (
+        ("tp_rank", tp_rank, tp_size),
+        ("ep_rank", ep_rank, ep_size),
+        ("expert_tp_rank", expert_tp_rank, expert_tp_size),
+    ):
+        if not 0 <= rank < size:
+            raise InputError(f"{name}: {rank} is not in [0, {size})")
+    _check_ep(arch, ep_size)
     check_weights(arch, weights)
 
-    def take(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return tensor.chunk(tp_size, dim)[tp_rank].contiguous().to(dtype or tensor.dtype)
+    def cut(weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        def take(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+            return tensor.chunk(size, dim)[rank].contiguous().to(dtype or tensor.dtype)
 
-    def cut(weight: Weight, tensors: list[torch.Tensor]) -> torch.Tensor:
         first = tensors[0]
         if weight.cut == "vocabulary":
-            padding = first.new_zeros(arch.padded_vocab(tp_size) - arch.vocab, arch.hidden)
+            padding = first.new_zeros(arch.padded_vocab(size) - arch.vocab, arch.hidden)
             return take(torch.cat([first, padding]))
         if weight.cut == "kv groups":
             return take(merge_qkv(arch, *tensors))
@@ -115,33 +135,71 @@ def to_megatron(
             return take(first, 1)
         return first.to(dtype or first.dtype)
 
-    return {
-        _fused(weight, name) if fused_norms else name: cut(weight, [weights[hf] for hf in shapes])
-        for weight, shapes, name in arch.weights()
-    }
+    made = {}
+    for weight, shapes, name in arch.weights():
+        rank, size = tp_rank, tp_size
+        if (expert := _expert(name)) is not None:
+            holder, number = divmod(expert, arch.experts // ep_size)
+            if holder != ep_rank:
+                continue
+            name, rank, size = _of_rank(name, number, grouped_experts), expert_tp_rank, expert_tp_size
+        made[_fused(arch, weight, name) if fused_norms else name] = cut(
+            weight, [weights[hf] for hf in shapes], rank, size
+        )
+    return made
 
 
 def to_hf(
-    arch: Architecture, names: Iterable[str], shards: Callable[[str], list[torch.Tensor]]
+    arch: Architecture, names: Iterable[str], shards: Callable[[str], list[torch.Tensor]], *, ep_size: int = 1
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole HF tensors, one at a time, from Megatron's shards: the inverse of `to_megatron`.
 
     names: the Megatron names to convert, of either layer spec, the same in the same order on every rank.
-    shards: gives the tensors of all tensor-parallel ranks for a name; called once a name.
+    shards: gives the tensors of all tensor-parallel ranks for a name; called once a name. For an expert's, those of all
+        expert-tensor-parallel ranks of the first of `ep_size` expert-parallel ranks, then of the second, ...
     Raises UnsupportedError for a name that `to_megatron` does not make.
     """
-    known = {}
+    _check_ep(arch, ep_size)
+    known: dict[str, list[tuple[Weight, list[str]]]] = {}
     for weight, shapes, name in arch.weights():
-        known[name] = known[_fused(weight, name)] = weight, list(shapes)
+        whole = weight, list(shapes)
+        if (expert := _expert(name)) is None:
+            known[name] = known[_fused(arch, weight, name)] = [whole]
+            continue
+        for grouped in (False, True):
+            known.setdefault(_of_rank(name, expert % (arch.experts // ep_size), grouped), []).append(whole)
     for name in names:
         if name not in known:
-            raise UnsupportedError(f"model: {name!r} is not a weight of a dense {arch.family}")
-        weight, hf = known[name]
-        yield from zip(hf, _joined(arch, weight, shards(name)), strict=True)
+            raise UnsupportedError(f"model: {name!r} is not a weight of {arch.family}")
+        parts = shards(name)
+        each = len(parts) // len(known[name])
+        for i, (weight, hf) in enumerate(known[name]):
+            yield from zip(hf, _joined(arch, weight, parts[i * each : (i + 1) * each]), strict=True)
 
 
-def _fused(weight: Weight, name: str) -> str:
-    """The whole `name` of a weight with the TransformerEngine layer spec."""
+def _check_ep(arch: Architecture, ep_size: int) -> None:
+    if ep_size < 1 or (ep_size > 1 and (not arch.experts or arch.experts % ep_size)):
+        raise UnsupportedError(f"ep: {ep_size} expert-parallel ranks do not divide {arch.experts} experts")
+
+
+_OF_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(\w+)\.weight$")
+
+
+def _expert(name: str) -> int | None:
+    """The number of the expert that a weight of the whole model is of, if it is of one."""
+    found = _OF_EXPERT.search(name)
+    return None if found is None else int(found[1])
+
+
+def _of_rank(name: str, number: int, grouped: bool) -> str:
+    """The name of an expert's weight on the rank that counts it as `number`."""
+    return _OF_EXPERT.sub(rf".\g<2>.weight{number}" if grouped else rf".local_experts.{number}.\g<2>.weight", name)
+
+
+def _fused(arch: Architecture, weight: Weight, name: str) -> str:
+    """The whole `name` of a weight with the TransformerEngine layer spec. The norm before experts is by itself there too."""
+    if arch.experts and weight.megatron == "pre_mlp_layernorm.weight":
+        return name
     return name.removesuffix(weight.megatron) + FUSED_NORMS.get(weight.megatron, weight.megatron)
 
 

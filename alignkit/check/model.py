@@ -33,22 +33,28 @@ def make_checkpoint(
     heads: int = 8,
     kv_heads: int = KV_HEADS,
     head_dim: int = 64,
-    intermediate: int = 1536,
+    intermediate: int | None = None,
     vocab: int = 2000,
     std: float = 0.05,
     logit_std: float = 2.5,
     weights: bool = True,
     rope_scaling: Mapping[str, Any] | None = None,
+    experts: int = 16,
+    top_k: int = 4,
+    normalize_top_k: bool = True,
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
-    arch: a family of `alignkit.models`: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias), ``"llama"``, ...
+    arch: a family of `alignkit.models`: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias), ``"llama"``, ``"qwen3_moe"``
+        (experts), ...
     dtype: ``torch.bfloat16`` or ``torch.float32``. The same seed gives the same values, rounded to dtype.
     tied: the output layer is the embedding.
     std: standard deviation of the trunk's weights.
     logit_std: about the standard deviation of a position's logits. It keeps the softmax real: the entropy of
         the next token is well below log(vocab), and no token has all the mass.
+    intermediate: width of an MLP, or of each expert's; None: 1536, or 256.
     rope_scaling: as config.json has it.
+    experts, top_k, normalize_top_k: of a family with experts, as in `Architecture`.
     weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
 
     There is no tokenizer: prompts are token ids. Returns the directory.
@@ -63,14 +69,22 @@ def make_checkpoint(
     if FAMILIES[arch].heads_fill_hidden and heads * head_dim != hidden:
         raise InputError(f"head_dim: {arch} needs heads * head_dim = hidden, not {heads} * {head_dim} and {hidden}")
 
+    family = FAMILIES[arch]
+    if family.experts and not 0 < top_k <= experts:
+        raise InputError(f"top_k: {top_k}, of {experts} experts")
+    if family.experts and family.experts.normalize is None and not normalize_top_k:
+        raise InputError(f"normalize_top_k: False, and {arch} always normalizes")
+    if intermediate is None:
+        intermediate = 256 if family.experts else 1536
+
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [FAMILIES[arch].architecture],
+        "architectures": [family.architecture],
         "model_type": arch,
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": intermediate,
+        family.intermediate: intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -90,7 +104,11 @@ def make_checkpoint(
         "pad_token_id": None,
         "torch_dtype": _DTYPES[dtype],
     }
-    if FAMILIES[arch].sliding_window == "must be null":
+    if family.experts:
+        config |= {family.experts.count[0]: experts, family.experts.top_k: top_k}
+        if family.experts.normalize:
+            config[family.experts.normalize] = normalize_top_k
+    if family.sliding_window == "must be null":
         config["sliding_window"] = None
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"do_sample": True})

@@ -13,7 +13,7 @@ DTYPES = ("bfloat16", "float32")
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 """Shorter and longer than a chunk, and on its borders; the long ones fill cached blocks."""
 CHUNK = 64
-_KINDS = ("chunked", "eager", "v1")
+_KINDS = ("chunked", "eager", "v1", "ep")
 """Rollouts whose batch is sampled by an engine of their own."""
 
 
@@ -22,7 +22,7 @@ class Row:
     """One line of check.json: which rollout is compared with which training.
 
     rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``; on more than
-    one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others.
+    one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others; ``tp2-ep``: each rank has whole experts.
     training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ..., then ``-one``, ``-padded`` or ``-packed``.
     """
 
@@ -70,13 +70,14 @@ class Job:
         self.spec["runs"] = [run for run in self.spec["runs"] if "in" not in run or Path(run["in"]) not in lost]
 
 
-def rollouts(tp: int, gpu: bool = False) -> list[str]:
+def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
     """Names of the rollouts; tp: the largest tensor-parallel size. On a GPU vLLM compiles and captures CUDA
-    graphs, and one rollout does neither; on a CPU none does."""
+    graphs, and one rollout does neither; on a CPU none does, nor in a model with experts."""
     return (
         ["batch", "one", "chunked", "prefix", "prompt_logprobs"]
-        + (["eager"] if gpu else [])
+        + (["eager"] if gpu and not experts else [])
         + ([f"tp{tp}"] if tp > 1 else [])
+        + ([f"tp{tp}-ep"] if tp > 1 and experts else [])
     )
 
 
@@ -86,15 +87,15 @@ def trainings(tp: int) -> list[str]:
     return [f"{engine}-{mode}" for engine in engines for mode in ("one", "padded")]
 
 
-def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False) -> list[Row]:
+def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: bool = False) -> list[Row]:
     """The rows of the table. `full`: every pair. Otherwise each mechanism once: in the first dtype every
     rollout against one training and one rollout against every training, in the others two pairs."""
     pairs = []
     for dtype in dtypes:
         if full:
-            chosen = [(r, t) for r in rollouts(tp, gpu) for t in trainings(tp)]
+            chosen = [(r, t) for r in rollouts(tp, gpu, experts) for t in trainings(tp)]
         elif dtype == dtypes[0]:
-            chosen = [(r, "tp1-padded") for r in rollouts(tp, gpu)]
+            chosen = [(r, "tp1-padded") for r in rollouts(tp, gpu, experts)]
             chosen += [("batch", t) for t in trainings(tp) if t != "tp1-padded"]
         else:
             chosen = [("batch", "tp1-padded"), ("one", "tp1-one")]
@@ -131,11 +132,12 @@ def jobs(
     chunk: int = CHUNK,
     micro_batch: int | None = None,
     prefix: str = "",
+    experts: bool = False,
 ) -> list[Job]:
     """The engines that `wanted` needs, each once, rollouts first, those on more ranks before the others.
 
     models: HF directory by dtype. chunk: tokens in a chunk of a ``chunked`` prefill. micro_batch: tokens, with
-    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names.
+    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models, which then run eagerly.
     """
     first: list[Job] = []
     second: list[Job] = []
@@ -155,7 +157,8 @@ def jobs(
             tp, kind, _ = _rollout(engine)
             spec = common | {
                 "tp": tp,
-                "eager": not gpu or kind == "eager",
+                "expert_parallel": kind == "ep",
+                "eager": not gpu or experts or kind == "eager",
                 "runner": "v2" if gpu and kind != "v1" else "v1",
                 "max_num_batched_tokens": chunk if kind == "chunked" else None,
                 "runs": [{"mode": mode, "out": path} for mode, path in runs.items()],

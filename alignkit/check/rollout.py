@@ -1,6 +1,7 @@
 """One vLLM engine in this process: ``python -m alignkit.check.rollout JOB.json`` writes logprob files.
 
 JOB: ``model`` (HF directory), ``dtype`` ("bfloat16" | "float32"), ``patched`` (bool), ``tp`` (int),
+``expert_parallel`` (optional: false; true gives each of the ``tp`` ranks whole experts),
 ``eager`` (optional: true; false is vLLM's default, torch.compile and CUDA graphs), ``runner`` (optional: "v1",
 or "v2"; vLLM's model runner), ``max_num_batched_tokens`` (int, so that longer prompts are prefilled in chunks, or
 null), ``prompts`` (token ids), ``max_tokens``, ``temperature``, ``seed``, ``tokens_from`` (a logprob file, for
@@ -50,7 +51,7 @@ def run(job: dict) -> None:
 
     Raises InputError naming the job's field, UnsupportedError for a model that alignkit refuses (patched).
     """
-    job = {"eager": True, "runner": "v1"} | job
+    job = {"eager": True, "runner": "v1", "expert_parallel": False} | job
     _check(job)
     prepare(job)
     llm = engine(job)
@@ -104,6 +105,7 @@ def engine(job: dict, **overrides):
         dict(
             dtype=job["dtype"],
             tensor_parallel_size=job["tp"],
+            enable_expert_parallel=job.get("expert_parallel", False),
             seed=job["seed"],
             skip_tokenizer_init=True,
             enforce_eager=job["eager"],
@@ -175,7 +177,7 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
     ]
     meta = {
         "engine": f"vllm {vllm.__version__}",
-        **{k: str(job[k]) for k in ("dtype", "tp", "eager", "runner", "max_num_batched_tokens")},
+        **{k: str(job[k]) for k in ("dtype", "tp", "expert_parallel", "eager", "runner", "max_num_batched_tokens")},
     }
     # vLLM hands out Python floats that were fp32: the way back is exact. The contract is the workers' word.
     return Logprobs(

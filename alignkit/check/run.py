@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ..contract.experts import ExpertTree
 from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
 from ..drift.compare import finite_or_none
@@ -37,7 +38,7 @@ class WorkerError(AlignkitError, RuntimeError):
 @dataclass
 class Options:
     """out: directory for everything the check writes.
-    model: HF checkpoint directory; None makes a random-weight one for each dtype.
+    model: HF checkpoint directory; None makes a random-weight one for each dtype, of the `family`.
     dtypes: from `plan.DTYPES`.
     tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
@@ -47,6 +48,7 @@ class Options:
 
     out: Path
     model: Path | None = None
+    family: str = "qwen3"
     dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
     tp: int = None  # pyright: ignore[reportAssignmentType] - the default is this machine's, below
     full: bool = False
@@ -128,12 +130,15 @@ def run(options: Options, progress: Progress) -> Result:
         models[dtype] = (
             options.model.resolve()
             if options.model
-            else make_checkpoint(out / f"model-{dtype}", dtype=getattr(torch, dtype), seed=options.seed).resolve()
+            else make_checkpoint(
+                out / f"model-{dtype}", options.family, getattr(torch, dtype), seed=options.seed
+            ).resolve()
         )
     architecture = architecture or read_architecture(models[options.dtypes[0]])
     prompts = plan.draw_prompts(architecture.vocab, options.seed)
     gpu = bool(gpus())
-    rows = plan.rows(options.dtypes, options.tp, options.full, gpu)
+    experts = architecture.experts > 0
+    rows = plan.rows(options.dtypes, options.tp, options.full, gpu, experts)
     jobs = plan.jobs(
         rows,
         out.resolve(),
@@ -143,6 +148,7 @@ def run(options: Options, progress: Progress) -> Result:
         temperature=options.temperature,
         seed=options.seed,
         gpu=gpu,
+        experts=experts,
     )
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = compare_rows(rows, out, prompts)
@@ -244,6 +250,8 @@ def _check_model(path: Path, options: Options) -> Architecture:
     """Whether engines can be started on it, as far as config.json and the headers of its weights say."""
     architecture = read_architecture(path)
     architecture.check_tp(options.tp)
+    if architecture.experts and ExpertTree.of(architecture.experts).groups % options.tp:
+        raise UnsupportedError(f"tp: {options.tp} ranks cannot share the sum over {architecture.experts} experts")
     _check_sizes(options, architecture.max_position)
     check_weights(architecture, Checkpoint(path))
     return architecture

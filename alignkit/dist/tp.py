@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pickle
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,9 +190,19 @@ class TP:
             torch._assert_async(same, f"{name}: its values differ between the ranks of the {self.called} group in {op}")
 
 
-def check_same_across(groups: Sequence[TP], op: str, checks: Callable[[], Mapping[str, Hashable]]) -> None:
+def check_same_across(
+    groups: Sequence[TP],
+    op: str,
+    checks: Callable[[], Mapping[str, Hashable]],
+    *,
+    apart: Sequence[TP] = (),
+    alike: Container[str] = (),
+) -> None:
     """`check_same` on a grid of ranks, whose rows, columns, ... `groups` are: one after the other, each rank goes through
-    all of them, and what was refused anywhere raises everywhere. All ranks of the grid call it."""
+    all of them, and what was refused anywhere raises everywhere. All ranks of the grid call it.
+
+    apart: groups that join several such grids, each with an input of its own: there only what is named in `alike` must be
+    the same."""
     error: Exception | None = None
     facts: dict[str, Hashable] = {}
     try:
@@ -205,9 +215,12 @@ def check_same_across(groups: Sequence[TP], op: str, checks: Callable[[], Mappin
             raise error
         return facts
 
-    for group in groups:
+    def said_apart() -> dict[str, Hashable]:
+        return {name: value for name, value in said().items() if name in alike}
+
+    for group, say in (*((group, said) for group in groups), *((group, said_apart) for group in apart)):
         try:
-            group.check_same(op, said)
+            group.check_same(op, say)
         except Exception as e:  # the next group's ranks are to hear of it
             error = error or e
     if error is not None:

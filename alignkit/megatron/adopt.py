@@ -15,13 +15,20 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from alignkit.errors import InputError, UnsupportedError
 
-from . import fingerprint, hooks, modules, policy, supported, te
+from . import fingerprint, hooks, modules, moe, policy, supported, te
 from .look import LOOK, Look, device_of
 from .methods import Methods
 
-ALIGNED = {modules.stock_class(cls): cls for cls in modules.ALIGNED if cls is not modules.OutputLayer}
+ALIGNED = {
+    modules.stock_class(cls): cls
+    for cls in modules.ALIGNED
+    if cls is not modules.OutputLayer and cls not in moe.OF_EXPERTS
+}
 """Megatron's class of a module -> the class that takes its place; by exact type, so that a subclass, an adapter or a
 module of another backend is refused. TransformerEngine's are rows of `te.ROWS`."""
+
+OF_EXPERTS = {modules.stock_class(cls): cls for cls in moe.OF_EXPERTS}
+"""The same of modules below the experts of a MoELayer; TransformerEngine's are rows of `te.OF_EXPERTS`."""
 
 STRUCTURE = frozenset(
     {
@@ -43,9 +50,15 @@ _LAYER = modules.stock_class(modules.TransformerLayer)
 _RESIDUAL_ADDS = (get_bias_dropout_add, modules.residual_add)
 
 
-def aligned_class(cls: type) -> type | None:
-    """The class that a module of class `cls` gets, or has got; None for others."""
-    return cls if cls in modules.STOCK else ALIGNED.get(cls) or te.aligned_class(cls)
+def aligned_class(cls: type, of_experts: bool = False) -> type | None:
+    """The class that a module of class `cls` gets, or has got; None for others. of_experts: the module is below a
+    MoELayer's experts."""
+    stock = modules.stock_class(cls)
+    if of_experts:
+        return OF_EXPERTS.get(stock) or te.aligned_class(stock, te.OF_EXPERTS)
+    if cls is modules.OutputLayer:
+        return cls
+    return ALIGNED.get(stock) or te.aligned_class(stock, te.ROWS)
 
 
 class Models:
@@ -104,20 +117,26 @@ class Models:
         """The class that each of the modules gets, of those that compute."""
         devices = set() if runs else None
         classes, leaf = {}, None
+        mixture = experts = None  # the MoELayer that modules are below, and its experts
         for path, module in found:
             cls = type(module)
             if leaf is not None and path.startswith(leaf):
                 if any(p is not None for p in module._parameters.values()):
                     raise UnsupportedError(f"{path}: its parameters would not be used")
                 continue
-            aligned = aligned_class(cls)
+            below_experts = experts is not None and path.startswith(experts)
+            aligned = aligned_class(cls, below_experts)
             if aligned is None and cls not in STRUCTURE:
                 raise UnsupportedError(f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
             if (name := self.methods.shadowed(module, aligned or cls)) is not None:
                 raise UnsupportedError(f"{path or 'model'}.{name}: the module's own method has been replaced")
-            supported.check_module(path, module, model.config, devices)
+            in_mixture = mixture is not None and path.startswith(mixture)
+            supported.check_module(path, module, model.config, devices, in_mixture)
             if modules.stock_class(cls) is _LAYER:
                 supported.check_layer(path, module, _RESIDUAL_ADDS)
+            elif aligned is moe.MoELayer:
+                supported.check_mixture(path, module, runs)
+                mixture, experts = f"{path}.", f"{path}.experts."
             if aligned is not None:
                 classes[module] = aligned
                 if issubclass(aligned, te.Replacement):

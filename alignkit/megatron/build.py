@@ -20,7 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from alignkit.contract.rope import Llama3, Yarn
 from alignkit.convert import Architecture, Checkpoint, read_architecture, to_hf, to_megatron
+from alignkit.dist import TP
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.megatron import modules
 from alignkit.megatron.supported import MEGATRON_LLAMA3
 
 
@@ -57,6 +59,15 @@ def transformer_config(
         use_cpu_initialization=True,
         perform_initialization=False,
     )
+    if arch.experts:
+        fields |= dict(
+            num_moe_experts=arch.experts,
+            moe_ffn_hidden_size=arch.intermediate,
+            moe_router_topk=arch.top_k,
+            moe_router_pre_softmax=not arch.normalize_top_k,
+            moe_router_load_balancing_type="none",
+            moe_router_dtype="fp32",
+        )
     config = TransformerConfig(**(fields | overrides))
     if isinstance(scaling := arch.rope_scaling, Yarn):  # GPTModel reads them there, though they are no fields
         config.yarn_rotary_scaling_factor = scaling.factor
@@ -104,29 +115,53 @@ def gpt_model(
     transformer_engine: take the layer spec of that name, for which TransformerEngine must be installed, in place of the
         local one. overrides: fields of the TransformerConfig.
 
-    Raises UnsupportedError naming what is not of a dense model of a known family, before anything is built.
+    A model with experts has its expert-parallel and expert-tensor-parallel groups from there too.
+    Raises UnsupportedError naming what is not of a model of a known family, before anything is built.
     """
     arch = read_architecture(model_dir)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     arch.check_tp(tp)
-    weights = to_megatron(
-        arch, Checkpoint(model_dir), tp_rank=rank, tp_size=tp, dtype=dtype, fused_norms=transformer_engine
-    )
     layout = {
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
     }
+    if arch.experts:
+        layout |= {
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        }
     config = transformer_config(
         arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **(layout | overrides)
     )
+    of_experts = {
+        "ep_rank": parallel_state.get_expert_model_parallel_rank(),
+        "ep_size": config.expert_model_parallel_size,
+        "expert_tp_rank": parallel_state.get_expert_tensor_parallel_rank(),
+        "expert_tp_size": config.expert_tensor_parallel_size,
+        "grouped_experts": transformer_engine and config.moe_grouped_gemm,
+    }
+    weights = to_megatron(
+        arch,
+        Checkpoint(model_dir),
+        tp_rank=rank,
+        tp_size=tp,
+        dtype=dtype,
+        fused_norms=transformer_engine,
+        **(of_experts if arch.experts else {}),
+    )
+    of_layer = {
+        "qk_layernorm": arch.qk_norm,
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+    }
     with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
         model = GPTModel(
             config,
-            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
+            get_gpt_layer_with_transformer_engine_spec(**of_layer)
             if transformer_engine
-            else get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm"),
+            else get_gpt_layer_local_spec(normalization="RMSNorm", **of_layer),
             vocab_size=arch.padded_vocab(tp),
             max_sequence_length=arch.max_position,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -161,21 +196,24 @@ def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch
     """The model's weights as whole tensors with HF names, one at a time; what a rollout engine loads. Of a pipeline stage
     those that it holds, the last one's copy of a tied embedding included.
 
-    A collective of the model's tensor-parallel group: every rank must run it to its end, and every rank
-    gets every tensor.
+    A collective of the model's tensor-parallel group, and of those that share experts: every rank must run it to its end,
+    and every rank gets every tensor.
     """
-    group = model.pg_collection.tp
-    weights = {whole_name(model, name): parameter for name, parameter in model.named_parameters()}
+    return whole(model, arch, {name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def whole(model: GPTModel, arch: Architecture, parts: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`hf_weights` of other tensors that are cut as the weights are, by the model's names: gradients, for one."""
+    named = {whole_name(model, name): part for name, part in parts.items()}
+    experts = modules.expert_ranks(model)
 
     def shards(name: str) -> list[torch.Tensor]:
-        tensor = weights[name].detach().contiguous()
-        if group.size() == 1:
-            return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, tensor, group=group)
-        return parts
+        found = [named[name]]
+        for group in experts if ".experts." in name else [TP(model.pg_collection.tp)]:
+            found = [part for of_rank in zip(*map(group.all_gather, found), strict=True) for part in of_rank]
+        return found
 
-    return to_hf(arch, weights, shards)
+    return to_hf(arch, named, shards, ep_size=experts[-1].size if experts else 1)
 
 
 @contextlib.contextmanager

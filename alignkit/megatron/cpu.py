@@ -2,7 +2,8 @@
 
 Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
 have to wait, for all work to be done before it writes a distributed checkpoint, and for the device's random state around
-dropout and recomputation; its pipeline makes a tensor on "cuda", moves the tied embedding there and waits for the device.
+dropout and recomputation; its pipeline makes a tensor on "cuda", moves the tied embedding there and waits for the device;
+its router asks for a product of TransformerEngine's by a name that 0.16 leaves undefined where that is not installed.
 All are answered here with what a CPU host has.
 """
 
@@ -42,6 +43,7 @@ def cpu_host() -> Iterator[None]:
         return
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     answers = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
@@ -53,6 +55,8 @@ def cpu_host() -> Iterator[None]:
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # recomputation sets the CPU's state itself
     ]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue] - and so it stays
     saved = [getattr(owner, name) for owner, name, _ in answers]
     for owner, name, answer in answers:
         setattr(owner, name, answer)

@@ -26,6 +26,21 @@ _FIELDS = (
     "recompute_num_layers",
     "recompute_modules",
     "distribute_saved_activations",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 """Fields of the TransformerConfig that change numbers or which collectives run. Those that are not free are at their
 defaults on each rank."""

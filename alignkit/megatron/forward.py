@@ -38,21 +38,24 @@ def preprocess(patch: Patch, stock):
     def aligned(model, *args, **kwargs):
         call = signature.bind(model, *args, **kwargs).arguments
 
+        of_model: dict = {}
+
         def checks() -> dict:
             hooks.check_hooks()
-            facts, vocab_size = patch.models.adopt(model, runs=True), patch.models.vocabulary_of(model)
-            return facts | calls.check_input(model, vocab_size, **call) | _of_patch(patch, model)
+            of_model.update(patch.models.adopt(model, runs=True) | _of_patch(patch, model))
+            return of_model | calls.check_input(model, patch.models.vocabulary_of(model), **call)
 
         patch.met.add(model)
         tp, cp = modules.sharing(model)
-        check_same_across([tp, cp], "GPTModel", checks)
+        experts = modules.expert_ranks(model)
+        check_same_across([tp, cp], "GPTModel", checks, apart=experts, alike=of_model)
         if model.pre_process and call.get("decoder_input") is None:
 
             def same_values() -> dict:
                 tp.check_same_values("GPTModel", input_ids=call.get("input_ids"))
                 return {}
 
-            check_same_across([cp], "GPTModel", same_values)
+            check_same_across([cp], "GPTModel", same_values, apart=experts)
         modules.begun[model.decoder] = call.get("packed_seq_params")
         return stock(model, *args, **kwargs)
 
@@ -83,7 +86,7 @@ def postprocess(patch: Patch, stock):
             vocab_size = patch.models.vocabulary_of(model)
             return calls.check_request(model, vocab_size, call["hidden_states"], labels, head.asked_for(context))
 
-        check_same_across(modules.sharing(model), "the end of GPTModel", checks)
+        check_same_across(modules.sharing(model), "the end of GPTModel", checks, apart=modules.expert_ranks(model))
         if not model.post_process or hook is not None or (labels is None and asked is None):
             result = stock(model, *args, **kwargs)
             if supported.left_stock(model) and result.shape[-1] != 1:
@@ -133,7 +136,8 @@ def schedule(patch: Patch, stock):
             return {name: ", ".join(dict.fromkeys(str(one[name]) for one in facts)) for name in names}
 
         stages = TP(pp, called="pipeline-parallel")
-        check_same_across([TP(tp), TP(cp, called="context-parallel"), stages], "the pipeline", checks)
+        experts = next(filter(None, map(modules.expert_ranks, chunks)), ())
+        check_same_across([TP(tp), TP(cp, called="context-parallel"), stages], "the pipeline", checks, apart=experts)
         layers = stages.check("the pipeline", lambda: tuple(tuple(fingerprint.layers(model)) for model in chunks))
         # A rank's first chunk comes before any rank's second.
         order = [number for chunk in itertools.zip_longest(*layers, fillvalue=()) for own in chunk for number in own]
@@ -172,7 +176,9 @@ def only_gpt(patch: Patch, base, gpt):
             result = super(base, model).__call__(*args, **kwargs)
         except Exception as e:
             if model not in patch.met:  # the other ranks are about to meet in `_preprocess`, and must hear of it there
-                check_same_across(modules.sharing(model), "GPTModel", functools.partial(_raise, e))
+                check_same_across(
+                    modules.sharing(model), "GPTModel", functools.partial(_raise, e), apart=modules.expert_ranks(model)
+                )
             raise
         hooks.check_hooks()  # those of the model itself
         return result

@@ -52,8 +52,17 @@ class Watch:
 
 
 def watch_hooks(path: str, module: torch.nn.Module) -> None:
-    """Watches the forward hooks of one module that are not Megatron's own (its DDP waits for parameters in one)."""
+    """Watches the forward hooks of one module that are not Megatron's own (its DDP waits for parameters in one).
+    UnsupportedError for one of a module that is given nothing to compute with."""
     own = module.__dict__
+    if getattr(type(module), "hands_down", False):
+        for hook in (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()):
+            if not _of_megatron(hook):
+                raise UnsupportedError(
+                    f"{path}: the hook {described(getattr(hook, '__func__', hook))} would see no tokens: experts (MoE) are "
+                    "computed together"
+                )
+        return
     if own["_forward_pre_hooks"]:
         _watch(own["_forward_pre_hooks"], f"{path or 'model'}: the forward pre-hook", True)
     if own["_forward_hooks"]:
@@ -68,9 +77,13 @@ def watch_global_hooks() -> None:
 
 def _watch(hooks: dict[int, Any], named: str, pre: bool) -> None:
     for key, hook in list(hooks.items()):
-        function = getattr(hook, "__func__", hook)
-        if type(hook) is not Watch and not (isinstance(function, types.FunctionType) and of_megatron(function)):
-            hooks[key] = Watch(hook, f"{named} {described(function)}", pre)
+        if type(hook) is not Watch and not _of_megatron(hook):
+            hooks[key] = Watch(hook, f"{named} {described(getattr(hook, '__func__', hook))}", pre)
+
+
+def _of_megatron(hook: Any) -> bool:
+    function = getattr(hook, "__func__", hook)
+    return isinstance(function, types.FunctionType) and of_megatron(function)
 
 
 def check_hooks() -> None:

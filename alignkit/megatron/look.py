@@ -43,6 +43,13 @@ CHECKED = frozenset(
         "mlp_bda",
         "bias_dropout_add_exec_handler",
         "off_interface",
+        "topk",
+        "score_function",
+        "routing_type",
+        "enable_expert_bias",
+        "router_replay",
+        "ep_group",
+        "num_local_experts",
     }
 )
 """Attributes of modules that `supported` and `fingerprint` look at; of TransformerEngine's also those that `te` says."""

@@ -30,8 +30,8 @@ _CALLING = frozenset(
 _OVERRIDDEN = ("transformer_engine.", "megatron.core.extensions.")
 """Beginnings of the names of modules whose classes' methods an aligned class does not call."""
 
-_UNUSED = frozenset({"_apply_output_gate", "compute_mtp_single_step"})
-"""Decorated with torch's, by Megatron itself, and only run for what is refused."""
+_UNUSED = frozenset({"_apply_output_gate", "compute_mtp_single_step", "_apply_expert_bias"})
+"""Decorated with torch's, by Megatron itself, and only run for what is refused, or not at all."""
 
 
 def of_megatron(function: types.FunctionType) -> bool:

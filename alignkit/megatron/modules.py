@@ -20,13 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import dot_product_attention, mlp, transformer_block, transformer_layer
+from megatron.core.transformer.moe import moe_layer
 
 from alignkit import ops
 from alignkit.contract.rope import Scaling, yarn_attention_factor
 from alignkit.dist import CP, TP, check_same_across
 from alignkit.errors import UnsupportedError
 
-from . import calls, hooks
+from . import calls, hooks, moe
 from .look import LOOK
 
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
@@ -65,13 +66,14 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
     agreed = True
     """The ranks agreed on the model and its input where its forward began, and all that a layer is called with follows."""
 
-    def _forward_impl(self, input, weight, bias=None, *, sequence_parallel=False, **_):
+    def _forward_impl(self, input, weight, bias=None, **_):
         return ops.linear(
             input,
             weight,
             bias,
             tp=TP(self.tp_group, agreed=type(self).agreed),
-            sequence_parallel=sequence_parallel,
+            # Not as stock's forward has it: Megatron's shared experts may be built to leave that to its dispatcher.
+            sequence_parallel=self.sequence_parallel,
             out_dtype=type(self).out_dtype,
         )
 
@@ -131,7 +133,7 @@ class MLP(mlp.MLP):
 
     def forward(self, hidden_states, per_token_scale=None, **_):
         if per_token_scale is not None:
-            raise UnsupportedError("per_token_scale: mixture of experts (MoE) is not supported")
+            raise UnsupportedError("per_token_scale: an expert (MoE) outside of a MoELayer is not supported")
         gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
         return self.linear_fc2(ops.silu_mul(gate, up))
 
@@ -273,7 +275,7 @@ class TransformerBlock(transformer_block.TransformerBlock):
             s, b = (hidden_states if self.pre_process else self.input_tensor).shape[:2]
             return calls.check_call(s * ranks, b, cp, attention_mask, **kwargs)
 
-        check_same_across(groups, "TransformerBlock", checks)
+        check_same_across(groups, "TransformerBlock", checks, apart=expert_ranks(self))
         if (packed := kwargs.get("packed_seq_params")) is not None:
             for group in groups:
                 group.check_same_values("TransformerBlock", cu_seqlens=calls.packed_cu_seqlens(packed))
@@ -285,6 +287,14 @@ def sharing(module) -> tuple[TP, TP]:
     groups = module.pg_collection
     cp = getattr(groups, "cp", None) if module.config.context_parallel_size > 1 else None
     return TP(groups.tp), TP(cp, called="context-parallel")
+
+
+def expert_ranks(module) -> tuple[TP, ...]:
+    """The ranks that share the experts of a model or block: they compute with each other, on tokens of their own."""
+    for layer in getattr(module, "decoder", module).layers:
+        if isinstance(mixture := getattr(layer, "mlp", None), moe_layer.MoELayer):
+            return moe.expert_ranks(mixture)
+    return ()
 
 
 def residual_add(training: bool, fused: bool):
@@ -310,6 +320,8 @@ ALIGNED = (
     DotProductAttention,
     TransformerLayer,
     TransformerBlock,
+    *moe.ALIGNED,
+    *moe.OF_EXPERTS,
 )
 
 

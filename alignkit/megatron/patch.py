@@ -126,10 +126,11 @@ class Patch(engine_patch.Patch):
         from megatron.core.tensor_parallel import cross_entropy
         from megatron.core.transformer import attention
         from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from megatron.core.transformer.moe import router
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         from megatron.core.transformer.transformer_block import TransformerBlock
 
-        from . import adopt, forward, head, modules
+        from . import adopt, forward, head, modules, moe
 
         self.models = adopt.Models(self.vocab_size, self._ours)
         self.models.methods.check()
@@ -143,6 +144,7 @@ class Patch(engine_patch.Patch):
             (WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw)),
             (DotProductAttention, "__init__", modules.DotProductAttention.build(DotProductAttention.__init__)),
             (attention, "apply_rotary_pos_emb", modules.apply_rotary_pos_emb),
+            (router, "topk_routing_with_score_function", moe.topk_routing),
             (cross_entropy, "_VocabParallelCrossEntropy", head.VocabParallelCrossEntropy(self.vocab_size)),
             (fused_cross_entropy, "_VocabParallelCrossEntropy", head.FusedCrossEntropy(self.vocab_size)),
             *((schedules, name, forward.schedule(self, getattr(schedules, name))) for name in forward.SCHEDULES),
@@ -161,4 +163,5 @@ class Patch(engine_patch.Patch):
         from . import adopt, te
 
         classes = {stock.__name__: aligned.op for stock, aligned in adopt.ALIGNED.items()}
-        return {"classes": classes | {path.rpartition(".")[2]: row.op for path, row in te.ROWS.items()}}
+        rows = te.OF_EXPERTS | te.ROWS  # those of both are named for what they are outside of experts
+        return {"classes": classes | {path.rpartition(".")[2]: row.op for path, row in rows.items()}}

@@ -12,8 +12,9 @@ from alignkit.dist import CP
 from alignkit.engines.policy import Policy, Row, only, refusals
 from alignkit.errors import UnsupportedError
 
-_RECOMPUTED = {"core_attn", "mlp"}
-"""Of `recompute_modules`: what is computed again from its inputs alone. An op gives the same bits each time."""
+_RECOMPUTED = {"core_attn", "mlp", "moe", "moe_act", "shared_experts"}
+"""Of `recompute_modules`: what is computed again from its inputs alone, or in alignkit's ops anyway. An op gives the same
+bits each time."""
 
 UNUSED = {
     "the loss is alignkit's, whichever of Megatron's functions is called": """
@@ -29,10 +30,27 @@ UNUSED = {
     "only another activation than SwiGLU reads it": "use_fused_weighted_squared_relu",
     "attention is alignkit's, whichever library Megatron would take": "flash_attention_version",
     "it seeds what Megatron's inference samples; inference contexts are refused": "inference_sampling_seed",
+    "logits of the router are fp32 and never rounded, and alignkit chooses": "moe_router_dtype moe_router_fusion",
+    "experts are computed together by alignkit's ops": """
+        moe_grouped_gemm moe_permute_fusion moe_token_drop_policy moe_shared_expert_overlap moe_layer_recompute
+    """,
+    "tokens meet their experts by alignkit's way, whichever dispatcher there is": """
+        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms
+        moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+        moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep
+        moe_ncclep_static_shape moe_ncclep_zero_copy
+    """,
+    "only what is refused reads it": """
+        moe_router_quantile_balancing_ema moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+        moe_paged_stash_buffer_size_factor_cpu
+    """,
 }
 """Why a field that frameworks set changes no bit -> the fields. Whatever it says, nothing that an aligned model runs reads
 it."""
 _TRANSPORTS = {None, "p2p", "all_gather", "a2a"}
+_BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+"""How Megatron balances experts by gradients and a bias alone."""
+_SCORES = {"softmax", "sigmoid"}
 
 
 def _heads_refusal(config) -> str | None:
@@ -64,10 +82,14 @@ POLICY = Policy(
         barrier_with_L1_time hetereogenous_dist_checkpoint
         recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
         gradient_accumulation_fusion
+        num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+        moe_router_topk moe_router_pre_softmax moe_router_num_groups moe_router_topk_scaling_factor
+        moe_router_enable_expert_bias moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff
+        moe_per_layer_logging moe_grad_scale_func
     """
     + " ".join(UNUSED.values()),
     # These only speak to modules which are refused anyway.
-    inert=("moe_", "mamba_", "dsa_"),
+    inert=("mamba_", "dsa_"),
     rows=(
         only("normalization", "RMSNorm", "LayerNorm"),
         only("gated_linear_unit", True, "an activation other than SwiGLU"),
@@ -106,19 +128,70 @@ POLICY = Policy(
             "{field}: {value!r} is not supported, only p2p, all_gather and a2a: no hierarchical context parallelism",
         ),
         Row(
+            "expert_model_parallel_size",
+            lambda ranks, config: (
+                not config.num_moe_experts or (config.num_moe_experts & -config.num_moe_experts) % ranks == 0
+            ),
+            "{field}: {value} ranks are not supported, only a power of two that divides the {context.num_moe_experts} experts",
+        ),
+        Row(
+            "moe_router_load_balancing_type",
+            lambda kinds, _: _BALANCED.issuperset(kinds if isinstance(kinds, list) else [kinds]),
+            "{field}: {value!r} is not supported, only " + ", ".join(sorted(_BALANCED)),
+        ),
+        Row(
+            "moe_router_score_function",
+            lambda score, _: score in _SCORES,
+            "{field}: {value!r} is not supported, only " + ", ".join(sorted(_SCORES)),
+        ),
+        Row(
+            "moe_router_group_topk",
+            # Megatron's score of a group is the sum of its topk // group_topk best experts'; alignkit's of its two best.
+            lambda groups, config: (
+                not groups or (config.moe_router_score_function == "sigmoid" and config.moe_router_topk // groups == 2)
+            ),
+            "{field}: {value} is not supported, only with sigmoid scores and half of moe_router_topk, which is "
+            "{context.moe_router_topk}",
+        ),
+        Row(
             "num_query_groups",
             lambda groups, config: groups % config.tensor_model_parallel_size == 0,
             "{field}: {value} KV heads do not divide over {context.tensor_model_parallel_size} tensor-parallel ranks",
         ),
     ),
     called={
-        "num_moe_experts": "mixture of experts (MoE)",
         "multi_latent_attention": "multi-latent attention (MLA)",
         "hierarchical_context_parallel_sizes": "hierarchical context parallelism",
         "hybrid_context_parallel": "context parallelism of several sizes",
         "window_size": "sliding window attention",
         "defer_embedding_wgrad_compute": "weight gradient deferral",
         "delay_wgrad_compute": "weight gradient deferral",
+        "overlap_dispatch_backward_with_experts_wgrad": "weight gradient deferral",
+        "overlap_moe_expert_parallel_comm": "overlap of micro-batches",
+        "expert_tensor_parallel_num_weight_shards": "shards of experts' weights",
+        "expert_gtp_weight_remat_size": "shards of experts' weights",
+        "use_grouped_gemm_for_shared_expert": "grouped products of shared experts",
+        "moe_extended_tp": "experts over all tensor-parallel ranks",
+        "moe_use_legacy_grouped_gemm": "the legacy GroupedMLP",
+        "moe_single_grouped_weight": "one parameter of all experts",
+        "moe_single_grouped_bias": "one parameter of all experts",
+        "moe_mlp_glu_interleave_size": "gate and up in turns",
+        "moe_shared_expert_glu_interleave_size": "gate and up in turns",
+        "moe_latent_size": "latent MoE",
+        "moe_apply_probs_on_input": "weights on the experts' input",
+        "moe_input_jitter_eps": "noise on the router's input",
+        "moe_enable_routing_replay": "routing replay",
+        "moe_router_force_load_balancing": "random routing",
+        "moe_router_force_biased": "random routing",
+        "moe_router_topk_limited_devices": "groups of experts by device",
+        "moe_router_padding_for_quantization": "padding for FP8",
+        "moe_router_padding_for_fp8": "padding for FP8",
+        "moe_token_dropping": "tokens that are dropped",
+        "moe_expert_capacity_factor": "tokens that are dropped",
+        "moe_expert_rank_capacity_factor": "tokens that are dropped",
+        "moe_pad_expert_input_to_capacity": "tokens that are dropped",
+        "moe_pad_experts_for_cuda_graph_inference": "Megatron's inference",
+        "moe_paged_stash": "stashed activations",
     },
 )
 
@@ -135,4 +208,12 @@ def _rows() -> tuple[Row, ...]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     plain = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
-    return POLICY.over([f.name for f in dataclasses.fields(plain)], functools.partial(getattr, plain))
+    rows = POLICY.over([f.name for f in dataclasses.fields(plain)], functools.partial(getattr, plain))
+    return tuple(_of_mixtures(row) if row.field.startswith("moe_") else row for row in rows)
+
+
+def _of_mixtures(row: Row) -> Row:
+    """A dense model's modules do not read such a field, whatever it says."""
+    return dataclasses.replace(
+        row, allows=lambda value, config: config.num_moe_experts is None or row.allows(value, config)
+    )

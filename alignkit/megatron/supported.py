@@ -5,6 +5,7 @@ The rest is refused by name: `policy` does so for its configuration, `calls` for
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ MEGATRON_LLAMA3 = (1.0, 4.0, 8192)
 
 def check_model(model) -> None:
     """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned."""
-    if model.config.pipeline_model_parallel_size == 1 and not (model.pre_process and model.post_process):
+    whole = model.config.pipeline_model_parallel_size == 1
+    if whole and not (model.pre_process and model.post_process):
         raise UnsupportedError("pre_process / post_process: a part of a model, with pipeline_model_parallel_size 1")
     ranks = _ranks(getattr(model.pg_collection, "cp", None))
     if ranks != model.config.context_parallel_size:
@@ -41,6 +43,8 @@ def check_model(model) -> None:
         raise UnsupportedError(f"position_embedding_type: {model.position_embedding_type!r} is not supported")
     if model.rotary_percent != 1.0:
         raise UnsupportedError(f"rotary_percent: {model.rotary_percent} is not supported, only 1.0")
+    if whole and model.config.num_moe_experts is not None and not modules.expert_ranks(model):
+        raise UnsupportedError("num_moe_experts (MoE): set for a model without a MoELayer")
     if model.config.sequence_parallel and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
 
@@ -134,11 +138,13 @@ def _require_near(actual: torch.Tensor, expected: list[float]) -> None:
         raise UnsupportedError("rotary_pos_emb: its frequencies are not those of its settings")
 
 
-def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.device] | None) -> None:
+def check_module(
+    path: str, module: torch.nn.Module, config, devices: set[torch.device] | None, in_mixture: bool = False
+) -> None:
     """UnsupportedError for what is not supported of one known module, told apart by its attributes.
 
     devices: those of parameters that are known to be supported, this module's are added; None while the model is built,
-    when neither they nor dropout matter yet.
+    when neither they nor dropout matter yet. in_mixture: whether it is below a MoELayer.
 
     Runs on every module before every forward, so it looks into the dictionaries: asking a torch module for an
     attribute that it lacks takes microseconds."""
@@ -147,13 +153,15 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
         raise UnsupportedError(f"{path}.bias: only QKV bias is supported")
     if own.get("weight") is not None:  # torch.nn.utils.weight_norm and its like compute it in a hook
         raise UnsupportedError(f"{path}.weight: not a parameter")
-    if own.get("disable_grad_reduce") or own.get("is_expert"):
-        raise UnsupportedError(f"{path}: disable_grad_reduce (LoRA) and is_expert (MoE) are not supported")
+    if own.get("disable_grad_reduce"):
+        raise UnsupportedError(f"{path}: disable_grad_reduce (LoRA) is not supported")
+    if own.get("is_expert") and not in_mixture:
+        raise UnsupportedError(f"{path}: is_expert (MoE) outside of a MoELayer is not supported")
     if not own.get("input_is_parallel", True):
         raise UnsupportedError(f"{path}.input_is_parallel: False is not supported")
     if own.get("gtp_remat_size", 1) > 1:
         raise UnsupportedError(f"{path}.gtp_remat_size: {module.gtp_remat_size} is not supported, only 1")
-    if own.get("config", config) is not config:
+    if own.get("config", config) is not config and not (in_mixture and _narrower(own["config"], config)):
         raise UnsupportedError(f"{path}.config: not the model's")
     if isinstance(module, torch.nn.RMSNorm) and (parameters.get("weight") is None or own["eps"] is None):
         raise UnsupportedError(f"{path}: RMSNorm without weight or eps is not supported")
@@ -179,6 +187,46 @@ def check_module(path: str, module: torch.nn.Module, config, devices: set[torch.
         except BackendError as e:
             raise UnsupportedError(f"{path}.{name}: {e}") from None
         devices.add(parameter.device)
+
+
+def _narrower(config, of_model) -> bool:
+    """Whether a configuration is the copy that Megatron makes of the model's for experts of another width."""
+    fields = (field.name for field in dataclasses.fields(of_model) if field.name != "ffn_hidden_size")
+    pairs = ((getattr(config, name, None), getattr(of_model, name)) for name in fields)
+    return type(config) is type(of_model) and all(
+        ours is theirs or ours == theirs or (callable(ours) and callable(theirs)) for ours, theirs in pairs
+    )
+
+
+def check_mixture(path: str, layer, runs: bool) -> None:
+    """UnsupportedError for a MoELayer whose attributes are not what its configuration says. runs: not while it is built."""
+    config, router = layer.config, layer.router
+    if runs and layer.training and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise UnsupportedError(
+            "sequence_parallel: False is not supported in training a mixture of experts (MoE) with tensor parallelism, "
+            "nor does Megatron-core take it"
+        )
+    if runs and layer.training and layer.experts.tp_group.size() != config.tensor_model_parallel_size:
+        weight = next(layer.experts.parameters())
+        if getattr(weight, "allreduce", True):  # Megatron's mark of those that it adds over the experts' own ranks
+            raise UnsupportedError(
+                f"expert_tensor_parallel_size: {config.expert_tensor_parallel_size} is not supported in training with "
+                f"{config.tensor_model_parallel_size} tensor-parallel ranks and no expert parallelism: Megatron-core does "
+                "not add these experts' gradients"
+            )
+    said = {
+        "router.topk": (router.topk, config.moe_router_topk),
+        "router.score_function": (router.score_function, config.moe_router_score_function),
+        "router.routing_type": (router.routing_type, config.moe_router_load_balancing_type),
+        "router.enable_expert_bias": (router.enable_expert_bias, config.moe_router_enable_expert_bias),
+        "router.router_replay": (router.router_replay, None),
+        "ep_group": (_ranks(layer.ep_group), config.expert_model_parallel_size),
+        "experts.tp_group": (_ranks(layer.experts.tp_group), config.expert_tensor_parallel_size),
+        "num_local_experts": (layer.num_local_experts * config.expert_model_parallel_size, config.num_moe_experts),
+    }
+    for name, (value, wanted) in said.items():
+        if value != wanted:
+            raise UnsupportedError(f"{path}.{name}: {value!r}, where the configuration says {wanted!r}")
 
 
 def _given(bias) -> bool:

@@ -95,6 +95,28 @@ class DotProductAttention(Replacement):
         return modules.DotProductAttention.forward(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
 
+class OfExperts(Replacement):
+    """Of one expert: as `moe.ExpertColumn`, it hands its weight down."""
+
+    op = "moe_experts"
+    must = _LINEAR
+    hands_down = True
+
+    def forward(self):
+        return self.weight
+
+
+class GroupedOfExperts(Replacement):
+    """Of all experts of a rank: the weight of each."""
+
+    op = "moe_experts"
+    must = _QUANTIZED | {"te_return_bias": False, "use_bias": False}
+    hands_down = True
+
+    def forward(self):
+        return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+
+
 _MEGATRON = "megatron.core.extensions.transformer_engine"
 ROWS: dict[str, type[Replacement]] = {
     f"{_MEGATRON}.TELayerNormColumnParallelLinear": LayerNormColumnParallelLinear,
@@ -105,16 +127,24 @@ ROWS: dict[str, type[Replacement]] = {
 }
 """The path of a class, exactly -> what takes its place."""
 
-_made: dict[type, type] = {}
+OF_EXPERTS: dict[str, type[Replacement]] = {
+    f"{_MEGATRON}.TEColumnParallelLinear": OfExperts,
+    f"{_MEGATRON}.TERowParallelLinear": OfExperts,
+    f"{_MEGATRON}.TEColumnParallelGroupedLinear": GroupedOfExperts,
+    f"{_MEGATRON}.TERowParallelGroupedLinear": GroupedOfExperts,
+}
+"""The same below the experts of a MoELayer."""
+
+_made: dict[tuple[type, type], type] = {}
 
 
-def aligned_class(cls: type) -> type | None:
-    """The class that takes the place of `cls`, if `ROWS` has one for it."""
-    if cls not in _made:
-        row = ROWS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if row is None:
-            return None
+def aligned_class(cls: type, rows: dict[str, type[Replacement]]) -> type | None:
+    """The class that takes the place of `cls`, if `rows` have one for it."""
+    row = rows.get(f"{cls.__module__}.{cls.__qualname__}")
+    if row is None:
+        return None
+    if (cls, row) not in _made:
         made = type(cls.__name__, (row, cls), {"__module__": __name__, "__doc__": row.__doc__})
         modules.STOCK[made] = cls
-        _made[cls] = made
-    return _made[cls]
+        _made[cls, row] = made
+    return _made[cls, row]

@@ -3,10 +3,12 @@
 from alignkit.models.family import Family
 from alignkit.models.llama import LLAMA
 from alignkit.models.mistral import MISTRAL
+from alignkit.models.mixtral import MIXTRAL
 from alignkit.models.qwen2 import QWEN2
 from alignkit.models.qwen3 import QWEN3
+from alignkit.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, QWEN2, LLAMA, MISTRAL)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, QWEN2, LLAMA, MISTRAL, QWEN3_MOE, MIXTRAL)}
 """By `model_type`."""
 
 ARCHITECTURES: dict[str, Family] = {family.architecture: family for family in FAMILIES.values()}

@@ -26,7 +26,9 @@ ROPE_TYPES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a dense HF checkpoint is made of. Sizes are in elements; `vocab` is the true vocabulary size."""
+    """What an HF checkpoint is made of. Sizes are in elements; `vocab` is the true vocabulary size, `intermediate` the
+    width of an MLP. With experts (`experts` of them; 0 in a dense model) every layer has them, `intermediate` is the width
+    of each, a token goes to `top_k`, and `normalize_top_k` says whether the weights of those sum up to 1."""
 
     family: str
     layers: int
@@ -41,6 +43,9 @@ class Architecture:
     rope_base: float
     tied: bool
     rope_scaling: Scaling | None = None
+    experts: int = 0
+    top_k: int = 0
+    normalize_top_k: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -70,7 +75,9 @@ class Architecture:
         yield of(EMBEDDING)
         for i in range(self.layers):
             for weight in FAMILIES[self.family].layer:
-                yield of(weight, f"model.layers.{i}.", f"decoder.layers.{i}.")
+                each = [weight.of_expert(e) for e in range(self.experts)] if weight.per_expert else [weight]
+                for one in each:
+                    yield of(one, f"model.layers.{i}.", f"decoder.layers.{i}.")
         yield of(FINAL_NORM)
         if not self.tied:
             yield of(HEAD)
@@ -85,7 +92,7 @@ class Architecture:
         for name, size in (
             ("num_key_value_heads", self.kv_heads),
             ("num_attention_heads", self.heads),
-            ("intermediate_size", self.intermediate),
+            (FAMILIES[self.family].intermediate, self.intermediate),
         ):
             if tp < 1 or size % tp:
                 raise UnsupportedError(f"tp: {tp} ranks do not divide {name} = {size}")
@@ -95,7 +102,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     """Reads ``config.json`` of an HF model directory.
 
     Raises InputError for a missing or broken file and for a field that cannot be what it says, UnsupportedError naming
-    the first field that is not of a dense model of a known family, with rotary embeddings of the `ROPE_TYPES`, or that is
+    the first field that is not of a model of a known family, with rotary embeddings of the `ROPE_TYPES`, or that is
     not known to change nothing.
     """
     path = Path(model_dir) / "config.json"
@@ -122,6 +129,13 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     rope_base, rope_scaling = _rope(config, family)
+    experts, top_k, normalize_top_k = 0, 0, False
+    if family.experts:
+        counts = [size(field) for field in family.experts.count if field in config] or [size(family.experts.count[0])]
+        if len(set(counts)) > 1:
+            raise InputError(f"{' and '.join(family.experts.count)} are {counts}: which one is it?")
+        experts, top_k = counts[0], size(family.experts.top_k)
+        normalize_top_k = family.experts.normalize is None or _flag(path, config, family.experts.normalize)
     arch = Architecture(
         family=family.name,
         layers=size("num_hidden_layers"),
@@ -129,16 +143,19 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         heads=heads,
         kv_heads=size("num_key_value_heads", heads),
         head_dim=size("head_dim", hidden // heads if "head_dim" in family.may_be_absent else None),
-        intermediate=size("intermediate_size"),
+        intermediate=size(family.intermediate),
         vocab=size("vocab_size"),
         max_position=size("max_position_embeddings"),
         norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps")),
         rope_base=rope_base,
         rope_scaling=rope_scaling,
-        tied=config.get("tie_word_embeddings", False),  # pyright: ignore[reportArgumentType] - looked at below
+        tied=_flag(path, {"tie_word_embeddings": False} | config, "tie_word_embeddings"),
+        experts=experts,
+        top_k=top_k,
+        normalize_top_k=normalize_top_k,
     )
-    if type(arch.tied) is not bool:
-        raise InputError(f"tie_word_embeddings: {arch.tied!r:.200} in {path} is neither true nor false")
+    if arch.top_k > arch.experts:
+        raise InputError(f"num_experts_per_tok: {arch.top_k}, of {arch.experts} experts")
     if arch.heads % arch.kv_heads:
         raise InputError(f"num_key_value_heads: {arch.kv_heads} does not divide {arch.heads} heads")
     if config.get("head_dim") is None and hidden % heads:
@@ -155,18 +172,27 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     return arch
 
 
+def _flag(path: Path, config: Mapping, field: str) -> bool:
+    if type(config.get(field)) is not bool:
+        raise InputError(f"{field}: {config.get(field)!r:.200} in {path} is neither true nor false")
+    return config[field]
+
+
 def _refuse_foreign(config: Mapping, family: Family) -> None:
     """Refuses by name what an engine may compute with and alignkit does not."""
+    read = READ | family.experts.fields | {family.intermediate} if family.experts else READ
     for field, value in config.items():
+        if field in read:
+            continue
         if field in MUST_BE_OFF:
             if value:
-                raise UnsupportedError(f"{field}: {value!r:.200} is not supported for a dense {family.name}")
+                raise UnsupportedError(f"{field}: {value!r:.200} is not supported for {family.name}")
         elif field in MUST_BE:
             if value not in MUST_BE[field]:
                 raise UnsupportedError(f"{field}: {value!r:.200} is not {MUST_BE[field][0]!r}")
-        elif field not in READ | HARMLESS and value is not None and value is not False and not isinstance(value, str):
+        elif field not in HARMLESS and value is not None and value is not False and not isinstance(value, str):
             raise UnsupportedError(
-                f"{field}: {value!r:.200} is no field of a dense {family.name} that alignkit knows, and an "
+                f"{field}: {value!r:.200} is no field of {family.name} that alignkit knows, and an "
                 "engine may compute with it; if it changes nothing, take it out of config.json"
             )
     if config.get("hidden_act", "silu") != "silu":

@@ -1,9 +1,9 @@
-"""What a family of dense models is described by. The families themselves are files of data beside this one."""
+"""What a family of models is described by. The families themselves are files of data beside this one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -12,7 +12,7 @@ class Weight:
     """A weight of Megatron-core's GPTModel, and the tensors of an HF checkpoint that it is made of.
 
     megatron: its name, in a layer below ``decoder.layers.N.``. hf: names, in a layer below ``model.layers.N.``, and their
-    shapes in sizes of `Architecture.size`. cut: how tensor-parallel ranks hold it, which also says how it is put
+    shapes in sizes of `Architecture.size`. Where the names say ``{expert}``, every expert has one. cut: how tensor-parallel ranks hold it, which also says how it is put
     together: by the rows of the padded vocabulary; by KV group, q, k and v of a group together; gate above up, each cut
     by rows; by columns; or whole, on every rank.
     """
@@ -21,12 +21,21 @@ class Weight:
     hf: Mapping[str, tuple[str, ...]]
     cut: Literal["vocabulary", "kv groups", "gate and up", "columns", "whole"]
 
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+    def of_expert(self, expert: int) -> Weight:
+        """The same with the expert's number in its names."""
+        names = {name.format(expert=expert): sizes for name, sizes in self.hf.items()}
+        return replace(self, megatron=self.megatron.format(expert=expert), hf=names)
+
 
 EMBEDDING = Weight("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, "vocabulary")
 FINAL_NORM = Weight("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, "whole")
 HEAD = Weight("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, "vocabulary")
 
-LAYER = (
+ATTENTION = (
     Weight("input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}, "whole"),
     Weight(
         "self_attention.linear_qkv.weight",
@@ -39,6 +48,11 @@ LAYER = (
     ),
     Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, "columns"),
     Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": ("hidden",)}, "whole"),
+)
+"""What a layer of every family has."""
+
+LAYER = (
+    *ATTENTION,
     Weight(
         "mlp.linear_fc1.weight",
         {"mlp.gate_proj.weight": ("intermediate", "hidden"), "mlp.up_proj.weight": ("intermediate", "hidden")},
@@ -47,6 +61,24 @@ LAYER = (
     Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "intermediate")}, "columns"),
 )
 """What a layer of every dense family has."""
+
+
+def experts_layer(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    """What a layer of a family with experts has. router: HF's name of the router's weight; expert: of one expert, with
+    its number as ``{expert}``; gate, up, down: of its parts."""
+    megatron = "mlp.experts.local_experts.{expert}."
+    gate, up, down = (f"{expert}.{part}.weight" for part in (gate, up, down))
+    return (
+        *ATTENTION,
+        Weight("mlp.router.weight", {router: ("experts", "hidden")}, "whole"),
+        Weight(
+            megatron + "linear_fc1.weight",
+            {gate: ("intermediate", "hidden"), up: ("intermediate", "hidden")},
+            "gate and up",
+        ),
+        Weight(megatron + "linear_fc2.weight", {down: ("hidden", "intermediate")}, "columns"),
+    )
+
 
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -68,8 +100,23 @@ QKV_BIASES = (
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The fields of config.json in which a family with experts says how many there are (either; transformers writes both
+    names), how many of them a token goes to, and whether the weights of those are normalized to sum up to 1; None: they
+    always are."""
+
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    top_k: str = "num_experts_per_tok"
+    normalize: str | None = None
+
+    @property
+    def fields(self) -> frozenset[str]:
+        return frozenset(field for field in (*self.count, self.top_k, self.normalize) if field)
+
+
+@dataclass(frozen=True)
 class Family:
-    """A dense family. Everything that differs between families is a field of this.
+    """A family. Everything that differs between families is a field of this.
 
     name: `model_type` in config.json. architecture: HF's class, and vLLM's. layer: the weights of a layer.
 
@@ -77,10 +124,11 @@ class Family:
     sizes of some one model). rope_base: the rotary base if the config names none; None where transformers and vLLM have
     different ones. heads_fill_hidden: whether vLLM takes the head's size to be hidden_size / heads, whatever the config
     says. sliding_window: "unused" unless `use_sliding_window` asks for it; used unless it is "null", or absent; used
-    unless the config says that it "must be null", as transformers' class has a window by default.
+    unless the config says that it "must be null", as transformers' class has a window by default. intermediate: the field
+    with the width of an MLP, or of an expert's. experts: None of a dense family.
 
     Of vLLM: file, its model's below `model_executor/models`. structure: classes of a built model that only arrange
-    others. off: attributes of its attention that must be false, each with the field of a config that turns it on.
+    others. mlp: the attribute of a layer. off: attributes of its attention that must be false, each with the field of a config that turns it on.
     """
 
     name: str
@@ -92,6 +140,9 @@ class Family:
     structure: tuple[str, ...]
     layer: tuple[Weight, ...] = LAYER
     heads_fill_hidden: bool = False
+    intermediate: str = "intermediate_size"
+    experts: Experts | None = None
+    mlp: str = "mlp"
     off: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -10,18 +10,24 @@ READ = frozenset(
     sliding_window rope_theta rope_scaling rope_parameters
     """.split()
 )
-"""Those that `config` reads."""
+"""Those that `config` reads; of a family with experts, also those that it names."""
 
 MUST_BE_OFF = frozenset(
     """
     attention_bias bias mlp_bias qkv_bias use_sliding_window quantization_config num_experts num_local_experts
     clip_qkv qk_norm use_qk_norm layer_norm_elementwise_affine use_mrope dual_chunk_attention_config
-    is_encoder_decoder add_cross_attention
+    is_encoder_decoder add_cross_attention mlp_only_layers router_jitter_noise
     """.split()
 )
 """Those that an engine computes with, if they are on."""
 
-MUST_BE = {"partial_rotary_factor": (1, None), "pretraining_tp": (1, None), "logit_scale": (1,), "is_causal": (True,)}
+MUST_BE = {
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "logit_scale": (1,),
+    "is_causal": (True,),
+    "decoder_sparse_step": (1, None),
+}
 """Those that an engine computes with, and what they must be, if they are there."""
 
 HARMLESS = frozenset(
@@ -37,6 +43,7 @@ HARMLESS = frozenset(
     num_beam_groups num_return_sequences diversity_penalty length_penalty repetition_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens
     forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty remove_invalid_values
+    output_router_logits router_aux_loss_coef
     """.split()
 )
 """Those that change no logprob: names, versions, token ids, lengths that only limit, what sampling, training and

@@ -3,8 +3,11 @@
 from .attention import attention, paged_attention
 from .linear import linear, row_parallel_linear
 from .linear_logp import head_logits, linear_logp, log_softmax, logp_from_logits, token_logp
+from .moe_experts import moe_experts
+from .moe_router import moe_router
 from .rms_norm import rms_norm
 from .rope import rope, rope_table
+from .sigmoid_mul import sigmoid_mul
 from .silu_mul import silu_mul
 
 __all__ = [
@@ -14,11 +17,14 @@ __all__ = [
     "linear_logp",
     "log_softmax",
     "logp_from_logits",
+    "moe_experts",
+    "moe_router",
     "paged_attention",
     "rms_norm",
     "rope",
     "rope_table",
     "row_parallel_linear",
+    "sigmoid_mul",
     "silu_mul",
     "token_logp",
 ]

@@ -127,10 +127,10 @@ def check_flag(name: str, value) -> bool:
     return bool(value)
 
 
-def check_tp(tp) -> TP:
+def check_tp(tp, name: str = "tp") -> TP:
     """A group of ranks, or None for this process alone."""
     if tp is not None and not isinstance(tp, TP):
-        raise InputError(f"tp: expected an alignkit.dist.TP or None, got {type(tp).__name__}")
+        raise InputError(f"{name}: expected an alignkit.dist.TP or None, got {type(tp).__name__}")
     return tp or SINGLE
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from ..runtime.launch import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -32,3 +35,28 @@ def tree_sum(x, LEVELS: tl.constexpr):
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+@triton.jit
+def _exp_of(X, Y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + i, exp(tl.load(X + i, mask=i < n, other=0.0)), mask=i < n)
+
+
+def exp_of(x: torch.Tensor) -> torch.Tensor:
+    """`exp` of each element of fp32 x."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if n := x.numel():
+        launch(_exp_of, (triton.cdiv(n, 1024),), (x, y, n), {"num_warps": 4}, BLOCK=1024)
+    return y
+
+
+def sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Over the last dim, in RMSNorm's order: products, each rounded, padded with zeros to a power of two, by the balanced
+    tree."""
+    n = a.shape[-1]
+    parts = torch.nn.functional.pad(a * b, (0, next_power_of_2(n) - n))
+    while parts.shape[-1] > 1:
+        parts = parts[..., ::2] + parts[..., 1::2]
+    return parts[..., 0]

@@ -21,9 +21,14 @@ from ._calls import in_default_mode
 from ._common import WITH_FP16, check_weight, looks, rows, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
+from .moe_experts import moe_experts as _experts
+from .moe_router import check as _check_router
+from .moe_router import route as _route
 from .rms_norm import check as _check_norm
 from .rms_norm import forward as _norm
 from .rope import check as _check_rope
+from .sigmoid_mul import check as _check_sigmoid
+from .sigmoid_mul import forward as _sigmoid
 from .silu_mul import check as _check_silu
 
 _groups: dict[str, TP] = {}
@@ -31,7 +36,7 @@ _library = torch.library.Library("alignkit", "DEF")
 
 
 def name_group(name: str, tp: TP) -> None:
-    """From now on `row_parallel_linear(..., group=name)` is shared by the ranks of `tp` in this process. A name, because
+    """From now on `row_parallel_linear(..., group=name)`, and what else takes a group, is shared by the ranks of `tp` in this process. A name, because
     a compiled graph can hold a string but no process group; named again, it is replaced."""
     _groups[name] = tp
 
@@ -65,7 +70,7 @@ def _like(x, *_):
     return x.new_empty(x.shape)
 
 
-def _product(x, weight, bias, leaves):
+def _product(x, weight, bias, leaves, out_dtype=None):
     if x is None or weight is None:
         _refuse_none(x=x, weight=weight)
     if (
@@ -75,14 +80,19 @@ def _product(x, weight, bias, leaves):
         or (bias is not None and (bias.shape[0] != weight.shape[0] or bias.dtype != weight.dtype))
     ):
         check_weight(x, weight, bias, dtypes=WITH_FP16)
+    out_dtype = out_dtype or x.dtype
     if x.ndim == 2:
-        return matmul(x, weight, leaves=leaves, bias=bias, out_dtype=x.dtype)
-    y = matmul(x.reshape(-1, x.shape[-1]), weight, leaves=leaves, bias=bias, out_dtype=x.dtype)
+        return matmul(x, weight, leaves=leaves, bias=bias, out_dtype=out_dtype)
+    y = matmul(x.reshape(-1, x.shape[-1]), weight, leaves=leaves, bias=bias, out_dtype=out_dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _linear(x, weight, bias):
     return _product(x, weight, bias, 1)
+
+
+def _linear_fp32(x, weight, bias):
+    return _product(x, weight, bias, 1, torch.float32)
 
 
 def _row_parallel_linear(x, weight, bias, group):
@@ -144,7 +154,49 @@ def _silu_mul(gate, up):
     return dispatch.select("silu_mul", gate.device).forward(rows(gate), rows(up)).view(gate.shape)
 
 
+def _moe_router(logits, top_k, score, normalize, bias, groups, top_groups, scale):
+    if logits is None:
+        _refuse_none(logits=logits)
+    how = _check_router(logits, top_k, score, normalize, bias, groups, top_groups, scale)
+    return _route(logits, bias, how)
+
+
+def _chosen(logits, top_k, *_):
+    shape = (*logits.shape[:-1], top_k)
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _moe_experts(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather):
+    if x is None or ids is None or weights is None or gate_up is None or down is None:
+        _refuse_none(x=x, ids=ids, weights=weights, gate_up=gate_up, down=down)
+    with torch.no_grad():
+        return _experts(
+            x,
+            ids,
+            weights,
+            gate_up,
+            down,
+            num_experts=num_experts,
+            first_expert=first_expert,
+            tp=_group(tp),
+            ep=_group(ep),
+            gather=gather,
+        )
+
+
+def _sigmoid_mul(gate, x):
+    if gate is None or x is None:
+        _refuse_none(gate=gate, x=x)
+    _check_sigmoid(gate, x)
+    return _sigmoid(gate, x)
+
+
 linear = _define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _rows)
+linear_fp32 = _define(
+    "linear_fp32(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    _linear_fp32,
+    lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32),
+)
 row_parallel_linear = _define(
     "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor", _row_parallel_linear, _rows
 )
@@ -160,3 +212,16 @@ rope_qk = _define(
     lambda q, k, positions, table: (_like(q), _like(k)),
 )
 silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul, _like)
+moe_router = _define(
+    "moe_router(Tensor logits, int top_k, str score, bool normalize, Tensor? bias, int groups, int top_groups, "
+    "float scale) -> (Tensor, Tensor)",
+    _moe_router,
+    _chosen,
+)
+moe_experts = _define(
+    "moe_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, int? num_experts, "
+    "int first_expert, str tp, str ep, bool gather) -> Tensor",
+    _moe_experts,
+    _like,
+)
+sigmoid_mul = _define("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _sigmoid_mul, lambda gate, x: _like(x))

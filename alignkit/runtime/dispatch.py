@@ -36,10 +36,15 @@ OPS = {
     "head_statistics": "linear_logp",
     "head_gradient": "linear_logp",
     "head_products": "linear_logp",
+    "moe_router": "moe_router",
+    "moe_products": "moe_experts",
+    "moe_gradients": "moe_experts",
+    "moe_rows": "moe_experts",
     "rms_norm": "rms_norm",
     "add_rms_norm": "rms_norm",
     "rms_norm_backward": "rms_norm",
     "rope": "rope",
+    "sigmoid_mul": "sigmoid_mul",
     "silu_mul": "silu_mul",
 }
 """What is chosen for, and the folder of alignkit.ops whose order.py lists the ways to compute it."""

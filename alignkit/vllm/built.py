@@ -52,17 +52,16 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
     yield "a bias of the head", getattr(head, "bias", None) is not None, False
     yield "rms_norm_eps", trunk.norm.variance_epsilon, read.norm_eps
     for layer in trunk.layers:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, getattr(layer, FAMILIES[read.family].mlp)
         yield "num_attention_heads", attention.attn.num_heads * tp, read.heads
         yield "num_key_value_heads", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
         yield "head_dim", attention.attn.head_size, read.head_dim
         yield "the scale of attention", attention.attn.impl.scale, read.head_dim**-0.5
         yield "rope_theta", attention.rotary_emb.base, read.rope_base
         yield "rope_scaling", attention.rotary_emb.scaling, read.rope_scaling
-        yield "intermediate_size", mlp.down_proj.input_size, read.intermediate
+        yield from _expert_facts(mlp.experts, read) if read.experts else _mlp_facts(mlp, read)
         yield "biases of q, k and v", attention.qkv_proj.bias is not None, read.qkv_bias
-        for linear in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            yield "attention_bias or mlp_bias", linear.bias is not None, False
+        yield "attention_bias", attention.o_proj.bias is not None, False
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         for attribute, field in FAMILIES[read.family].off:
             yield field, bool(getattr(attention, attribute)), False
@@ -71,3 +70,19 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
             norms += [attention.q_norm, attention.k_norm]
         for norm in norms:
             yield "rms_norm_eps", norm.variance_epsilon, read.norm_eps
+
+
+def _mlp_facts(mlp: Any, read: Architecture) -> Iterator[tuple[str, Any, Any]]:
+    yield "intermediate_size", mlp.down_proj.input_size, read.intermediate
+    for linear in (mlp.gate_up_proj, mlp.down_proj):
+        yield "mlp_bias", linear.bias is not None, False
+
+
+def _expert_facts(runner: Any, read: Architecture) -> Iterator[tuple[str, Any, Any]]:
+    experts, of, width = runner.routed_experts, runner.moe_config, FAMILIES[read.family].intermediate
+    yield "num_experts", experts.global_num_experts, read.experts
+    yield "num_experts_per_tok", experts.top_k, read.top_k
+    yield "norm_topk_prob", experts.renormalize, read.normalize_top_k
+    own, features = read.experts // of.ep_size, read.intermediate // of.tp_size
+    yield width, tuple(experts.w13_weight.shape), (own, 2 * features, read.hidden)
+    yield width, tuple(experts.w2_weight.shape), (own, read.hidden, features)

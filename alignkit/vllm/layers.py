@@ -18,6 +18,7 @@ from vllm.distributed import split_tensor_along_last_dim
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -45,6 +46,7 @@ from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.vllm import versions
 from alignkit.vllm.attention import AlignedAttentionBackend
+from alignkit.vllm.experts import AlignedExpertsMethod, AlignedMoERunner
 from alignkit.vllm.parallel import GROUP
 from alignkit.vllm.policy import VOCAB_SIZE
 
@@ -74,7 +76,19 @@ class _Linear:
         self.quant_method = AlignedLinearMethod()
 
 
-class AlignedReplicatedLinear(_Linear, ReplicatedLinear):
+class _Router(_Linear):
+    """Mixin: a router's logits stay fp32. Stock they are rounded, and of kernels that change with the number of rows."""
+
+    def forward(self: Any, x: torch.Tensor):
+        logits = library.linear_fp32(x, self.weight, self.bias)
+        return (logits, None) if self.return_bias else logits
+
+
+class AlignedReplicatedLinear(_Router, ReplicatedLinear):
+    """In the models that alignkit knows, only routers are replicated: vLLM 0.26 makes them of this class."""
+
+
+class AlignedGateLinear(_Router, GateLinear):
     pass
 
 
@@ -224,6 +238,7 @@ class AlignedLogitsProcessor(LogitsProcessor):
 
 ALIGNED = {
     "ReplicatedLinear": AlignedReplicatedLinear,
+    "GateLinear": AlignedGateLinear,
     "ColumnParallelLinear": AlignedColumnParallelLinear,
     "MergedColumnParallelLinear": AlignedMergedColumnParallelLinear,
     "QKVParallelLinear": AlignedQKVParallelLinear,
@@ -232,6 +247,8 @@ ALIGNED = {
     "ParallelLMHead": AlignedParallelLMHead,
     "RMSNorm": AlignedRMSNorm,
     "SiluAndMul": AlignedSiluAndMul,
+    "UnquantizedFusedMoEMethod": AlignedExpertsMethod,
+    "MoERunner": AlignedMoERunner,
     "RotaryEmbedding": AlignedRotaryEmbedding,
     "Llama3RotaryEmbedding": AlignedLlama3RotaryEmbedding,
     "YaRNScalingRotaryEmbedding": AlignedYaRNScalingRotaryEmbedding,

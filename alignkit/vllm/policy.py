@@ -12,10 +12,13 @@ import torch
 
 from alignkit import dist
 from alignkit.engines.policy import Policy, Row
+from alignkit.models import ARCHITECTURES
 from alignkit.vllm.versions import Version
 
 VOCAB_SIZE = "alignkit_vocab_size"
 """In vLLM's ``additional_config``: how many ids the model's vocabulary has, if that is fewer than its config.json says."""
+ALL2ALL = "allgather_reducescatter"
+"""vLLM's default for exchanging rows between expert-parallel ranks. Without data parallelism there is nothing to exchange."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -29,6 +32,12 @@ class Asked:
     @property
     def compiles(self) -> bool:
         return self.config.compilation_config.mode.name != "NONE"
+
+    @property
+    def experts(self) -> bool:
+        """Whether the model's layers are mixtures of experts."""
+        family = ARCHITECTURES.get((self.config.model_config.hf_config.architectures or ("",))[0])
+        return family is not None and family.experts is not None
 
     @property
     def captures(self) -> bool:
@@ -62,7 +71,7 @@ ENGINE = Policy(
     free="""
         model_config parallel_config cache_config compilation_config scheduler_config attention_config
         mamba_config kernel_config ec_transfer_config ec_manager_config reasoning_config
-        load_config weight_transfer_config structured_outputs_config aux_output_config kv_events_config
+        load_config weight_transfer_config structured_outputs_config kv_events_config
         observability_config logging_config profiler_config
         instance_id optimization_level performance_mode shutdown_timeout
     """,
@@ -84,6 +93,7 @@ ENGINE = Policy(
             lambda offload, _: offload.uva.cpu_offload_gb <= 0 and offload.prefetch.offload_group_size <= 0,
             "weight offloading",
         ),
+        Row("aux_output_config", lambda aux, _: not aux.enable_return_routed_experts, "return of routed experts"),
         Row("additional_config", lambda value, _: isinstance(value, dict), "an additional_config that is not a dict"),
         Row(
             "additional_config",
@@ -105,7 +115,7 @@ MODEL = Policy(
         tokenizer_revision runner convert model_class_overrides is_submodel_config word_embeddings_untied_by_checkpoint
         allowed_local_media_path allowed_media_domains max_model_len spec_target_max_model_len
         quantization_config allow_deprecated_quantization enforce_eager
-        enable_return_routed_experts max_logprobs use_fp64_gumbel return_sampling_mask enable_trace_replay
+        max_logprobs use_fp64_gumbel return_sampling_mask enable_trace_replay
         disable_sliding_window disable_cascade_attn skip_tokenizer_init served_model_name
         generation_config override_generation_config
         enable_sleep_mode sleep_mode_backend sleep_preserve_parameter_names sleep_mode_offload_cudagraph
@@ -125,18 +135,18 @@ MODEL = Policy(
             "custom logits processors with processed_logprobs",
         ),
         _off("enable_prompt_embeds", "prompt embeddings"),
+        _off("enable_return_routed_experts", "return of routed experts"),
     ),
 )
 
 PARALLEL = Policy(
-    # Ranks, hosts and processes; what only speaks to data parallelism and to experts.
+    # Ranks, hosts and processes; what only speaks to data parallelism.
     free="""
         tensor_parallel_size world_size rank node_rank nnodes master_addr master_port
         data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
         data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port data_parallel_backend
         data_parallel_external_lb data_parallel_hybrid_lb _data_parallel_master_port_list dp_sync_interval
-        is_moe_model enable_expert_parallel enable_ep_weight_filter enable_eplb eplb_config expert_placement_strategy
-        all2all_backend enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold
+        is_moe_model enable_expert_parallel enable_ep_weight_filter elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold
         dbo_prefill_token_threshold disable_nccl_for_dp_synchronization disable_custom_all_reduce
         dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size
         _allow_auto_resolve_cp_interleave_size
@@ -156,6 +166,15 @@ PARALLEL = Policy(
         Row("decode_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         Row("prefill_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         _off("enable_batch_sharded_sampling", "batch-sharded sampling"),
+        _off("enable_eplb", "load balancing of experts (EPLB)"),
+        Row("eplb_config", lambda eplb, _: eplb.num_redundant_experts == 0, "redundant experts"),
+        Row("expert_placement_strategy", lambda name, _: name == "linear", "{value} placement of experts"),
+        Row(
+            "all2all_backend",
+            lambda name, asked: name == ALL2ALL or not asked.config.parallel_config.enable_expert_parallel,
+            "all2all_backend {value}",
+        ),
+        _off("enable_elastic_ep", "elastic expert parallelism"),
     ),
 )
 
@@ -242,6 +261,11 @@ COMPILATION = Policy(
             "cudagraph_mode",
             lambda _, asked: not (asked.captures and dist.strict()),
             "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)",
+        ),
+        Row(
+            "cudagraph_mode",
+            lambda _, asked: not (asked.captures and asked.experts),
+            "CUDA graphs of a mixture of experts (set enforce_eager=True)",
         ),
         Row(
             "backend",

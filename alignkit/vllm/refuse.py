@@ -9,6 +9,9 @@ import os
 
 import torch
 
+from alignkit.contract import k_leaves
+from alignkit.contract.experts import ExpertTree
+from alignkit.convert import Architecture
 from alignkit.engines.policy import Policy, Row, default, refusals
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
@@ -17,7 +20,9 @@ from alignkit.vllm.built import architecture
 from alignkit.vllm.policy import PARTS, Asked
 from alignkit.vllm.versions import installed
 
-STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb")).union(*(f.structure for f in FAMILIES.values()))
+STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExperts")).union(
+    *(f.structure for f in FAMILIES.values())
+)
 """Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
 
 
@@ -42,7 +47,9 @@ def refuse_config(config) -> None:
         }.items()
         if present
     ]
-    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window) or _reading_reasons(model)
+    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window) or _reading_reasons(
+        model, config.parallel_config
+    )
     if reasons:
         raise UnsupportedError(f"alignkit cannot keep this vLLM engine aligned: {'; '.join(dict.fromkeys(reasons))}")
 
@@ -84,13 +91,23 @@ def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     return reasons
 
 
-def _reading_reasons(model_config) -> list[str]:
+def _reading_reasons(model_config, parallel) -> list[str]:
     """The training side is made from config.json: what alignkit cannot read there is refused here too."""
     try:
-        architecture(model_config)
+        read = architecture(model_config)
     except AlignkitError as e:
         return [f"config.json: {e}"]
-    return []
+    return _expert_reasons(read, parallel) if read.experts else []
+
+
+def _expert_reasons(read: Architecture, parallel) -> list[str]:
+    """Ranks that cannot share the sums that the contract makes of an expert's features, or of the experts."""
+    ranks = parallel.tensor_parallel_size
+    if parallel.enable_expert_parallel:
+        what, parts = f"{read.experts} experts", ExpertTree.of(read.experts).groups
+    else:
+        what, parts = f"{read.intermediate} features of an expert", k_leaves(read.intermediate)
+    return [f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"] if parts % ranks else []
 
 
 def request_reasons(params, logprobs_mode: str) -> list[str]:

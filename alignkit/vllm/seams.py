@@ -48,6 +48,53 @@ COMMON = (
     Seam(_LAYERS + "vocab_parallel_embedding.py", "ParallelLMHead.tie_weights"),
     Seam(_LAYERS + "layernorm.py", "RMSNorm", ("eps", "var_hidden_size", "has_weight")),
     Seam(_LAYERS + "activation.py", "SiluAndMul"),
+    # Mixtures of experts: of a router, what makes the weights, and the whole of one.
+    Seam(_LAYERS + "fused_moe/router/gate_linear.py", "GateLinear"),
+    Seam(
+        _LAYERS + "fused_moe/unquantized_fused_moe_method.py",
+        "UnquantizedFusedMoEMethod.create_weights",
+        ("layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"),
+    ),
+    Seam(
+        _LAYERS + "fused_moe/unquantized_fused_moe_method.py",
+        "UnquantizedFusedMoEMethod.process_weights_after_loading",
+        ("layer",),
+    ),
+    Seam(
+        _LAYERS + "fused_moe/fused_moe_method_base.py",
+        "FusedMoEMethodBase.maybe_roundup_sizes",
+        ("hidden_size", "intermediate_size_per_partition", "act_dtype", "moe_parallel_config"),
+    ),
+    Seam(
+        _LAYERS + "fused_moe/routed_experts.py",
+        "RoutedExperts.__init__",
+        mentions=(
+            *("global_num_experts", "local_num_experts", "top_k", "renormalize", "scoring_func", "use_grouped_topk"),
+            *("custom_routing_function", "routed_scaling_factor", "e_score_correction_bias"),
+            *("apply_router_weight_on_input", "swiglu_limit", "expert_map_manager", "quant_method"),
+        ),
+    ),
+    Seam(
+        _LAYERS + "fused_moe/runner/moe_runner.py",
+        "MoERunner.__init__",
+        ("moe_config", "router", "routed_experts", "gate", "shared_experts", "routed_input_transform"),
+        ("shared_expert_gate", "routed_output_transform", "routed_scaling_factor", "layer_name"),
+    ),
+    Seam(
+        _LAYERS + "fused_moe/runner/moe_runner.py", "MoERunner.forward", ("hidden_states", "router_logits", "input_ids")
+    ),
+    *(
+        Seam(_LAYERS + "fused_moe/config.py", f"FusedMoEParallelConfig.{field}")
+        for field in ("tp_size", "ep_size", "ep_rank", "dp_size", "pcp_size", "is_sequence_parallel", "enable_eplb")
+    ),
+    *(
+        Seam(_LAYERS + "fused_moe/config.py", f"FusedMoEConfig.{field}")
+        for field in ("num_experts", "num_logical_experts", "activation", "has_bias", "skip_final_all_reduce")
+    ),
+    *(
+        Seam(_LAYERS + "fused_moe/expert_map_manager.py", f"ExpertMapManager.{name}")
+        for name in ("placement_strategy", "local_num_experts")
+    ),
     Seam(_LAYERS + "rotary_embedding/__init__.py", "_ROPE_DICT"),
     Seam(
         _LAYERS + "rotary_embedding/base.py",
@@ -111,6 +158,7 @@ COMMON = (
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
             "use_ubatching",
+            "enable_expert_parallel",
         )
     ),
     Seam("config/attention.py", "AttentionConfig.backend"),

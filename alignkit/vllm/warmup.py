@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 
 from alignkit.ops import library
 from alignkit.ops.linear.cublaslt import ladder
@@ -16,7 +17,7 @@ from alignkit.ops.linear.cublaslt import ladder
 
 @torch.inference_mode()
 def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], object]) -> None:
-    """Runs the linear layers of `model` with as many rows as a step may have tokens, its head with as many as there may be
+    """Runs the linear layers of `model`, and one mixture of experts, with as many rows as a step may have tokens, its head with as many as there may be
     sequences, and `logprobs` on some logits. All ranks call it together."""
     tokens, sequences = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
     layers: dict[Any, Any] = {}  # one for all that are computed alike
@@ -30,8 +31,17 @@ def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], o
         for rows in ladder(tokens):
             if isinstance(layer, RowParallelLinear):
                 library.row_parallel_linear(x[:rows], weight, bias, layer._group)
+            elif isinstance(layer, ReplicatedLinear):
+                library.linear_fp32(x[:rows], weight, bias)
             else:
                 library.linear(x[:rows], weight, bias)
+    runner = next((m for m in model.modules() if isinstance(m, MoERunner)), None)
+    if runner is not None:
+        like = runner.routed_experts.w13_weight
+        x = torch.zeros(tokens, like.shape[-1], dtype=like.dtype, device=like.device)
+        logits = torch.zeros(tokens, runner.moe_config.num_experts, device=like.device)
+        for rows in ladder(tokens):
+            runner(x[:rows], logits[:rows])
     hidden = torch.zeros(
         sequences,
         config.model_config.get_hidden_size(),

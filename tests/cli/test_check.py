@@ -92,6 +92,18 @@ def test_on_a_cpu_every_engine_is_eager(tmp_path):
         assert job.needs or (job.spec["eager"] and job.spec["runner"] == "v1")
 
 
+def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
+    rows = plan.rows(["bfloat16"], 2, full=False, gpu=True, experts=True)
+    assert {r.rollout for r in rows} == ROLLOUTS | {"tp2-ep"}
+    jobs = plan.jobs(
+        rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True, experts=True
+    )
+    rollouts = {job.name.rpartition("rollout-")[2]: job.spec for job in jobs if not job.needs}
+    assert all(spec["eager"] for spec in rollouts.values())
+    assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep"}
+    assert rollouts["tp2-ep"]["tp"] == 2 and [run["mode"] for run in rollouts["tp2-ep"]["runs"]] == ["batch"]
+
+
 @pytest.mark.parametrize(
     "rollout, training, sizes",
     [
@@ -99,6 +111,7 @@ def test_on_a_cpu_every_engine_is_eager(tmp_path):
         ("prompt_logprobs", "tp2-packed", (1, 2, False)),
         ("tp4", "tp4-sp-padded", (4, 4, True)),
         ("tp2-one", "tp2-sp-one", (2, 2, True)),
+        ("tp2-ep", "tp1-one", (2, 1, False)),
     ],
 )
 def test_a_row_knows_its_sizes(rollout, training, sizes):

@@ -25,7 +25,7 @@ def test_is_what_it_says(tmp_path, arch, tied, dtype):
     weights = load_file(tmp_path / "m" / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {dtype}
     assert ("lm_head.weight" in weights) is not tied
-    assert any("q_norm" in name for name in weights) is (arch == "qwen3")
+    assert any("q_norm" in name for name in weights) is arch.startswith("qwen3")
     assert any("q_proj.bias" in name for name in weights) is (arch == "qwen2")
     for name, weight in weights.items():
         assert weight.float().std() > 0, name  # nothing that an engine could lose unnoticed
@@ -62,6 +62,8 @@ def test_the_softmax_is_real(tmp_path, arch, tied):
         (dict(dtype=torch.float16), "dtype: torch.float16"),
         (dict(heads=4, kv_heads=3), "heads: 4"),
         (dict(arch="qwen2", head_dim=32), "head_dim: qwen2"),
+        (dict(arch="qwen3_moe", top_k=17), "top_k: 17, of 16 experts"),
+        (dict(arch="mixtral", normalize_top_k=False), "normalize_top_k: False"),
     ],
 )
 def test_refused(tmp_path, kwargs, message):

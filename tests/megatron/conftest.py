@@ -18,6 +18,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "fingerprint",
             "frameworks",
             "gradients",
+            "moe",
             "parallel_cuda",
             "patch",
             "pipeline",

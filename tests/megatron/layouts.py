@@ -17,13 +17,13 @@ _groups = {}
 
 
 @contextlib.contextmanager
-def layout(*, tp=1, pp=1, cp=1, vpp=None):
+def layout(*, tp=1, pp=1, cp=1, vpp=None, ep=1, etp=None):
     """Megatron's groups with these sizes, in place of those that were; the rest of the ranks are data-parallel."""
     from megatron.core import parallel_state, tensor_parallel
 
     with cpu_host():
         parallel_state.destroy_model_parallel()
-        key = tp, pp, cp, vpp
+        key = tp, pp, cp, vpp, ep, etp
         if key in _groups:
             vars(parallel_state).update(_groups[key])
         else:
@@ -32,6 +32,8 @@ def layout(*, tp=1, pp=1, cp=1, vpp=None):
                 pipeline_model_parallel_size=pp,
                 context_parallel_size=cp,
                 virtual_pipeline_model_parallel_size=vpp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp,
             )
             _groups[key] = {
                 name: value

@@ -1,4 +1,4 @@
-"""A dense Qwen2, Qwen3 or Llama in plain float64 torch. Shares no code with what it judges."""
+"""A dense Qwen2, Qwen3 or Llama, or a Qwen3-MoE, in plain float64 torch. Shares no code with what it judges."""
 
 import torch
 
@@ -10,9 +10,9 @@ def weights64(checkpoint):
     return {name: checkpoint[name].double().requires_grad_() for name in checkpoint}
 
 
-def logprobs(arch, w, tokens):
-    """Log-probabilities of tokens[1:] given what precedes them, float64 [len(tokens) - 1]."""
-    return logits(arch, w, tokens[:-1]).log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+def logprobs(arch, w, tokens, chosen=None):
+    """Log-probabilities of tokens[1:] given what precedes them, float64 [len(tokens) - 1]. chosen: as for `logits`."""
+    return logits(arch, w, tokens[:-1], chosen).log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
 
 
 def entropy(arch, w, tokens, temperature):
@@ -39,8 +39,8 @@ def frequencies(arch):
     return f * kept + f / scaling.factor * (1 - kept)
 
 
-def logits(arch, w, tokens):
-    """float64 [len(tokens), vocab]."""
+def logits(arch, w, tokens, chosen=None):
+    """float64 [len(tokens), vocab]. chosen: bool [layers, len(tokens), experts], the experts of each token; None: the best."""
     x = w["model.embed_tokens.weight"][torch.tensor(tokens)]
     t, d = x.shape[0], arch.head_dim
     angle = torch.arange(t).double()[:, None] * frequencies(arch)
@@ -54,6 +54,21 @@ def logits(arch, w, tokens):
     def turn(x):
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def mixture(y, project, gate, chosen, layer):
+        scores = y @ gate.T
+        if chosen is None:
+            mine = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(arch.top_k).indices, True)
+        else:
+            mine = chosen[layer]
+        share = scores.softmax(-1) * mine
+        if arch.normalize_top_k:
+            share = share / share.sum(-1, keepdim=True)
+        out = 0
+        for e in range(arch.experts):
+            gate, up = (project(y, f"experts.{e}.{name}") for name in ("gate", "up"))
+            out = out + share[:, e, None] * project(gate * gate.sigmoid() * up, f"experts.{e}.down")
+        return out
 
     for i in range(arch.layers):
         p = f"model.layers.{i}."
@@ -73,6 +88,9 @@ def logits(arch, w, tokens):
         attended = scores.masked_fill(hidden_from, float("-inf")).softmax(-1)
         x = x + project(torch.einsum("hqk,khd->qhd", attended, v).reshape(t, -1), "self_attn.o")
         y = norm(x, w[p + "post_attention_layernorm.weight"])
+        if arch.experts:
+            x = x + mixture(y, lambda y, name: project(y, f"mlp.{name}"), w[p + "mlp.gate.weight"], chosen, i)
+            continue
         gate = project(y, "mlp.gate")
         x = x + project(gate * gate.sigmoid() * project(y, "mlp.up"), "mlp.down")
 

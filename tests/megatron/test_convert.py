@@ -107,7 +107,10 @@ def transformers_reads(directory):
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
-        "intermediate": config.intermediate_size,
+        "intermediate": getattr(config, "moe_intermediate_size", config.intermediate_size),
+        "experts": getattr(config, "num_experts", 0),
+        "top_k": getattr(config, "num_experts_per_tok", 0),
+        "normalize_top_k": getattr(config, "norm_topk_prob", config.model_type == "mixtral"),
         "vocab": config.vocab_size,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "max_position": config.max_position_embeddings,
@@ -165,7 +168,7 @@ def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change,
     }
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Mixtral"])
 @pytest.mark.parametrize("diff", [True, False])
 def test_configs_that_transformers_saves(family, diff, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -237,6 +240,44 @@ def test_configs_that_transformers_saves(family, diff, tmp_path):
 def test_an_unsupported_architecture(change, named, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     with pytest.raises(UnsupportedError, match=f"^{named}: |: .*{named}"):
+        read(tmp_path, config | change)
+
+
+def test_experts(checkpoint, tmp_path):
+    path = checkpoint("qwen3_moe", experts=6, top_k=3, normalize_top_k=False)
+    arch = read_architecture(path)
+    assert (arch.experts, arch.top_k, arch.normalize_top_k, arch.intermediate) == (6, 3, False, 512)
+    weights = Checkpoint(path)
+    assert weights.header("model.layers.1.mlp.gate.weight")[1] == (6, 256)
+    assert weights.header("model.layers.1.mlp.experts.5.down_proj.weight")[1] == (256, 512)
+    assert not [name for name in weights if "mlp.gate_proj" in name]
+    config = json.loads((path / "config.json").read_text())
+    # What published configurations say beside it: the width that a layer without experts would have, and the loss.
+    published = {"intermediate_size": 6144, "router_aux_loss_coef": 0.001, "output_router_logits": False}
+    same = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 512}
+    assert read(tmp_path, config | published | same) == arch
+    mixtral = read_architecture(checkpoint("mixtral", experts=4, top_k=2))
+    assert (mixtral.experts, mixtral.top_k, mixtral.normalize_top_k) == (4, 2, True)
+    assert read_architecture(checkpoint()).experts == 0
+
+
+@pytest.mark.parametrize(
+    "change, error, named",
+    [
+        ({"decoder_sparse_step": 2}, UnsupportedError, "decoder_sparse_step"),
+        ({"mlp_only_layers": [0]}, UnsupportedError, "mlp_only_layers"),
+        ({"shared_expert_intermediate_size": 64}, UnsupportedError, "shared_expert_intermediate_size"),
+        ({"num_local_experts": 8}, InputError, "num_experts and num_local_experts"),
+        ({"n_shared_experts": 1}, UnsupportedError, "n_shared_experts"),
+        ({"num_experts": 0}, InputError, "num_experts"),
+        ({"num_experts_per_tok": 17}, InputError, "num_experts_per_tok"),
+        ({"moe_intermediate_size": None}, InputError, "moe_intermediate_size"),
+        ({"norm_topk_prob": 1}, InputError, "norm_topk_prob"),
+    ],
+)
+def test_experts_refused(change, error, named, checkpoint, tmp_path):
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
+    with pytest.raises(error, match=f"^{named}"):
         read(tmp_path, config | change)
 
 

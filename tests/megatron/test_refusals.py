@@ -90,7 +90,6 @@ def gpt(path, config=None, **arguments):
     [
         ({"normalization": "LayerNorm"}, {}, "LayerNorm"),
         ({"gated_linear_unit": False, "activation_func": F.gelu}, {}, "SwiGLU"),
-        ({"num_moe_experts": 2}, {}, "MoE"),
         ({"rotary_interleaved": True}, {}, "rotary_interleaved"),
         ({}, {"rope_scaling": True, "rotary_base": 986}, "rotary_pos_emb"),  # no wave is long: no factor is seen
         ({}, {"rope_scaling": True, "rope_scaling_factor": 0.5}, "rope_scaling"),

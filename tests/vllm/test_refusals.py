@@ -225,8 +225,8 @@ def test_compilation_where_it_is_supported(process, name, chosen):
             "qwen3",
             "mixture of experts",
             {
-                "architectures": ["Qwen3MoeForCausalLM"],
-                "model_type": "qwen3_moe",
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "model_type": "qwen2_moe",
                 "num_experts": 4,
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": 64,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ...convert import Architecture
+from ...errors import UnsupportedError
 
 OPS = ("rms_norm", "linear", "rope", "attention", "silu_mul", "head")
 """What `--swap` exchanges."""
@@ -61,7 +62,9 @@ def _layer(before: str, arch: Architecture, q: int, kv: int, mlp: int) -> list[P
 
 
 def points(arch: Architecture) -> list[Point]:
-    """All points of a model of this architecture."""
+    """All points of a model of this architecture. Raises UnsupportedError for one with experts."""
+    if arch.experts:
+        raise UnsupportedError(f"model: the points of a mixture of experts ({arch.family}) are not recorded")
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     mlp = math.gcd(arch.kv_heads, arch.intermediate)
     found = [Point("embedding", arch.hidden, 1, "")]

@@ -1,0 +1,305 @@
+"""The MLPs of experts, each for the rows that chose it. docs/contract.md, "Mixture of experts"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...contract import k_leaves
+from ...contract.experts import ExpertTree
+from ...dist import TP
+from ...dist.tp import check_same_across
+from ...errors import InputError
+from ...runtime import dispatch
+from ...runtime.operands import operand
+from .._calls import differentiable_once, op
+from .._common import (
+    check_device,
+    check_flag,
+    check_int,
+    check_like,
+    check_plain,
+    check_tensor,
+    check_tp,
+    looks,
+    require,
+    rounded,
+)
+from .problem import Grouped, Matrices, Pairs
+
+
+class Ranks(NamedTuple):
+    """Who holds what: of n experts `tp` the features, `ep` the experts, this rank those from `first` on; with `gather`, each
+    its own rows."""
+
+    experts: int
+    first: int
+    tp: TP
+    ep: TP
+    gather: bool
+
+    def rows(self, t: torch.Tensor) -> torch.Tensor:
+        """Of all ranks: those of `ep` in their order, in each those of `tp`."""
+        return self.ep.gather(self.tp.gather(t)) if self.gather else t
+
+    def sum_over_experts(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sums of the subtrees of all ranks, fp32, of this rank's rows."""
+        if self.gather:
+            return self.tp.shard(self.ep.tree_sum_scatter(parts))
+        return self.ep.tree_sum(parts)
+
+
+def _products(a: torch.Tensor, b: Matrices, counts: list[int], leaves: int, out: torch.Tensor) -> None:
+    if out.numel():
+        backend = dispatch.name(a.device)
+        p = Grouped(backend, a.get_device(), operand(a), b.operand(), operand(out), len(b), leaves)  # pyright: ignore[reportArgumentType]
+        dispatch.choose("moe_products", p).load().products(a, b, counts, leaves, out)
+
+
+def _product(
+    a: torch.Tensor, b: Matrices, counts: list[int], columns: int, dtype: torch.dtype, leaves: int = 1
+) -> torch.Tensor:
+    out = torch.empty(len(a), columns, dtype=dtype, device=a.device)
+    _products(a, b, counts, leaves, out)
+    return out
+
+
+def _product_of_ranks(
+    a: torch.Tensor, b: Matrices, counts: list[int], columns: int, dtype: torch.dtype, tp: TP, leaves: int = 1
+) -> torch.Tensor:
+    """`_product`, whose k the ranks of `tp` share."""
+    if tp.size == 1 or not len(a):
+        return _product(a, b, counts, columns, dtype, leaves)
+
+    def part(rows: slice, to: torch.Tensor) -> None:
+        start, some = 0, []
+        for count in counts:
+            some.append(max(min(start + count, rows.stop) - max(start, rows.start), 0))
+            start += count
+        _products(a[rows], b, some, leaves, to)
+
+    return tp.sum_products(part, len(a), columns, a.device, dtype=dtype)
+
+
+def _gradients(a: torch.Tensor, b: torch.Tensor, counts: list[int], like: Matrices) -> Matrices:
+    out = like.like()
+    p = Grouped(dispatch.name(a.device), a.get_device(), operand(a), operand(b), out.operand(), len(like), 1)  # pyright: ignore[reportArgumentType]
+    dispatch.choose("moe_gradients", p).load().gradients(a, b, counts, out)
+    return out
+
+
+def _combine(y, pairs: Pairs, ids, weights, ranks: Ranks, dtype: torch.dtype) -> torch.Tensor:
+    """The tree over experts of all ranks, of this rank's rows."""
+    here = dtype if ranks.ep.size == 1 else torch.float32
+    out = torch.empty(len(ids), y.shape[1], dtype=here, device=y.device)
+    if out.numel():
+        dispatch.select("moe_rows", y.device).combine(y, pairs.place, ids, weights, ranks.experts, out)
+    return rounded(ranks.sum_over_experts(out), dtype).contiguous()
+
+
+def _activation(h: torch.Tensor) -> torch.Tensor:
+    return dispatch.select("silu_mul", h.device).forward(*h.chunk(2, dim=1))
+
+
+def _cut(items: Sequence, stacked: tuple[bool, bool]) -> tuple[Sequence, Sequence]:
+    """Those of gate_up and those of down, of what autograd has as one list."""
+    first = 1 if stacked[0] else len(items) - 1 if stacked[1] else len(items) // 2
+    return items[:first], items[first:]
+
+
+def _matrices(tensors: Sequence[torch.Tensor], stacked: tuple[bool, bool]) -> list[Matrices]:
+    return [Matrices(part[0] if one else part) for part, one in zip(_cut(tensors, stacked), stacked, strict=True)]
+
+
+def _listed(*matrices: Matrices) -> list[torch.Tensor]:
+    return [t for m in matrices for t in ([m.given] if isinstance(m.given, torch.Tensor) else m.given)]
+
+
+def _all_rows(t: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    return ranks.rows(t.reshape(-1, t.shape[-1])).contiguous()
+
+
+def forward(x, ids, weights, gate_up: Matrices, down: Matrices, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and gate and up of each pair, which backward needs."""
+    all_ids = _all_rows(ids, ranks)
+    pairs = Pairs.of(all_ids, ranks.first, len(gate_up))
+    h = _product(_all_rows(x, ranks)[pairs.row], gate_up, pairs.counts, gate_up[0].shape[0], x.dtype)
+    leaves = k_leaves(h.shape[1] // 2 * ranks.tp.size) // ranks.tp.size
+    y = _product_of_ranks(_activation(h), down, pairs.counts, x.shape[-1], x.dtype, ranks.tp, leaves)
+    return _combine(y, pairs, all_ids, _all_rows(weights, ranks), ranks, x.dtype).reshape(x.shape), h
+
+
+@differentiable_once("moe_experts")
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, ids, weights, ranks, stacked, *tensors):
+        out, h = forward(x, ids, weights, *_matrices(tensors, stacked), ranks)
+        ctx.save_for_backward(x, ids, weights, h, *tensors)  # of rows that were gathered, this rank's
+        ctx.args = ranks, stacked
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, ids, weights, h, *tensors = ctx.saved_tensors
+        ranks, stacked = ctx.args
+        gate_up, down = _matrices(tensors, stacked)
+        of_x, _, of_weights, _, _, *of_tensors = ctx.needs_input_grad
+        of_gate_up, of_down = (any(part) for part in _cut(of_tensors, stacked))
+        all_ids = _all_rows(ids, ranks)
+        pairs = Pairs.of(all_ids, ranks.first, len(gate_up))
+        counts, h = pairs.counts, h.contiguous()
+        dout, a = _all_rows(dout, ranks)[pairs.row], _activation(h)
+        g = _product(dout, down.t(), counts, a.shape[1], torch.float32)
+        w = _all_rows(weights, ranks).view(-1)[pairs.choice]
+        dw, da, weighed = dispatch.select("moe_rows", a.device).weigh(g, a, w)
+        dx = d_weights = None
+        d_gate_up, d_down = gate_up, down  # where none is asked for, it is not given
+        if of_weights:
+            whole = torch.zeros(all_ids.shape, dtype=torch.float32, device=dw.device)
+            whole.view(-1)[pairs.choice] = ranks.tp.tree_sum(dw)
+            d_weights = ranks.sum_over_experts(whole).reshape(weights.shape)
+        if of_x or of_gate_up:
+            d = torch.cat(dispatch.select("silu_mul", h.device).backward(*h.chunk(2, dim=1), da), dim=1)
+        if of_x:
+            of_pairs = _product_of_ranks(d, gate_up.t(), counts, x.shape[-1], x.dtype, ranks.tp)
+            dx = _combine(of_pairs, pairs, all_ids, None, ranks, x.dtype).reshape(x.shape)
+        if of_gate_up:
+            d_gate_up = _gradients(d, _all_rows(x, ranks)[pairs.row], counts, gate_up)
+        if of_down:
+            d_down = _gradients(dout, weighed, counts, down)
+        found = [t if wanted else None for t, wanted in zip(_listed(d_gate_up, d_down), of_tensors, strict=True)]
+        return dx, None, d_weights, None, None, *found
+
+
+@op
+def moe_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor | Sequence[torch.Tensor],
+    down: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    num_experts: int | None = None,
+    first_expert: int = 0,
+    tp: TP | None = None,
+    ep: TP | None = None,
+    gather: bool = False,
+) -> torch.Tensor:
+    """The sum over a row's experts of weight times ``down_e(silu(gate_e(x)) * up_e(x))``, with the bits of a single rank.
+
+    Args:
+        x: [..., H], fp32 or bf16.
+        ids: [..., k], int64 or int32: the experts of each row, each at most once, in any order; -1: none. The result of a
+            row without experts is 0. On a GPU values are not looked at; there, an id that is none counts as -1, and
+            what a row gets that names an expert twice is not said.
+        weights: [..., k] fp32.
+        gate_up: [E, 2F, H], or a sequence of E tensors [2F, H], of x's type, any strides: of this rank's E experts, the
+            gate's rows, then those of up. F is this rank's part of an expert's features.
+        down: [E, H, F], or a sequence of E tensors [H, F].
+        num_experts: of all ranks of `ep`; E times their number, which it is by default.
+        first_expert: id of this rank's first expert: E times its rank of `ep`.
+        tp: ranks that share the features of each expert; their number must divide the number of leaves.
+        ep: ranks that hold the other experts; their number must divide the largest power of two in the number of experts.
+        gather: False: all ranks have all rows, the same ones, and get all. True: each rank of `tp` and `ep` has rows of its own, as many as
+            each other, and gets theirs. The batch is then that of all ranks, by rank of `ep`, then of `tp`, then by row.
+
+    Returns:
+        As x. Differentiable in x, weights, gate_up and down.
+
+    Raises:
+        InputError: shapes, types, devices or numbers do not fit; on all ranks together, before anything is computed.
+
+    A GPU is waited for: the host needs to know how many rows each expert has.
+    """
+    tp, ep = check_tp(tp), check_tp(ep, "ep")
+    args = (x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather)
+    check_same_across((tp, ep), "moe_experts", lambda: _check(*args))
+    if not gather:
+        for group in (tp, ep):
+            group.check_same_values("moe_experts", ids=ids)
+    matrices = Matrices(gate_up), Matrices(down)
+    ranks = Ranks(len(gate_up) * ep.size, int(first_expert), tp, ep, bool(gather))
+    return _Experts.apply(x, ids, weights, ranks, tuple(m.stacked for m in matrices), *_listed(*matrices))
+
+
+def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
+    """Experts, rows and columns of gate_up or down."""
+    if isinstance(given, torch.Tensor):
+        check_tensor(name, given, 3)
+        check_like(name, given, "x", x)
+        shape = tuple(given.shape)
+    else:
+        if not isinstance(given, (list, tuple)):
+            raise InputError(f"{name}: expected a tensor or a sequence of them, got {type(given).__name__}")
+        require(len(given) > 0, f"{name}: no experts")
+        for e, w in enumerate(given):
+            check_tensor(f"{name}[{e}]", w, 2)
+            check_like(f"{name}[{e}]", w, "x", x)
+            require(
+                w.shape == given[0].shape,
+                f"{name}[{e}]: shape {tuple(w.shape)} differs from the first one's {tuple(given[0].shape)}",
+            )
+        shape = (len(given), *given[0].shape)
+    require(min(shape) > 0, f"{name}: empty, shape {shape}")
+    return shape
+
+
+def _check_choice(ids, weights, x: torch.Tensor, experts: int) -> None:
+    check_plain("ids", ids)
+    require(ids.dtype in (torch.int64, torch.int32), f"ids: dtype {ids.dtype} is neither torch.int64 nor torch.int32")
+    require(ids.device == x.device, f"ids: device {ids.device} differs from x's {x.device}")
+    require(
+        ids.ndim == x.ndim and ids.shape[:-1] == x.shape[:-1] and ids.shape[-1] > 0,
+        f"ids: shape {tuple(ids.shape)} does not fit x of shape {tuple(x.shape)}",
+    )
+    check_tensor("weights", weights, dtypes=(torch.float32,))
+    require(weights.device == x.device, f"weights: device {weights.device} differs from x's {x.device}")
+    require(weights.shape == ids.shape, f"weights: shape {tuple(weights.shape)} differs from ids' {tuple(ids.shape)}")
+    if looks(x.device) and ids.numel():
+        least, most = int(ids.min()), int(ids.max())
+        require(-1 <= least and most < experts, f"ids: {least} to {most} leave the {experts} experts")
+        in_order = ids.sort(dim=-1).values
+        twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
+        require(not bool(twice.any()), "ids: a row names an expert twice")
+
+
+def _check(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather) -> dict:
+    check_flag("gather", gather)
+    check_tensor("x", x)
+    check_device("x", x)
+    own, doubled, h = _check_matrices("gate_up", gate_up, x)
+    require(h == x.shape[-1], f"gate_up: {h} columns do not fit x of shape {tuple(x.shape)}")
+    require(doubled % 2 == 0, f"gate_up: {doubled} rows are not gate's and as many of up")
+    shape = _check_matrices("down", down, x)
+    f = doubled // 2
+    require(shape == (own, h, f), f"down: {shape} does not fit gate_up: expected {(own, h, f)}")
+    experts, first = own * ep.size, own * ep.rank
+    if num_experts is not None:
+        found = check_int("num_experts", num_experts, 1)
+        require(found == experts, f"num_experts: {found} is not {own} on each of {ep.size} ranks")
+    require(
+        check_int("first_expert", first_expert, 0) == first,
+        f"first_expert: {first_expert} is not {first}, of rank {ep.rank} of those that have {own} experts each",
+    )
+    leaves, subtrees = k_leaves(f * tp.size), ExpertTree.of(experts).groups
+    require(
+        leaves % tp.size == 0,
+        f"tp: {tp.size} ranks cannot share the {leaves} leaves that the contract cuts {f * tp.size} features into",
+    )
+    require(
+        subtrees % ep.size == 0,
+        f"ep: {ep.size} ranks cannot share the {subtrees} subtrees that the contract cuts {experts} experts into",
+    )
+    _check_choice(ids, weights, x, experts)
+    return {
+        "x": (tuple(x.shape), str(x.dtype)),
+        "ids": tuple(ids.shape),
+        "gate_up": (own, doubled),
+        "gather": bool(gather),
+        "requires_grad": tuple(
+            torch.is_grad_enabled() and any(t.requires_grad for t in given)
+            for given in ((x,), (weights,), *(_listed(Matrices(m)) for m in (gate_up, down)))
+        ),
+    }

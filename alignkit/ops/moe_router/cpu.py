@@ -1,0 +1,1 @@
+from .reference import backward, forward  # noqa: F401

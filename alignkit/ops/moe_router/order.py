@@ -1,0 +1,7 @@
+"""The ways to choose experts, fastest first."""
+
+from __future__ import annotations
+
+from ...runtime.dispatch import PLAIN
+
+ORDER = {"moe_router": PLAIN}

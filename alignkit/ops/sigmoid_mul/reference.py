@@ -1,0 +1,32 @@
+"""sigmoid(gate) * x as the formula. `exp` and `lane_sum` are the device family's."""
+
+from __future__ import annotations
+
+import torch
+
+from .._calls import in_torch
+from .._common import exp as _exp
+from .._common import lane_sum as _lane_sum
+
+
+def product(gate, x, exp) -> torch.Tensor:
+    s = 1.0 / (1.0 + exp(-gate))
+    return (s[:, None] * x.float()).to(x.dtype)
+
+
+def product_back(gate, x, dy, exp, lane_sum) -> tuple[torch.Tensor, torch.Tensor]:
+    s = 1.0 / (1.0 + exp(-gate))
+    d = dy.float()
+    return lane_sum(d, x.float()) * s * (1.0 - s), (s[:, None] * d).to(x.dtype)
+
+
+@in_torch
+def forward(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[rows, H], of gate fp32 [rows] and x [rows, H]."""
+    return product(gate, x, _exp)
+
+
+@in_torch
+def backward(gate, x, dy) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and x."""
+    return product_back(gate, x, dy, _exp, _lane_sum)

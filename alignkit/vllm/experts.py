@@ -1,0 +1,113 @@
+"""vLLM's mixture of experts with alignkit's ops inside: its weights, their loading and their layout over ranks stay.
+
+Of a rank, `w13_weight` has the rows of each expert's gate, then those of up, and `w2_weight` the down projection: all
+features of some experts (expert parallelism), or some features of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from alignkit.errors import UnsupportedError
+from alignkit.ops import library
+from alignkit.vllm.parallel import GROUP
+
+ROUTERS = ("FusedTopKRouter", "CPURouter")
+"""Those of vLLM that may be the plain choice of the best by softmax."""
+
+
+class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
+    """The weights as they were loaded: no kernel of vLLM's is chosen, for which they would be padded, packed or
+    turned round."""
+
+    def __init__(self, moe) -> None:
+        super(UnquantizedFusedMoEMethod, self).__init__(moe)
+
+    @property
+    def is_monolithic(self) -> bool:
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    def maybe_roundup_sizes(self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config):
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leaves the weights as they were loaded."""
+
+    def apply(self, *args, **kwargs):
+        raise UnsupportedError("experts computed outside MoERunner.forward")
+
+
+class AlignedMoERunner(MoERunner):
+    """The whole of a mixture: the router's logits, its choice, the experts and their sum over ranks."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if reasons := [reason for reason, present in _unknown(self) if present]:
+            raise UnsupportedError(f"mixture of experts {self.layer_name}: {', '.join(reasons)}")
+        ranks, experts = self.moe_config.moe_parallel_config, self.routed_experts
+        self._experts = experts.global_num_experts
+        self._first = ranks.ep_rank * experts.local_num_experts
+        self._tp, self._ep = (GROUP if size > 1 else "" for size in (ranks.tp_size, ranks.ep_size))
+
+    def forward(self, hidden_states, router_logits, input_ids=None, shared_experts_input=None):
+        if self.gate is not None:  # else the model has called it
+            router_logits, _ = self.gate(hidden_states)
+        experts = self.routed_experts
+        weights, ids = library.moe_router(router_logits, experts.top_k, "softmax", experts.renormalize, None, 1, 1, 1.0)
+        return library.moe_experts(
+            hidden_states,
+            ids,
+            weights,
+            experts.w13_weight,
+            experts.w2_weight,
+            self._experts,
+            self._first,
+            self._tp,
+            self._ep,
+            False,  # all ranks have all rows
+        )
+
+
+def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
+    """What alignkit does not compute, by name, and whether it is asked for."""
+    config, experts, router = runner.moe_config, runner.routed_experts, runner.router
+    ranks, placement = config.moe_parallel_config, experts.expert_map_manager
+    method = type(experts.quant_method)
+    yield f"quantization ({method.__name__})", method is not AlignedExpertsMethod
+    yield "shared experts", runner.shared_experts is not None or runner.shared_expert_gate is not None
+    yield "fused shared experts", placement.num_fused_shared_experts > 0
+    yield "transforms around the experts", (runner.routed_input_transform or runner.routed_output_transform) is not None
+    yield f"activation {config.activation}", config.activation != MoEActivation.SILU
+    yield (
+        "a changed SwiGLU",
+        any(
+            getattr(part, name, None) is not None
+            for part in (config, experts)
+            for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta")
+        ),
+    )
+    yield "biases of experts", config.has_bias
+    yield "LoRA", config.is_lora_enabled
+    yield "router weights on the input", experts.apply_router_weight_on_input
+    yield f"router {type(router).__name__}", type(router).__name__ not in ROUTERS
+    yield f"scores by {experts.scoring_func}", experts.scoring_func != "softmax"
+    yield "groups of experts", experts.use_grouped_topk
+    yield "a routing function of the model's", experts.custom_routing_function is not None
+    yield "a bias of the choice", experts.e_score_correction_bias is not None
+    yield "a scale of the routed output", (runner.routed_scaling_factor, experts.routed_scaling_factor) != (1.0, 1.0)
+    yield "redundant experts", config.num_experts != config.num_logical_experts or ranks.enable_eplb
+    yield f"{placement.placement_strategy} placement", placement.placement_strategy != "linear"
+    yield "data parallel attention", ranks.dp_size > 1
+    yield "context parallelism", ranks.pcp_size > 1
+    yield "sequence parallelism", ranks.is_sequence_parallel
+    yield "sums over ranks left to later", config.skip_final_all_reduce

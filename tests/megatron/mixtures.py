@@ -1,0 +1,220 @@
+"""What the tests of mixtures of experts run on each rank; all with real Megatron-core."""
+
+import contextlib
+
+import torch
+
+from alignkit.check.train import recompute
+from alignkit.convert import read_architecture
+from alignkit.dist import TP
+from alignkit.megatron import logprobs, patch_megatron, status
+from alignkit.megatron.build import gpt_model, hf_weights, whole
+from tests.megatron import workers
+from tests.megatron.layouts import layout
+from tests.megatron.te_workers import save
+
+MODES = ("one", "padded", "packed")
+
+
+def build(model_dir, dtype, sequence_parallel=False, **config):
+    return gpt_model(model_dir, dtype, sequence_parallel=sequence_parallel, **config)
+
+
+def own_rows(rows):
+    """This data-parallel rank's."""
+    from megatron.core import parallel_state
+
+    return rows[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+
+
+def every_way(_, model_dir, dtype, rows, how, sequence_parallel=False, **config):
+    """Way -> the logprobs of this rank's rows; and which those are."""
+    from megatron.core import parallel_state
+
+    with layout(**how):
+        mine = own_rows(rows)
+        tp = TP(parallel_state.get_tensor_model_parallel_group())
+        return workers.every_way(tp, model_dir, dtype, sequence_parallel, mine, **config), [rows.index(r) for r in mine]
+
+
+def stock(_, model_dir, dtype, rows, how, sequence_parallel=False):
+    """The same by Megatron as it comes, padded."""
+    with layout(**how), torch.no_grad():
+        model = build(model_dir, dtype, sequence_parallel)
+        given = workers.as_logprobs(own_rows(rows))
+        return torch.cat(recompute(model, given, "padded", patched=False))
+
+
+def step(_, model_dir, dtype, rows, how, sequence_parallel=False, patched=True, bare=False, packed=True, **config):
+    """A step over all ranks' rows, each packed on its rank: HF name -> whole gradient of the mean loss, and this rank's
+    choices, [layers, tokens, experts].
+
+    bare: the gradients as the model made them, without Megatron's DDP; of dense weights they are this rank's alone."""
+    from megatron.core import distributed
+
+    arch = read_architecture(model_dir)
+    chosen = []
+    with layout(**how), patch_megatron(arch.vocab) if patched else contextlib.nullcontext():
+        model = build(model_dir, dtype, sequence_parallel, **config)
+        for layer in model.decoder.layers:
+            layer.mlp.router.register_forward_hook(lambda module, given, output: chosen.append(output[1].detach()))
+        ddp = model
+        if not bare:
+            ddp = distributed.DistributedDataParallel(
+                model.config, distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+            )
+            ddp.zero_grad_buffer()
+        ddp.train()
+        mine = own_rows(rows)
+        multiple = how.get("tp", 1)
+        if packed:
+            tokens, labels, params = workers.packed(mine, multiple)
+        else:
+            tokens, _, labels, _ = workers.batch(mine, multiple)
+            params = None
+        mask = None if packed else workers.causal_mask(tokens.shape[1])
+        losses = ddp(tokens, None, mask, labels=labels, packed_seq_params=params)
+        ranks = len(rows) // len(mine)
+        counted = sum(len(row) - 1 for row in rows)
+        loss = losses[labels != workers.IGNORE].sum() / counted * (1 if bare else ranks)
+        loss.backward()
+        if not bare:
+            distributed.finalize_model_grads([ddp])
+        grads = {name: p.grad if bare else p.main_grad for name, p in model.named_parameters()}
+        return {name: t.cpu() for name, t in whole(model, arch, grads)}, torch.stack(chosen)
+
+
+def trained(_, model_dir, dtype, rows, **fields):
+    """The logprobs of `rows`, padded, of a model that is being trained."""
+    with layout(), patch_megatron(300):
+        model = build(model_dir, dtype, **fields).train()
+        return torch.cat(recompute(model, workers.as_logprobs(rows), "padded")).detach()
+
+
+def biased(_, model_dir, dtype, rows, fields):
+    """A step with a bias that balances experts: for each layer how many tokens were counted and the bias after the step;
+    and the choices in it and after it."""
+    from megatron.core import distributed
+
+    chosen, counts = [], []
+    with layout(), patch_megatron(300):
+        model = build(model_dir, dtype, **fields)
+        routers = [layer.mlp.router for layer in model.decoder.layers]
+        for router in routers:
+            router.register_forward_hook(lambda module, given, output: chosen.append(output[1].detach()))
+        ddp = distributed.DistributedDataParallel(model.config, distributed.DistributedDataParallelConfig(), model)
+        ddp.train()
+        for _ in range(2):
+            tokens, labels, params = workers.packed(rows)
+            losses = ddp(tokens, None, None, labels=labels, packed_seq_params=params)
+            if not counts:
+                losses.sum().backward()
+                counts = [router.local_tokens_per_expert.clone() for router in routers]
+                distributed.finalize_model_grads([ddp])
+        biases = [router.expert_bias.clone() for router in routers]
+        return counts, biases, torch.stack(chosen[: len(routers)]), torch.stack(chosen[len(routers) :])
+
+
+def whole_weights(_, model_dir, dtype, how):
+    """HF name -> weight, put together of the ranks'."""
+    with layout(**how):
+        return dict(hf_weights(build(model_dir, dtype), read_architecture(model_dir)))
+
+
+def _wrong_field(model, call):
+    return workers._attribute(model.config, "moe_latent_size", 64)
+
+
+@contextlib.contextmanager
+def _hook(module):
+    handle = module.register_forward_hook(lambda module, given, output: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+WRONG = {
+    "moe_latent_size": _wrong_field,
+    "moe_router_topk": lambda model, call: workers._attribute(model.config, "moe_router_topk", 3),
+    "input_ids": lambda model, call: call.update(tokens=call["tokens"] + 300),
+    "labels": lambda model, call: call.update(labels=call["labels"] + 300),
+    "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1: the hook": lambda model, call: _hook(
+        model.decoder.layers[0].mlp.experts.local_experts[1].linear_fc1
+    ),
+    "decoder.layers.0.mlp.router.topk": lambda model, call: workers._attribute(
+        model.decoder.layers[0].mlp.router, "topk", 3
+    ),
+}
+"""What one rank does differently from the other; the words before a colon must be in the error."""
+
+
+def wrong_on_one_rank(tp, model_dir, how):
+    """What each rank raises while rank 1 alone does each of `WRONG`; after each, all is right again."""
+    with layout(**how), patch_megatron(300), torch.no_grad():
+        model = build(model_dir, torch.bfloat16)
+        own = [1, 2, 3, 4, 5] if how.get("tp") == 2 else [1, 2, 3, 4, 5][tp.rank :]
+        tokens = torch.tensor([own], device=workers.DEVICE)
+        right = dict(tokens=tokens, position_ids=None, attention_mask=None, labels=tokens)
+        expected = logprobs(model, **right).log_probs
+        raised = {}
+        for what, wrong in WRONG.items():
+            call = dict(right)
+            with (wrong(model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
+                try:
+                    logprobs(model, **call)
+                except Exception as e:
+                    raised[what] = type(e).__name__, str(e)
+            assert torch.equal(logprobs(model, **right).log_probs, expected), what
+        return raised
+
+
+def saved(_, model_dir, dtype, how, folder):
+    """Writes a distributed checkpoint of an aligned model."""
+    with layout(**how), patch_megatron(300):
+        model = build(model_dir, dtype)
+        names = list(model.state_dict())
+        save(_sharded(model), folder)
+        return names
+
+
+def loaded(_, model_dir, dtype, how, folder):
+    """HF name -> weight, of a model that reads it."""
+    from megatron.core import dist_checkpointing
+
+    with layout(**how), patch_megatron(300):
+        model = build(model_dir, dtype)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        state = _sharded(model)
+        model.load_state_dict(dist_checkpointing.load(state, folder))
+        return dict(hf_weights(model, read_architecture(model_dir)))
+
+
+def _sharded(model):
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": group})
+
+
+def undone(_, model_dir, dtype, rows):
+    """Logprobs of one model by Megatron as it comes before the patch and after it, and between; and the classes of its
+    modules before and after."""
+    with layout(), torch.no_grad():
+        model = build(model_dir, dtype)
+        given = workers.as_logprobs(rows)
+
+        def stock():
+            return torch.cat(recompute(model, given, "padded", patched=False))
+
+        def classes():
+            return [type(module) for module in model.modules()]
+
+        before, classes_before = stock(), classes()
+        with patch_megatron(300):
+            between = torch.cat(recompute(model, given, "padded"))
+            aligned = status(model)["aligned"]
+            classes_between = classes()
+        return before, between, stock(), classes_before == classes(), classes_before != classes_between, aligned

@@ -1,0 +1,52 @@
+"""A model with experts, composed of alignkit's ops on whole weights: what the engines must agree with, bit by bit."""
+
+import torch
+from safetensors.torch import load_file
+
+from alignkit import ops
+from alignkit.convert import read_architecture
+
+
+@torch.no_grad()
+def logprobs(path, prompt, tokens):
+    """Of each of `tokens` after the prompt and the tokens before it."""
+    arch, weights = read_architecture(path), load_file(f"{path}/model.safetensors")
+    ids = torch.tensor(prompt + tokens)
+    positions, cu_seqlens = torch.arange(len(ids)), torch.tensor([0, len(ids)])
+    table = ops.rope_table(arch.head_dim, len(ids), arch.rope_base)
+    x, residual = weights["model.embed_tokens.weight"][ids], None
+
+    def norm(x, name, residual=None):
+        return ops.rms_norm(x, weights[name], arch.norm_eps, residual)
+
+    for i in range(arch.layers):
+        of = f"model.layers.{i}."
+        if residual is None:
+            residual, x = x, norm(x, of + "input_layernorm.weight")
+        else:
+            x, residual = norm(x, of + "input_layernorm.weight", residual)
+        q, k, v = (
+            ops.linear(x, weights[f"{of}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, arch.head_dim))
+            for name in "qkv"
+        )
+        if arch.qk_norm:
+            q, k = norm(q, of + "self_attn.q_norm.weight"), norm(k, of + "self_attn.k_norm.weight")
+        q, k = ops.rope(q, positions, table), ops.rope(k, positions, table)
+        x = ops.attention(q, k, v, cu_seqlens).flatten(1)
+        x = ops.row_parallel_linear(x, weights[of + "self_attn.o_proj.weight"])
+        x, residual = norm(x, of + "post_attention_layernorm.weight", residual)
+        x = mixture(x, arch, {name.removeprefix(of): w for name, w in weights.items() if name.startswith(of)})
+    hidden, _ = norm(x, "model.norm.weight", residual)
+    head = weights["model.embed_tokens.weight" if arch.tied else "lm_head.weight"]
+    return ops.linear_logp(hidden[len(prompt) - 1 : -1], head, torch.tensor(tokens))
+
+
+def mixture(x, arch, weights):
+    if arch.family == "mixtral":
+        before, names = "block_sparse_moe.", ("w1", "w3", "w2")
+    else:
+        before, names = "mlp.", ("gate_proj", "up_proj", "down_proj")
+    logits = ops.linear(x, weights[before + "gate.weight"], out_dtype=torch.float32)
+    chosen, ids = ops.moe_router(logits, arch.top_k, normalize=arch.normalize_top_k)
+    gate, up, down = ([weights[f"{before}experts.{e}.{name}.weight"] for e in range(arch.experts)] for name in names)
+    return ops.moe_experts(x, ids, chosen, [torch.cat(both) for both in zip(gate, up, strict=True)], down)
