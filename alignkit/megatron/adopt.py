@@ -8,7 +8,6 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -18,6 +17,7 @@ from alignkit.errors import InputError, UnsupportedError
 from . import fingerprint, hooks, modules, moe, policy, supported, te
 from .look import LOOK, Look, device_of
 from .methods import Methods
+from .models import MODELS
 
 ALIGNED = {
     modules.stock_class(cls): cls
@@ -32,7 +32,7 @@ OF_EXPERTS = {modules.stock_class(cls): cls for cls in moe.OF_EXPERTS}
 
 STRUCTURE = frozenset(
     {
-        GPTModel,
+        *MODELS,
         LanguageModelEmbedding,
         VocabParallelEmbedding,
         SelfAttention,
@@ -79,7 +79,7 @@ class Models:
         supported.check_model(model)
         self.methods.check()
         rotary, device = model.rotary_pos_emb, device_of(model)
-        scaling = supported.check_rotary(model)
+        base, scaling = supported.check_rotary(model)
         look = Look.of(model)
         if look is None or not look.holds():
             found = list(model.named_modules())
@@ -94,9 +94,7 @@ class Models:
             look = Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
         hooks.watch_global_hooks()
-        modules.rotations[rotary] = modules.Rotations(
-            float(model.rotary_base), model.config.kv_channels, device, scaling
-        )
+        modules.rotations[rotary] = modules.Rotations(base, model.config.kv_channels, device, scaling)
         if runs:
             vocab_size = self.vocabulary_of(model)
             if model.post_process and isinstance(model.output_layer, modules.OutputLayer):
@@ -132,7 +130,7 @@ class Models:
                 raise UnsupportedError(f"{path or 'model'}.{name}: the module's own method has been replaced")
             in_mixture = mixture is not None and path.startswith(mixture)
             supported.check_module(path, module, model.config, devices, in_mixture)
-            if modules.stock_class(cls) is _LAYER:
+            if issubclass(cls, _LAYER):
                 supported.check_layer(path, module, _RESIDUAL_ADDS)
             elif aligned is moe.MoELayer:
                 supported.check_mixture(path, module, runs)
@@ -158,9 +156,9 @@ class Models:
 
 def report(model: torch.nn.Module) -> dict[str, Any]:
     """Which modules of `model` are aligned, path -> op, which are stock but would be replaced, and which are left stock,
-    path -> why. `model` may be a wrapper of the GPTModel."""
+    path -> why. `model` may be a wrapper of the model."""
     found: dict[str, Any] = {path: type(m) for path, m in model.named_modules()}
-    heads = {f"{path}.output_layer".lstrip("."): m for path, m in model.named_modules() if isinstance(m, GPTModel)}
+    heads = {f"{path}.output_layer".lstrip("."): m for path, m in model.named_modules() if isinstance(m, MODELS)}
     return {
         "aligned": {path: cls.op for path, cls in found.items() if cls in modules.STOCK},
         "stock": [path for path, cls in found.items() if cls not in modules.STOCK and aligned_class(cls) is not None],

@@ -1,8 +1,10 @@
-"""Builds a Megatron-core GPTModel from an HF model directory, with one of the stock layer specs."""
+"""Builds a Megatron-core GPTModel or HybridModel from an HF model directory, with one of the stock layer specs."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import torch_norm
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from alignkit.contract.rope import Llama3, Yarn
@@ -23,6 +28,7 @@ from alignkit.convert import Architecture, Checkpoint, read_architecture, to_hf,
 from alignkit.dist import TP
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import modules
+from alignkit.megatron.models import hybrid_block, hybrid_model, pattern
 from alignkit.megatron.supported import MEGATRON_LLAMA3
 
 
@@ -104,21 +110,25 @@ def gpt_model(
     sequence_parallel: bool = False,
     transformer_engine: bool = False,
     vp_stage: int | None = None,
+    hybrid_layer_pattern: str | None = None,
     **overrides,
 ) -> GPTModel:
-    """GPTModel with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
+    """GPTModel, or with a pattern HybridModel, with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
 
     `megatron.core.parallel_state` must be initialised; its tensor- and pipeline-parallel groups say how the weights are
     cut. vp_stage: which of this rank's virtual pipeline stages, if it has several. The model is on the current CUDA device; on a machine without a GPU, build and run inside
     `alignkit.megatron.cpu.cpu_host()`.
 
     transformer_engine: take the layer spec of that name, for which TransformerEngine must be installed, in place of the
-        local one. overrides: fields of the TransformerConfig.
+        local one. hybrid_layer_pattern: an attention and an MLP for each layer, ``*-*-*-*-``, with the borders of a pipeline's
+        stages where it has some, ``*-*-|*-*-``. overrides: fields of the TransformerConfig.
 
     A model with experts has its expert-parallel and expert-tensor-parallel groups from there too.
     Raises UnsupportedError naming what is not of a model of a known family, before anything is built.
     """
     arch = read_architecture(model_dir)
+    if hybrid_layer_pattern is not None:
+        _check_pattern(hybrid_layer_pattern, arch)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     arch.check_tp(tp)
@@ -156,12 +166,20 @@ def gpt_model(
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
     }
+    spec = (
+        get_gpt_layer_with_transformer_engine_spec(**of_layer)
+        if transformer_engine
+        else get_gpt_layer_local_spec(normalization="RMSNorm", **of_layer)
+    )
+    cls = GPTModel
+    if hybrid_layer_pattern is not None:
+        config.num_layers = 2 * arch.layers
+        cls = functools.partial(hybrid_model.HybridModel, hybrid_layer_pattern=hybrid_layer_pattern)
+        spec = hybrid_spec(spec)
     with _sequence_parallel_norms() if config.sequence_parallel else contextlib.nullcontext():
-        model = GPTModel(
+        model = cls(
             config,
-            get_gpt_layer_with_transformer_engine_spec(**of_layer)
-            if transformer_engine
-            else get_gpt_layer_local_spec(normalization="RMSNorm", **of_layer),
+            spec,
             vocab_size=arch.padded_vocab(tp),
             max_sequence_length=arch.max_position,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -177,24 +195,54 @@ def gpt_model(
     if config.pipeline_model_parallel_size == 1:
         missing |= set(weights) - set(names.values())
     if missing:
-        raise InputError(f"model: weights and GPTModel do not match: {', '.join(sorted(missing))}")
+        raise InputError(f"model: weights and model do not match: {', '.join(sorted(missing))}")
     return model.eval()
 
 
+def hybrid_spec(layer: ModuleSpec) -> ModuleSpec:
+    """HybridModel's spec with the modules of a GPTModel's layer, whose halves are layers of their own there."""
+    attention = dataclasses.replace(
+        layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+    )
+    mlp = dataclasses.replace(
+        layer.submodules, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
+    )
+    return ModuleSpec(
+        module=hybrid_block.HybridStack,
+        submodules=hybrid_block.HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=layer.module, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+def _check_pattern(letters: str, arch: Architecture) -> None:
+    if hybrid_model is None:
+        raise UnsupportedError("hybrid_layer_pattern: this version of Megatron-core has no HybridModel")
+    if isinstance(arch.rope_scaling, Llama3):
+        raise UnsupportedError("rope_scaling: HybridModel has no Llama 3 scaling")
+    if arch.experts:
+        raise UnsupportedError("hybrid_layer_pattern: a HybridModel with experts is not supported")
+    if letters.replace("|", "") != "*-" * arch.layers:
+        raise InputError(f"hybrid_layer_pattern: {letters!r} is not an attention and an MLP for each of {arch.layers}")
+
+
 def whole_name(model: GPTModel, name: str) -> str:
-    """What a parameter of a pipeline stage is called in a model that is in one piece."""
+    """What a parameter of a pipeline stage or of a HybridModel is called in a GPTModel that is in one piece."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
+    hybrid = pattern(model) is not None
     before, found, after = name.partition("decoder.layers.")
     if not found:
-        return name
-    number, _, rest = after.partition(".")
-    return f"{before}{found}{model.decoder.layers[int(number)].layer_number - 1}.{rest}"
+        return name.replace("decoder.final_norm.", "decoder.final_layernorm.") if hybrid else name
+    place, _, rest = after.partition(".")
+    number = model.decoder.layers[int(place)].layer_number - 1
+    return f"{before}{found}{number // 2 if hybrid else number}.{rest}"
 
 
 def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's weights as whole tensors with HF names, one at a time; what a rollout engine loads. Of a pipeline stage
-    those that it holds, the last one's copy of a tied embedding included.
+    """The weights of a model that is `arch`, as whole tensors with HF names, one at a time; what a rollout engine loads.
+    Of a pipeline stage those that it holds, the last one's copy of a tied embedding included.
 
     A collective of the model's tensor-parallel group, and of those that share experts: every rank must run it to its end,
     and every rank gets every tensor.

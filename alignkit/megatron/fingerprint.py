@@ -8,6 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
+from . import modules as aligned
+from .models import pattern
+
 _FIELDS = (
     "num_layers",
     "hidden_size",
@@ -47,10 +50,12 @@ defaults on each rank."""
 
 
 def settings(model) -> dict[str, str]:
-    """A model's settings that must be the same on every rank, under the names to report them by."""
+    """The settings of a model that was checked, those that must be the same on every rank, under the names to report
+    them by."""
     config = model.config
     return {
-        "rotary_base": repr(float(model.rotary_base)),
+        "rotary_base": repr(aligned.rotations[model.rotary_pos_emb].base),
+        "hybrid_layer_pattern": repr(pattern(model)),
         "padded vocab_size": repr(model.vocab_size),
         "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),
         # Recomputation runs the forward's collectives again in the backward pass, but only in training.

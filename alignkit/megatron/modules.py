@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+from megatron.core.ssm import mlp_layer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import dot_product_attention, mlp, transformer_block, transformer_layer
 from megatron.core.transformer.moe import moe_layer
@@ -29,6 +30,7 @@ from alignkit.errors import UnsupportedError
 
 from . import calls, hooks, moe
 from .look import LOOK
+from .models import hybrid_block
 
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
 """The size without padding, which Megatron does not keep, by output layer."""
@@ -54,8 +56,8 @@ class Rotations:
 
 rotations: weakref.WeakKeyDictionary[torch.nn.Module, Rotations] = weakref.WeakKeyDictionary()
 
-begun: weakref.WeakKeyDictionary[TransformerBlock, Any] = weakref.WeakKeyDictionary()
-"""Blocks whose GPTModel has been checked in this forward, and the packed_seq_params that were checked with it."""
+begun: weakref.WeakKeyDictionary[Trunk, Any] = weakref.WeakKeyDictionary()
+"""Blocks whose model has been checked in this forward, and the packed_seq_params that were checked with it."""
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
@@ -233,13 +235,14 @@ def attend(cp: CP, q, k, v, cu_seqlens) -> torch.Tensor:
 
 
 class TransformerLayer(transformer_layer.TransformerLayer):
-    """The stock layer, with `residual_add` where the module has Megatron's ``get_bias_dropout_add``."""
+    """The stock layer, with `residual_add` where the module has Megatron's ``get_bias_dropout_add``. A half that is not
+    there, as in HybridModel's layers, adds nothing: it has a module in that place."""
 
     op = "residual_add"
 
     @property
     def self_attn_bda(self) -> Callable:
-        return residual_add
+        return self._modules.get("self_attn_bda", residual_add)  # pyright: ignore[reportReturnType]
 
     @self_attn_bda.setter
     def self_attn_bda(self, value) -> None:  # as in a module without the property; the next forward refuses it
@@ -247,20 +250,28 @@ class TransformerLayer(transformer_layer.TransformerLayer):
 
     @property
     def mlp_bda(self) -> Callable:
-        return residual_add
+        return self._modules.get("mlp_bda", residual_add)  # pyright: ignore[reportReturnType]
 
     @mlp_bda.setter
     def mlp_bda(self, value) -> None:
         self.__dict__["mlp_bda"] = value
 
 
-class TransformerBlock(transformer_block.TransformerBlock):
-    """The stock block; only what it is called with is checked."""
+class MLPLayer(TransformerLayer, mlp_layer.MLPLayer):
+    """The same of a layer that is an MLP and nothing else."""
+
+
+class Trunk(torch.nn.Module):
+    """All layers of a model: the stock block; only what it is called with is checked."""
 
     op = "trunk"
+    config: Any
+    input_tensor: Any
+    pre_process: bool
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         groups = tp, _ = sharing(self)
+        called = stock_class(type(self)).__name__
         cp = context_parallel(self.config, getattr(self.pg_collection, "cp", None))
         ranks = tp.size if self.config.sequence_parallel else 1
 
@@ -268,18 +279,22 @@ class TransformerBlock(transformer_block.TransformerBlock):
             hooks.check_hooks()
             if self not in begun:
                 raise UnsupportedError(
-                    "TransformerBlock: called outside of a GPTModel's forward, where alignkit checks the model"
+                    f"{called}: called outside of the forward of its model, where alignkit checks that"
                 )
             if begun.pop(self) is not kwargs.get("packed_seq_params"):
-                raise UnsupportedError("packed_seq_params: not those that GPTModel._preprocess was called with")
+                raise UnsupportedError("packed_seq_params: not those that the model's forward began with")
             s, b = (hidden_states if self.pre_process else self.input_tensor).shape[:2]
             return calls.check_call(s * ranks, b, cp, attention_mask, **kwargs)
 
-        check_same_across(groups, "TransformerBlock", checks, apart=expert_ranks(self))
+        check_same_across(groups, called, checks, apart=expert_ranks(self))
         if (packed := kwargs.get("packed_seq_params")) is not None:
             for group in groups:
-                group.check_same_values("TransformerBlock", cu_seqlens=calls.packed_cu_seqlens(packed))
+                group.check_same_values(called, cu_seqlens=calls.packed_cu_seqlens(packed))
         return super().forward(hidden_states, attention_mask, **kwargs)
+
+
+class TransformerBlock(Trunk, transformer_block.TransformerBlock):
+    """GPTModel's."""
 
 
 def sharing(module) -> tuple[TP, TP]:
@@ -319,13 +334,20 @@ ALIGNED = (
     YarnRotaryEmbedding,
     DotProductAttention,
     TransformerLayer,
+    MLPLayer,
     TransformerBlock,
     *moe.ALIGNED,
     *moe.OF_EXPERTS,
 )
+if hybrid_block is not None:
+
+    class HybridStack(Trunk, hybrid_block.HybridStack):
+        """HybridModel's."""
+
+    ALIGNED += (HybridStack,)
 
 
-STOCK: dict[type, type] = {cls: next(base for base in cls.__mro__ if base not in ALIGNED) for cls in ALIGNED}
+STOCK: dict[type, type] = {cls: next(base for base in cls.__mro__ if base not in (*ALIGNED, Trunk)) for cls in ALIGNED}
 """Aligned class -> the one whose place it takes; `te` adds TransformerEngine's."""
 
 

@@ -1,4 +1,4 @@
-"""`patch_megatron`: Megatron-core's GPTModel through alignkit's ops."""
+"""`patch_megatron`: Megatron-core's models through alignkit's ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .versions import VERSIONS
 
 
 def patch_megatron(vocab_size: int | None = None) -> Patch:
-    """From now on every GPTModel of this process computes through alignkit's ops, or is refused.
+    """From now on every GPTModel and HybridModel of this process computes through alignkit's ops, or is refused.
 
     vocab_size: the vocabulary without padding. Megatron only knows the padded size; the columns beyond
         `vocab_size` never count in a loss or logprob. It holds for models that `set_vocab_size` gives none of their own;
@@ -40,18 +40,17 @@ def patch_megatron(vocab_size: int | None = None) -> Patch:
 
 def set_vocab_size(model: torch.nn.Module, vocab_size: int) -> None:
     """The vocabulary of one model, without padding, whatever `patch_megatron` was given; before it is called, and on
-    every rank. model: a GPTModel or a wrapper of one (Float16Module, DDP, ...).
+    every rank. model: a GPTModel, a HybridModel or a wrapper of one (Float16Module, DDP, ...).
 
-    Raises InputError for what is no positive integer or holds no GPTModel.
+    Raises InputError for what is no positive integer or holds no such model.
     """
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
+    from .models import MODELS, NAMES
     from .modules import VOCAB_SIZE
 
     _check_vocab_size(vocab_size)
-    found = [module for module in model.modules() if isinstance(module, GPTModel)]
+    found = [module for module in model.modules() if isinstance(module, MODELS)]
     if not found:
-        raise InputError(f"model: there is no GPTModel in a {type(model).__name__}")
+        raise InputError(f"model: there is none of {NAMES} in a {type(model).__name__}")
     for module in found:
         vars(module)[VOCAB_SIZE] = vocab_size
 
@@ -130,7 +129,7 @@ class Patch(engine_patch.Patch):
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         from megatron.core.transformer.transformer_block import TransformerBlock
 
-        from . import adopt, forward, head, modules, moe
+        from . import adopt, forward, head, models, modules, moe
 
         self.models = adopt.Models(self.vocab_size, self._ours)
         self.models.methods.check()
@@ -138,7 +137,7 @@ class Patch(engine_patch.Patch):
             (GPTModel, "__init__", forward.init(self, GPTModel.__init__)),
             (GPTModel, "_preprocess", forward.preprocess(self, GPTModel._preprocess)),
             (GPTModel, "_postprocess", forward.postprocess(self, GPTModel._postprocess)),
-            (LanguageModule, "__call__", forward.only_gpt(self, LanguageModule, GPTModel)),
+            (LanguageModule, "__call__", forward.only_known(self, LanguageModule)),
             (LanguageModule, "compute_language_model_loss", head.language_model_loss),
             (TransformerBlock, "forward", forward.only_aligned(TransformerBlock.forward)),
             (WrappedTorchNorm, "__new__", lambda cls, *a, **kw: modules.RMSNorm.build(*a, **kw)),
@@ -150,6 +149,20 @@ class Patch(engine_patch.Patch):
             *((schedules, name, forward.schedule(self, getattr(schedules, name))) for name in forward.SCHEDULES),
         ):
             self.replace(owner, name, new)
+        if models.hybrid_model is not None:
+            self._install_hybrid(models.hybrid_model.HybridModel, models.hybrid_block)
+
+    def _install_hybrid(self, model: Any, block: Any) -> None:
+        from megatron.core.extensions import transformer_engine
+
+        from . import forward, modules
+
+        self.replace(model, "__init__", forward.init_hybrid(self, model.__init__))
+        self.replace(model, "forward", forward.hybrid(self, model.forward))
+        self.replace(block.HybridStack, "forward", forward.only_aligned(block.HybridStack.forward))
+        if not transformer_engine.HAVE_TE:
+            # Its final norm is TransformerEngine's whatever the specs of its layers are, and cannot be built without.
+            self.replace(block, "TENorm", modules.RMSNorm.build)
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         super().replace(owner, name, new)

@@ -63,7 +63,7 @@ def _heads_refusal(config) -> str | None:
 POLICY = Policy(
     # Sizes, what the aligned modules do themselves, and what has no part in the numbers.
     free="""
-        num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size layernorm_epsilon
+        num_layers is_hybrid_model hidden_size num_attention_heads kv_channels ffn_hidden_size layernorm_epsilon
         qk_layernorm add_qkv_bias hidden_dropout attention_dropout
         autocast_dtype bf16 deterministic_mode attention_softmax_in_fp32
         tensor_model_parallel_size sequence_parallel expert_tensor_parallel_size

@@ -157,3 +157,34 @@ HOOK = tuple(
 )
 
 SINCE_0_19 = (Seam("tensor_parallel/cross_entropy.py", "vocab_parallel_cross_entropy", ("tp_group",)),)
+
+# GPTModel's successor. Its forward is one function, of which alignkit has its own.
+HYBRID = (
+    Seam("models/hybrid/hybrid_model.py", "HybridModel.__init__", ("config", "hybrid_layer_pattern", "rotary_base")),
+    Seam(
+        "models/hybrid/hybrid_model.py",
+        "HybridModel.forward",
+        (
+            "input_ids",
+            "position_ids",
+            "attention_mask",
+            "decoder_input",
+            "labels",
+            "inference_context",
+            "inference_params",
+            "runtime_gather_output",
+            "packed_seq_params",
+            "padding_mask",
+        ),
+        ("embedding", "get_rotary_seq_len", "decoder", "output_layer", "shared_embedding_or_output_weight"),
+    ),
+    Seam(
+        "models/hybrid/hybrid_block.py",
+        "HybridStack.forward",
+        ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"),
+        ("input_tensor", "layers", "final_norm"),
+    ),
+    Seam("models/hybrid/hybrid_block.py", "HybridStackSubmodules", mentions=("attention_layer", "mlp_layer")),
+    Seam("models/hybrid/hybrid_block.py", "TENorm"),
+    Seam("ssm/mlp_layer.py", "MLPLayer"),
+)

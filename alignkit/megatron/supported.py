@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from alignkit.contract.rope import Llama3, Scaling, Yarn, plain, yarn_attention_factor
 from alignkit.dist import strict
@@ -21,14 +22,16 @@ from alignkit.runtime.families import on_host
 if TYPE_CHECKING:
     from . import te
 
-from . import modules
+from . import models, modules
 
 MEGATRON_LLAMA3 = (1.0, 4.0, 8192)
 """Of Llama 3.1's scaling, what Megatron-core has as constants: low and high factor, and the original length."""
 
 
 def check_model(model) -> None:
-    """UnsupportedError for a GPTModel whose own settings alignkit does not keep aligned."""
+    """UnsupportedError for a model whose own settings alignkit does not keep aligned."""
+    if (why := models.refused_layers(models.pattern(model))) is not None:
+        raise UnsupportedError(why)
     whole = model.config.pipeline_model_parallel_size == 1
     if whole and not (model.pre_process and model.post_process):
         raise UnsupportedError("pre_process / post_process: a part of a model, with pipeline_model_parallel_size 1")
@@ -41,8 +44,8 @@ def check_model(model) -> None:
         raise UnsupportedError("mtp_block_spec: multi-token prediction (MTP) is not supported")
     if model.position_embedding_type not in ("rope", "yarn"):
         raise UnsupportedError(f"position_embedding_type: {model.position_embedding_type!r} is not supported")
-    if model.rotary_percent != 1.0:
-        raise UnsupportedError(f"rotary_percent: {model.rotary_percent} is not supported, only 1.0")
+    if (percent := vars(model).get("rotary_percent", 1.0)) != 1.0:  # of a HybridModel the frequencies tell
+        raise UnsupportedError(f"rotary_percent: {percent} is not supported, only 1.0")
     if whole and model.config.num_moe_experts is not None and not modules.expert_ranks(model):
         raise UnsupportedError("num_moe_experts (MoE): set for a model without a MoELayer")
     if model.config.sequence_parallel and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
@@ -63,17 +66,17 @@ def _ranks(group) -> int:
     return 1 if group is None else group.size()
 
 
-_frequencies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[torch.Tensor, int]], Scaling | None]] = (
-    weakref.WeakKeyDictionary()
-)
-"""By rotary embedding: its frequencies, their versions, and the scaling that they were found to have."""
+_frequencies: weakref.WeakKeyDictionary[
+    torch.nn.Module, tuple[list[tuple[torch.Tensor, int]], float, Scaling | None]
+] = weakref.WeakKeyDictionary()
+"""By rotary embedding: its frequencies, their versions, and the base and scaling that they were found to have."""
 
 
-def check_rotary(model) -> Scaling | None:
-    """The scaling that a model's rotary embedding asks for. UnsupportedError unless its frequencies are those of one that
+def check_rotary(model) -> tuple[float, Scaling | None]:
+    """The base and scaling that a model's rotary embedding asks for. UnsupportedError unless its frequencies are those of one that
     alignkit knows. They are not used, but a model whose frequencies were changed asks for other rotations; where the
     powers were taken may change their last bits."""
-    rotary, base, head_dim = model.rotary_pos_emb, float(model.rotary_base), model.config.kv_channels
+    rotary, given, head_dim = model.rotary_pos_emb, vars(model).get("rotary_base"), model.config.kv_channels
     if rotary.rotary_interleaved or rotary.seq_len_interpolation_factor is not None:
         raise UnsupportedError("rotary_interleaved / seq_len_interpolation_factor: neither is supported")
     yarn = model.position_embedding_type == "yarn"
@@ -86,17 +89,32 @@ def check_rotary(model) -> Scaling | None:
         and seen is not None
         and all(old is t and version == t._version for (old, version), t in zip(seen[0], held, strict=True))
     ):
-        scaling = _yarn(rotary, base, head_dim) if yarn else _llama3(rotary, base, head_dim, model.rotary_scaling)
-        seen = [(t, t._version) for t in held] if remember else [], scaling
+        base = float(given) if given is not None else float(rotary.rotary_base) if yarn else _base(rotary, head_dim)
+        scaled = vars(model).get("rotary_scaling", False)  # a HybridModel has no way to ask for it
+        scaling = _yarn(rotary, base, head_dim) if yarn else _llama3(rotary, base, head_dim, scaled)
+        seen = [(t, t._version) for t in held] if remember else [], base, scaling
         if remember:
             _frequencies[rotary] = seen
-    expected = 1.0 if seen[1] is None else seen[1].attention_factor
+    _, base, scaling = seen
+    if given is not None and float(given) != base:  # the frequencies are another's
+        raise UnsupportedError(f"rotary_base: {given}, but rotary_pos_emb was made with {base}")
+    expected = 1.0 if scaling is None else scaling.attention_factor
     if (factor := modules.attention_factor(model.config)) != expected:
         raise UnsupportedError(
             f"yarn_rotary_scaling_factor / yarn_mscale: rotations are multiplied by {factor}, but a "
             f"{type(rotary).__name__} of these settings has {expected}"
         )
-    return seen[1]
+    return base, scaling
+
+
+def _base(rotary, head_dim: int) -> float:
+    """HybridModel does not keep its base, which is read off the lowest frequency, as a number of six digits."""
+    lowest = float(rotary.inv_freq.flatten()[-1])
+    read = lowest ** (-head_dim / (head_dim - 2)) if head_dim > 2 and 0 < lowest < 1 else 0.0
+    base = float(f"{read:.6g}")
+    if not 1 < base < 2**40 or abs(read / base - 1) > 2.0**-21:
+        raise UnsupportedError("rotary_pos_emb: the base of its frequencies is not known")
+    return base
 
 
 def _yarn(rotary, base: float, head_dim: int) -> Yarn:
@@ -247,9 +265,12 @@ def check_te(path: str, module: torch.nn.Module, cls: type[te.Replacement]) -> N
 def check_layer(path: str, layer: torch.nn.Module, bda: tuple) -> None:
     """UnsupportedError unless the functions that a TransformerLayer keeps are Megatron's: `bda` are those that its
     residual additions may be."""
-    own = layer.__dict__
-    if own["self_attn_bda"] not in bda or own["mlp_bda"] not in bda:
-        raise UnsupportedError(f"{path}.self_attn_bda / mlp_bda: not Megatron's get_bias_dropout_add")
+    own, children = layer.__dict__, layer._modules
+    for half, adds in (("self_attention", "self_attn_bda"), ("mlp", "mlp_bda")):
+        if isinstance(children.get(half), IdentityOp) and isinstance(children.get(adds), IdentityFuncOp):
+            continue  # half a layer, as HybridModel's are
+        if own.get(adds) not in bda:
+            raise UnsupportedError(f"{path}.self_attn_bda / mlp_bda: not Megatron's get_bias_dropout_add")
     for name in ("bias_dropout_add_exec_handler", "off_interface"):
         if not getattr(own.get(name), "__module__", "torch.").startswith(("torch.", "megatron.core.")):
             raise UnsupportedError(f"{path}.{name}: has been replaced")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from alignkit.engines.versions import Row, Versions
-from alignkit.megatron.seams import COMMON, HOOK, SINCE_0_19
+from alignkit.megatron.seams import COMMON, HOOK, HYBRID, SINCE_0_19
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ VERSIONS: Versions[Version] = Versions(
     {
         "0.16.1": Row(COMMON, Version(hook=False)),
         "0.17.1": Row(COMMON, Version(hook=False)),
-        "0.18.2": Row(COMMON + HOOK, Version(hook=True)),
-        "0.19.2": Row(COMMON + HOOK + SINCE_0_19, Version(hook=True)),
+        "0.18.2": Row(COMMON + HOOK + HYBRID, Version(hook=True)),
+        "0.19.2": Row(COMMON + HOOK + SINCE_0_19 + HYBRID, Version(hook=True)),
     },
 )

@@ -50,11 +50,11 @@ def losses(model, rows, multiple=1):
         return model(tokens, positions, None, labels=labels.clamp(min=0))[counted]
 
 
-def taken_over_and_back(tp, model_dir, sequence_parallel, rows):
+def taken_over_and_back(tp, model_dir, sequence_parallel, rows, **config):
     """A model that is stock, aligned, and stock again: what `status` said, and its losses in each state."""
     vocab, multiple = read_architecture(model_dir).vocab, tp.size
     with workers.megatron(tp):
-        model = build(model_dir, sequence_parallel)
+        model = build(model_dir, sequence_parallel, **config)
         keys = [name for name in model.state_dict() if name.endswith("_extra_state")]
         assert any("linear_qkv" in key for key in keys) and any("core_attention" in key for key in keys)
         before = losses(model, rows, multiple)
@@ -116,14 +116,14 @@ def save(state, folder):
         config["daemon"] = True
 
 
-def checkpointed(tp, model_dir, folder, rows):
+def checkpointed(tp, model_dir, folder, rows, **config):
     """Distributed checkpoints, saved stock and loaded aligned, and the other way round; the keys of both layer specs."""
     from megatron.core import dist_checkpointing
 
     vocab = read_architecture(model_dir).vocab
     with workers.megatron(tp):
-        model, other = build(model_dir), build(model_dir)
-        local = workers.build(model_dir, torch.bfloat16)
+        model, other = build(model_dir, **config), build(model_dir, **config)
+        local = workers.build(model_dir, torch.bfloat16, **config)
         state, stock = sharded(model)
         weights = copy.deepcopy(model.state_dict())
         save(state, folder / "stock")

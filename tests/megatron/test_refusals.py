@@ -112,8 +112,8 @@ def test_llama3s_factor_is_read_off_the_frequencies(checkpoint, patched):
 
     for factor in (1.0, 2.5, 8.0, 16.0, 32.0, 1000 / 64):
         arguments = {"rope_scaling": True, "rope_scaling_factor": factor, "rotary_base": 500000}
-        assert check_rotary(gpt(checkpoint("llama"), **arguments)) == Llama3(factor, 1.0, 4.0, 8192)
-    assert check_rotary(gpt(checkpoint("llama"))) is None
+        assert check_rotary(gpt(checkpoint("llama"), **arguments)) == (500000.0, Llama3(factor, 1.0, 4.0, 8192))
+    assert check_rotary(gpt(checkpoint("llama"))) == (10000.0, None)
 
 
 def test_yarn_is_of_one_piece(checkpoint, patched):

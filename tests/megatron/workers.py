@@ -89,6 +89,8 @@ def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overla
     from megatron.core import distributed
     from megatron.core.transformer.module import Float16Module
 
+    from alignkit.megatron.build import whole_name
+
     arch = read_architecture(model_dir)
     with megatron(tp), patch_megatron(arch.vocab):
         model = build(model_dir, dtype, sequence_parallel, **config)
@@ -107,7 +109,8 @@ def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overla
                 loss.backward()
                 total += loss.item()
         distributed.finalize_model_grads([ddp])
-        return total, gathered(tp, arch, {name: p.main_grad for name, p in model.named_parameters()})
+        grads = {whole_name(model, name): p.main_grad for name, p in model.named_parameters()}
+        return total, gathered(tp, arch, grads)
 
 
 def bare_step(tp, model_dir, dtype, sequence_parallel, rows, *, micro_batches=1, **config):

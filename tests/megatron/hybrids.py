@@ -1,0 +1,119 @@
+"""What the tests of HybridModel run on each rank."""
+
+import contextlib
+
+import torch
+
+from alignkit.convert import read_architecture
+from alignkit.megatron import logprobs, patch_megatron, status
+from alignkit.megatron.build import hf_weights, hybrid_model, transformer_config
+from tests.megatron import te_workers, workers
+
+TOKENS = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def tensor(values):
+    return torch.tensor(values, device=workers.DEVICE)
+
+
+def bare(spec, pattern="*-*-", cls=None, **arguments):
+    """A HybridModel of no checkpoint. fields: of its TransformerConfig."""
+    config = dict(num_layers=len(pattern), hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=64)
+    fields = config | arguments.pop("fields", {})
+    return (cls or hybrid_model.HybridModel)(
+        _config(**fields),
+        spec,
+        vocab_size=384,
+        max_sequence_length=64,
+        hybrid_layer_pattern=pattern,
+        **({"position_embedding_type": "rope"} | arguments),
+    )
+
+
+def _config(**fields):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dense = dict(
+        ffn_hidden_size=512,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+    )
+    return TransformerConfig(**(dense | fields))
+
+
+def wrong_on_one_rank(tp, model_dir, what):
+    """As `workers.wrong_on_one_rank`, of a HybridModel."""
+    with workers.megatron(tp), patch_megatron(300), torch.no_grad():
+        model = workers.build(model_dir, torch.bfloat16, hybrid_layer_pattern="*-*-")
+        right = dict(tokens=tensor(TOKENS), position_ids=None, attention_mask=None, labels=tensor(TOKENS))
+        expected = logprobs(model, **right).log_probs
+        call, raised = dict(right), None
+        with (WRONG[what](model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
+            try:
+                logprobs(model, **call)
+            except Exception as e:
+                raised = type(e).__name__, str(e)
+        assert torch.equal(logprobs(model, **right).log_probs, expected)
+        return raised
+
+
+WRONG = {
+    "input_ids": lambda model, call: call.update(tokens=call["tokens"] + 300),
+    "labels": lambda model, call: call.update(labels=call["labels"] + 1000),
+    "labels None": lambda model, call: call.update(labels=None),
+    "temperature": lambda model, call: call.update(temperature=0.7),
+    "packed_seq_params": lambda model, call: call.update(packed_seq_params="x"),
+    "hybrid_layer_pattern": lambda model, call: workers._attribute(model, "hybrid_layer_pattern", "*-|*-"),
+    "hybrid_layer_pattern: M": lambda model, call: workers._attribute(model, "hybrid_layer_pattern", "*-M-"),
+    "decoder.final_norm": lambda model, call: workers._hook(model.decoder.final_norm),
+    "HybridModel.forward": lambda model, call: workers._attribute(
+        hybrid_model.HybridModel, "forward", lambda *args, **kwargs: None
+    ),
+    "decoder.layers.1.forward": lambda model, call: workers._attribute(model.decoder.layers[1], "forward", print),
+    "decoder.layers.1.self_attn_bda": lambda model, call: workers._attribute(
+        model.decoder.layers[1], "mlp_bda", lambda training, fused: None
+    ),
+}
+"""What one rank does differently from the other; the first words must be in the error."""
+
+
+def with_megatrons_own_spec(tp, model_dir, rows):
+    """Losses of a model of Megatron's `hybrid_stack_spec`, stock, aligned, and stock again, and of `build`'s halves of
+    GPTModel's layer spec, aligned; and what `status` says of the former."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    arch = read_architecture(model_dir)
+    with workers.megatron(tp):
+        halves = te_workers.build(model_dir, hybrid_layer_pattern="*-*-")
+        config = transformer_config(arch, torch.bfloat16, tp=tp.size)
+        model = bare_of(config, hybrid_stack_spec, arch).to(torch.bfloat16).eval()
+        model.load_state_dict(halves.state_dict())
+        before = te_workers.losses(model, rows)
+        with patch_megatron(arch.vocab):
+            aligned, expected, report = te_workers.losses(model, rows), te_workers.losses(halves, rows), status(model)
+        return before, aligned, expected, te_workers.losses(model, rows), report
+
+
+def bare_of(config, spec, arch):
+    return hybrid_model.HybridModel(
+        config,
+        spec,
+        vocab_size=arch.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=64,
+        hybrid_layer_pattern="*-*-",
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_base,
+    )
+
+
+def sent(tp, model_dir):
+    """The weights under HF names."""
+    with workers.megatron(tp), patch_megatron(300):
+        model = workers.build(model_dir, torch.bfloat16, hybrid_layer_pattern="*-*-")
+        return dict(hf_weights(model, read_architecture(model_dir)))
