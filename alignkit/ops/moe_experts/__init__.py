@@ -9,8 +9,7 @@ import torch
 
 from ...contract import k_leaves
 from ...contract.experts import ExpertTree
-from ...dist import TP
-from ...dist.tp import check_same_across
+from ...dist import TP, check_same_across, check_same_values_across
 from ...errors import InputError
 from ...runtime import dispatch
 from ...runtime.operands import operand
@@ -217,8 +216,7 @@ def moe_experts(
     args = (x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather)
     check_same_across((tp, ep), "moe_experts", lambda: _check(*args))
     if not gather:
-        for group in (tp, ep):
-            group.check_same_values("moe_experts", ids=ids)
+        check_same_values_across((tp, ep), "moe_experts", ids=ids.detach())
     matrices = Matrices(gate_up), Matrices(down)
     ranks = Ranks(len(gate_up) * ep.size, int(first_expert), tp, ep, bool(gather))
     return _Experts.apply(x, ids, weights, ranks, tuple(m.stacked for m in matrices), *_listed(*matrices))
