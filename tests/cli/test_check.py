@@ -101,6 +101,7 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
     rollouts = {job.name.rpartition("rollout-")[2]: job.spec for job in jobs if not job.needs}
     assert all(spec["eager"] for spec in rollouts.values())
     assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep"}
+    assert not [r for r in plan.rows(["bfloat16"], 2, True, experts=True) if r.rollout == "tp2-ep" and not r.patched]
     assert rollouts["tp2-ep"]["tp"] == 2 and [run["mode"] for run in rollouts["tp2-ep"]["runs"]] == ["batch"]
 
 
