@@ -200,9 +200,10 @@ def _of_rank(name: str, number: int, grouped: bool) -> str:
 
 def _fused(arch: Architecture, weight: Weight, name: str) -> str:
     """The whole `name` of a weight with the TransformerEngine layer spec. The norm before experts is by itself there too."""
-    if arch.experts and weight.megatron == "pre_mlp_layernorm.weight":
+    before_experts = arch.experts and weight.megatron == "pre_mlp_layernorm.weight"
+    if weight.megatron not in FUSED_NORMS or before_experts:
         return name
-    return name.removesuffix(weight.megatron) + FUSED_NORMS.get(weight.megatron, weight.megatron)
+    return name.removesuffix(weight.megatron) + FUSED_NORMS[weight.megatron]
 
 
 def _joined(arch: Architecture, weight: Weight, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -50,11 +50,11 @@ def losses(model, rows, multiple=1):
         return model(tokens, positions, None, labels=labels.clamp(min=0))[counted]
 
 
-def taken_over_and_back(tp, model_dir, sequence_parallel, rows):
+def taken_over_and_back(tp, model_dir, sequence_parallel, rows, **config):
     """A model that is stock, aligned, and stock again: what `status` said, and its losses in each state."""
     vocab, multiple = read_architecture(model_dir).vocab, tp.size
     with workers.megatron(tp):
-        model = build(model_dir, sequence_parallel)
+        model = build(model_dir, sequence_parallel, **config)
         keys = [name for name in model.state_dict() if name.endswith("_extra_state")]
         assert any("linear_qkv" in key for key in keys) and any("core_attention" in key for key in keys)
         before = losses(model, rows, multiple)
