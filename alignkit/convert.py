@@ -30,6 +30,7 @@ __all__ = [
     "VOCAB_MULTIPLE",
     "Architecture",
     "Checkpoint",
+    "check_ep",
     "check_weights",
     "merge_qkv",
     "read_architecture",
@@ -116,7 +117,7 @@ def to_megatron(
     ):
         if not 0 <= rank < size:
             raise InputError(f"{name}: {rank} is not in [0, {size})")
-    _check_ep(arch, ep_size)
+    check_ep(arch, ep_size)
     check_weights(arch, weights)
 
     def cut(weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
@@ -159,7 +160,7 @@ def to_hf(
         expert-tensor-parallel ranks of the first of `ep_size` expert-parallel ranks, then of the second, ...
     Raises UnsupportedError for a name that `to_megatron` does not make.
     """
-    _check_ep(arch, ep_size)
+    check_ep(arch, ep_size)
     known: dict[str, list[tuple[Weight, list[str]]]] = {}
     for weight, shapes, name in arch.weights():
         whole = weight, list(shapes)
@@ -177,7 +178,8 @@ def to_hf(
             yield from zip(hf, _joined(arch, weight, parts[i * each : (i + 1) * each]), strict=True)
 
 
-def _check_ep(arch: Architecture, ep_size: int) -> None:
+def check_ep(arch: Architecture, ep_size: int) -> None:
+    """UnsupportedError unless each of `ep_size` expert-parallel ranks gets as many experts."""
     if ep_size < 1 or (ep_size > 1 and (not arch.experts or arch.experts % ep_size)):
         raise UnsupportedError(f"ep: {ep_size} expert-parallel ranks do not divide {arch.experts} experts")
 
@@ -198,9 +200,10 @@ def _of_rank(name: str, number: int, grouped: bool) -> str:
 
 def _fused(arch: Architecture, weight: Weight, name: str) -> str:
     """The whole `name` of a weight with the TransformerEngine layer spec. The norm before experts is by itself there too."""
-    if arch.experts and weight.megatron == "pre_mlp_layernorm.weight":
+    before_experts = arch.experts and weight.megatron == "pre_mlp_layernorm.weight"
+    if weight.megatron not in FUSED_NORMS or before_experts:
         return name
-    return name.removesuffix(weight.megatron) + FUSED_NORMS.get(weight.megatron, weight.megatron)
+    return name.removesuffix(weight.megatron) + FUSED_NORMS[weight.megatron]
 
 
 def _joined(arch: Architecture, weight: Weight, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -23,7 +23,8 @@ class Row:
 
     rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``; on more than
     one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others; ``tp2-ep``: each rank has whole experts.
-    training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ..., then ``-one``, ``-padded`` or ``-packed``.
+    training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ``tp1-ep2`` and ``tp2-sp-ep2`` (expert parallelism), ..., then
+    ``-one``, ``-padded`` or ``-packed``.
     """
 
     dtype: str
@@ -43,6 +44,12 @@ class Row:
         return int(self.training.split("-")[0].removeprefix("tp"))
 
     @property
+    def training_ep(self) -> int:
+        """Expert-parallel ranks of the training."""
+        found = re.search(r"-ep(\d+)-", self.training)
+        return 1 if found is None else int(found[1])
+
+    @property
     def sequence_parallel(self) -> bool:
         return "-sp-" in self.training
 
@@ -59,7 +66,7 @@ class Job:
     @property
     def slots(self) -> int:
         """Processes it computes in."""
-        return self.spec["tp"]
+        return max(self.spec["tp"], self.spec.get("ep", 1))
 
     @property
     def outputs(self) -> list[Path]:
@@ -81,9 +88,10 @@ def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
     )
 
 
-def trainings(tp: int) -> list[str]:
-    """Names of the trainings; tp: the largest tensor-parallel size."""
+def trainings(tp: int, experts: bool = False) -> list[str]:
+    """Names of the trainings; tp: the largest tensor-parallel size, and of a model with experts the expert-parallel one."""
     engines = ["tp1"] + ([f"tp{tp}", f"tp{tp}-sp"] if tp > 1 else [])
+    engines += [f"tp1-ep{tp}", f"tp{tp}-sp-ep{tp}"] if tp > 1 and experts else []
     return [f"{engine}-{mode}" for engine in engines for mode in ("one", "padded")]
 
 
@@ -93,10 +101,10 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: boo
     pairs = []
     for dtype in dtypes:
         if full:
-            chosen = [(r, t) for r in rollouts(tp, gpu, experts) for t in trainings(tp)]
+            chosen = [(r, t) for r in rollouts(tp, gpu, experts) for t in trainings(tp, experts)]
         elif dtype == dtypes[0]:
             chosen = [(r, "tp1-padded") for r in rollouts(tp, gpu, experts)]
-            chosen += [("batch", t) for t in trainings(tp) if t != "tp1-padded"]
+            chosen += [("batch", t) for t in trainings(tp, experts) if t != "tp1-padded"]
         else:
             chosen = [("batch", "tp1-padded"), ("one", "tp1-one")]
         pairs += [(dtype, *pair) for pair in chosen]
@@ -188,6 +196,7 @@ def jobs(
             spec = common | {
                 "tp": of_engine[0].training_tp,
                 "sequence_parallel": of_engine[0].sequence_parallel,
+                "ep": of_engine[0].training_ep,
                 "micro_batch": micro_batch,
                 "runs": runs,
             }

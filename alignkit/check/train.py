@@ -1,11 +1,13 @@
 """Recomputes logprobs with a real Megatron-core model: ``python -m alignkit.check.train JOB.json``.
 
 JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "tp": 1 | 2 | ...,
-"sequence_parallel": bool, "temperature": 1.0 (optional, patched only),
+"sequence_parallel": bool, "ep": 1 | 2 | ... (optional: expert-parallel ranks, of which each has whole experts),
+"temperature": 1.0 (optional, patched only),
 "micro_batch": tokens in a micro-batch, with their padding (optional; null: everything in one),
 "runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path}, ...]}
 
-The model is built once, in `tp` processes, and each run writes the logprobs of the tokens of its `in` file.
+The model is built once, in `tp` or `ep` processes, as many as the greater says, and each run writes the logprobs of the
+tokens of its `in` file. With `ep` above `tp` ranks are data-parallel, and all compute the same tokens.
 Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, takes no packed input,
 and keeps the logits of a whole micro-batch.
 """
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from alignkit.contract import contract_id
-from alignkit.convert import read_architecture
+from alignkit.convert import check_ep, read_architecture
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
 
@@ -44,17 +46,17 @@ def run_job(job: dict[str, Any]) -> None:
 
 
 def launch(job: dict[str, Any], body: Callable) -> None:
-    """Builds the model of `job` in its `tp` processes and calls ``body(rank, job, model, contract)`` in each; `body` is
+    """Builds the model of `job` in its processes and calls ``body(rank, job, model, contract)`` in each; `body` is
     a function of a module, which the processes import. Errors of the ranks are as in `run_job`."""
-    tp = job["tp"]
+    ranks = _ranks(job)
     # The kernels take their threads from this variable; ranks share the machine's cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // tp)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if tp == 1:
+    if ranks == 1:
         return _rank(0, job, body, dist.HashStore())
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        torch.multiprocessing.spawn(_guarded, (job, body, store.port), nprocs=tp)
+        torch.multiprocessing.spawn(_guarded, (job, body, store.port), nprocs=ranks)
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None
@@ -68,25 +70,38 @@ def _guarded(rank: int, job: dict[str, Any], body: Callable, port: int) -> None:
     try:
         _rank(rank, job, body, store)
     except BaseException:
-        store.compare_set(_FAILURE, "", f"rank {rank} of {job['tp']}:\n{traceback.format_exc()}")
+        store.compare_set(_FAILURE, "", f"rank {rank} of {_ranks(job)}:\n{traceback.format_exc()}")
         raise
     # All is written. Taking gloo's groups apart now and then ends a rank by std::terminate, as its peers leave.
     sys.stdout.flush()
     os._exit(0)
 
 
+def _ranks(job: dict[str, Any]) -> int:
+    return max(job["tp"], job.get("ep", 1))
+
+
+_FIELDS = {"model", "dtype", "patched", "tp", "sequence_parallel", "ep", "temperature", "micro_batch", "runs"}
+
+
 def _check(job: dict[str, Any]) -> None:
-    unknown = set(job) - {"model", "dtype", "patched", "tp", "sequence_parallel", "temperature", "micro_batch", "runs"}
-    if unknown:
+    if unknown := set(job) - _FIELDS:
         raise InputError(f"job: unknown fields {', '.join(sorted(unknown))}")
     for field in ("model", "dtype", "patched", "tp", "runs"):
         if field not in job:
             raise InputError(f"job: field {field!r} is missing")
     if job["dtype"] not in DTYPES:
         raise InputError(f"dtype: {job['dtype']!r} is not one of {', '.join(DTYPES)}")
-    if not isinstance(job["tp"], int):
-        raise InputError(f"tp: {job['tp']!r} is not an integer")
-    read_architecture(job["model"]).check_tp(job["tp"])
+    for field in ("tp", "ep"):
+        if not isinstance(job.get(field, 1), int):
+            raise InputError(f"{field}: {job[field]!r} is not an integer")
+    architecture, ep = read_architecture(job["model"]), job.get("ep", 1)
+    architecture.check_tp(job["tp"])
+    check_ep(architecture, ep)
+    if ep > 1 and max(job["tp"], ep) % min(job["tp"], ep):
+        raise InputError(
+            f"ep: {ep} expert-parallel ranks and {job['tp']} tensor-parallel ones share no number of ranks"
+        )
     if job.get("micro_batch") is not None and not (isinstance(job["micro_batch"], int) and job["micro_batch"] > 0):
         raise InputError(f"micro_batch: {job['micro_batch']!r} is not a positive integer")
     if job.get("temperature", 1.0) != 1.0 and not job["patched"]:
@@ -99,20 +114,24 @@ def _check(job: dict[str, Any]) -> None:
 
 
 def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> None:
-    """One tensor-parallel rank."""
-    tp = job["tp"]
+    """One rank."""
+    ranks, ep = _ranks(job), job.get("ep", 1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=tp)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks)
 
     from megatron.core import parallel_state, tensor_parallel
 
     from alignkit.megatron import cpu, patch_megatron
 
     with cpu.cpu_host(), torch.no_grad():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=job["tp"],
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1 if ep > 1 else None,
+        )
         if gpu:  # Megatron forks this generator even where nothing is random
             tensor_parallel.model_parallel_cuda_manual_seed(0)
         if job["patched"]:
@@ -123,7 +142,7 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
         computed_with = contract_id(next(model.parameters()).device) if job["patched"] else "stock"
         body(rank, job, model, computed_with)
     dist.barrier()  # no rank leaves before the others are done
-    if tp == 1:
+    if ranks == 1:
         dist.destroy_process_group()
 
 
@@ -146,6 +165,7 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
                 "engine": f"megatron-core {megatron.core.__version__}",
                 "mode": run["mode"],
                 **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")},
+                "ep": str(job.get("ep", 1)),
             }
             save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, contract, meta))
             print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)

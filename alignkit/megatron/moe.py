@@ -71,7 +71,7 @@ class TopKRouter(router.TopKRouter):
                 self.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
-class ExpertColumn(layers.ColumnParallelLinear):
+class ColumnParallelLinear(layers.ColumnParallelLinear):
     """Of one expert; it hands its weight down through its own call, so that hooks run before: Megatron's DDP waits in one
     for parameters that are being gathered."""
 
@@ -82,7 +82,7 @@ class ExpertColumn(layers.ColumnParallelLinear):
         return self.weight
 
 
-class ExpertRow(layers.RowParallelLinear):
+class RowParallelLinear(layers.RowParallelLinear):
     """The same."""
 
     op = "moe_experts"
@@ -92,7 +92,7 @@ class ExpertRow(layers.RowParallelLinear):
         return self.weight
 
 
-class Expert(mlp.MLP):
+class MLP(mlp.MLP):
     """Both weights of an expert."""
 
     op = "moe_experts"
@@ -211,5 +211,5 @@ def _filled(t: torch.Tensor, rows: int, value: int) -> torch.Tensor:
 
 
 ALIGNED = (TopKRouter, SequentialMLP, TEGroupedMLP, SharedExpertMLP, MoELayer)
-OF_EXPERTS = (Expert, ExpertColumn, ExpertRow)
+OF_EXPERTS = (MLP, ColumnParallelLinear, RowParallelLinear)
 """The classes of modules below `experts`."""

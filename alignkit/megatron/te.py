@@ -96,7 +96,7 @@ class DotProductAttention(Replacement):
 
 
 class OfExperts(Replacement):
-    """Of one expert: as `moe.ExpertColumn`, it hands its weight down."""
+    """Of one expert: as `moe.ColumnParallelLinear`, it hands its weight down."""
 
     op = "moe_experts"
     must = _LINEAR

@@ -100,6 +100,17 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
     )
     rollouts = {job.name.rpartition("rollout-")[2]: job.spec for job in jobs if not job.needs}
     assert all(spec["eager"] for spec in rollouts.values())
+    assert {r.training for r in rows} == TRAININGS | {
+        f"{engine}-ep2-{mode}" for engine in ("tp1", "tp2-sp") for mode in ("one", "padded")
+    }
+    trainings = {job.name.rpartition("training-")[2]: job for job in jobs if job.needs}
+    assert {name: (job.spec["tp"], job.spec["ep"], job.slots) for name, job in trainings.items()} == {
+        "tp1": (1, 1, 1),
+        "tp2": (2, 1, 2),
+        "tp2-sp": (2, 1, 2),
+        "tp1-ep2": (1, 2, 2),
+        "tp2-sp-ep2": (2, 2, 2),
+    }
     assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep"}
     assert not [r for r in plan.rows(["bfloat16"], 2, True, experts=True) if r.rollout == "tp2-ep" and not r.patched]
     assert rollouts["tp2-ep"]["tp"] == 2 and [run["mode"] for run in rollouts["tp2-ep"]["runs"]] == ["batch"]

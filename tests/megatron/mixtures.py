@@ -1,6 +1,8 @@
 """What the tests of mixtures of experts run on each rank; all with real Megatron-core."""
 
 import contextlib
+import re
+import zlib
 
 import torch
 
@@ -9,6 +11,8 @@ from alignkit.convert import read_architecture
 from alignkit.dist import TP
 from alignkit.megatron import logprobs, patch_megatron, status
 from alignkit.megatron.build import gpt_model, hf_weights, whole
+from alignkit.megatron.modules import expert_ranks
+from alignkit.models.config import Architecture
 from tests.megatron import workers
 from tests.megatron.layouts import layout
 from tests.megatron.te_workers import save
@@ -218,3 +222,57 @@ def undone(_, model_dir, dtype, rows):
             aligned = status(model)["aligned"]
             classes_between = classes()
         return before, between, stock(), classes_before == classes(), classes_before != classes_between, aligned
+
+
+def of_parts(how, sequence_parallel, dtype, **fields):
+    """A model whose first layer is dense, and the second a mixture whose experts are narrower than the first's MLP, with a
+    shared one. Weights go by names: the same whole ones in every layout."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from alignkit.megatron.build import _sequence_parallel_norms, transformer_config
+
+    arch = Architecture("qwen3_moe", 2, 128, 4, 2, 32, 64, 512, 64, 1e-6, 1e4, False, None, 8, 2, True)
+    tp, ep, etp = how.get("tp", 1), how.get("ep", 1), how.get("etp", how.get("tp", 1))
+    usual = dict(
+        ffn_hidden_size=256,
+        moe_layer_freq=[0, 1],
+        moe_shared_expert_intermediate_size=192,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    config = transformer_config(arch, dtype, tp=tp, sequence_parallel=sequence_parallel, **(usual | fields))
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    with _sequence_parallel_norms() if sequence_parallel else contextlib.nullcontext():
+        model = GPTModel(config, spec, vocab_size=512, max_sequence_length=64, position_embedding_type="rope")
+    ranks = expert_ranks(model)
+    for name, p in model.to(workers.DEVICE, dtype).named_parameters():
+        group = ranks[0] if ".experts." in name else TP(model.pg_collection.tp)
+        whole = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + 8 // ep * ranks[1].rank}", name)
+        cut = 0 if re.search("fc1|qkv|embedding|output_layer", name) else 1 if re.search("fc2|proj", name) else None
+        shape = [n * group.size if i == cut else n for i, n in enumerate(p.shape)]
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(whole.encode())))
+        values = 0.1 * values + (1 if len(shape) == 1 else 0)
+        parts = values.chunk(2) if "fc1" in name else [values]
+        mine = [part if cut is None else part.chunk(group.size, cut)[group.rank] for part in parts]
+        p.data.copy_(torch.cat(mine))
+    return model
+
+
+def of_parts_logprobs(_, rows, how, sequence_parallel, dtype, patched=True, **fields):
+    """This rank's rows' by such a model, and which those are; with `patched` false by Megatron as it comes."""
+    with layout(**how), patch_megatron(512) if patched else contextlib.nullcontext(), torch.no_grad():
+        mine = own_rows(rows)
+        model = of_parts(how, sequence_parallel, dtype, **fields).eval()
+        values = recompute(model, workers.as_logprobs(mine), "padded", patched=patched)
+        return torch.cat(values), [rows.index(row) for row in mine]
+
+
+def of_parts_gradients(_, rows, dtype, patched, **fields):
+    """Name -> gradient on one rank. The vocabulary has no padding, so that stock's loss is the same."""
+    with layout(), patch_megatron(512) if patched else contextlib.nullcontext():
+        model = of_parts({}, False, dtype, **fields).train()
+        tokens, _, labels, counted = workers.batch(rows)
+        mask = workers.causal_mask(tokens.shape[1])
+        model(tokens, None, mask, labels=labels.clamp(min=0))[counted].mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -131,6 +132,39 @@ def test_gradients_of_experts_are_the_same_bytes(mixture, rows, world, two):
             assert_bitwise_equal(each[name], cut[name], name)
 
 
+SHARED = {
+    "a shared expert": {},
+    "with a gate": {"moe_shared_expert_gate": True},
+    "none, sigmoid scores in groups": {
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_mixtures_of_other_parts(kind, rows, world, two):
+    """A dense layer, then a mixture with a shared expert, or with groups of experts."""
+    fields = SHARED[kind]
+    expected, _ = mixtures.of_parts_logprobs(None, rows, {}, False, torch.bfloat16, **fields)
+    stock, _ = mixtures.of_parts_logprobs(None, rows, {}, False, torch.bfloat16, False, **fields)
+    assert (stock != expected).any() and (stock - expected).abs().mean() < 0.1
+    for how, sp in ((dict(ep=2), False), (dict(tp=2), False), (dict(tp=2), True), (dict(tp=2, ep=2, etp=1), True)):
+        run = partial(mixtures.of_parts_logprobs, **fields)
+        for result, which in two.run(2, run, rows, how, sp, torch.bfloat16):
+            assert_bitwise_equal(result, of_rows(expected, rows, which), f"{kind}, {how}")
+    with torch.compiler.set_stance("force_eager"):
+        ours, its = (
+            mixtures.of_parts_gradients(None, rows, torch.float32, patched, **fields) for patched in (True, False)
+        )
+    assert ours.keys() == its.keys()
+    for name, gradient in its.items():
+        assert ((ours[name] - gradient).norm() / gradient.norm()).item() < 1e-4, name
+
+
 def test_losses_that_balance_experts_change_gradients_alone(mixture, rows, alone, world):
     """By as much as in Megatron as it comes, whose loss is another: it counts the padded vocabulary."""
     path, dtype = mixture(torch.float32), torch.float32
@@ -177,17 +211,13 @@ def test_recomputation_changes_no_gradient(mixture, rows, world, two):
     selective = {"recompute_granularity": "selective"}
     kinds = {"full uniform": RECOMPUTED["full uniform"], "moe": selective | {"recompute_modules": ["moe", "core_attn"]}}
     layouts = {"one": lambda **f: [mixtures.step(None, path, dtype, rows, {}, **f)]}
-    layouts["uneven"] = lambda **f: two.run(2, _step_with, path, dtype, rows, dict(ep=2), False, f)
+    layouts["uneven"] = lambda **f: two.run(2, partial(mixtures.step, **f), path, dtype, rows, dict(ep=2))
     for called, run in layouts.items():
         expected = run()
         for kind, fields in kinds.items():
             for (grads, _), (wanted, _) in zip(run(**fields), expected, strict=True):
                 for name, g in wanted.items():
                     assert_bitwise_equal(grads[name], g, f"{called}, {kind}: {name}")
-
-
-def _step_with(_, path, dtype, rows, how, sequence_parallel, fields):
-    return mixtures.step(_, path, dtype, rows, how, sequence_parallel, **fields)
 
 
 def test_weights_over_ranks(mixture, two):

@@ -13,7 +13,7 @@ import torch
 
 from alignkit.convert import Checkpoint
 from alignkit.testing import Ranks, assert_bitwise_equal
-from tests.megatron import te_workers, workers
+from tests.megatron import mixtures, te_workers, workers
 from tests.megatron.test_recompute import RECOMPUTED, same
 
 MODELS = {
@@ -47,6 +47,31 @@ def test_every_way_gives_the_bits_of_the_local_spec(name, checkpoint, rows, te, 
                 for way, value in result.items():
                     how = f"{way}, TP {size}, SP {sequence_parallel}, its spec {spec}, rank {rank}"
                     assert_bitwise_equal(value, expected[way], how)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
+def test_mixtures_of_experts(grouped, checkpoint, rows, te, world):
+    """Of both kinds of experts: the bits, the gradients, and a model that is stock again."""
+    path = checkpoint("qwen3_moe", torch.bfloat16, intermediate=128, experts=8, top_k=2)
+    config = {"transformer_engine": True, "moe_grouped_gemm": grouped}
+    alone, _ = mixtures.every_way(None, path, torch.bfloat16, rows, {})
+    grads, _ = mixtures.step(None, path, torch.bfloat16, rows, {})
+    for how, sequence_parallel in (({}, False), ({"tp": 2}, True), ({"tp": 2, "ep": 2, "etp": 1}, True)):
+        size = how.get("tp", 1)
+        run = partial(mixtures.every_way, **config)
+        for result, _ in te(size, run, path, torch.bfloat16, rows, how, sequence_parallel):
+            for way, value in result.items():
+                assert_bitwise_equal(value, alone[way], f"{way}, {how}")
+        if size == 1:
+            ((got, _),) = te(1, partial(mixtures.step, **config), path, torch.bfloat16, rows, how)
+            assert got.keys() == grads.keys()
+            for name, gradient in got.items():
+                assert_bitwise_equal(gradient, grads[name], name)
+    back = partial(te_workers.taken_over_and_back, moe_grouped_gemm=grouped)
+    ((report, before, aligned, after),) = te(1, back, path, False, rows)
+    below = "linear_fc1" if grouped else "local_experts.3.linear_fc1"
+    assert report["aligned"][f"decoder.layers.1.mlp.experts.{below}"] == "moe_experts" and not report["stock"]
+    assert torch.equal(before, after) and not torch.equal(before, aligned)
 
 
 @pytest.mark.parametrize("name", MODELS)

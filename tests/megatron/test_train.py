@@ -71,6 +71,18 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
     assert 0 < difference.max() < 0.3
 
 
+def test_an_expert_parallel_job(checkpoint, sampled, tmp_path, world):
+    path = checkpoint("qwen3_moe", torch.bfloat16, intermediate=128, experts=8, top_k=2)
+    with patch_megatron(300), torch.no_grad():
+        expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
+    done = run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=1, ep=2, modes=["one", "padded"])
+    assert done.returncode == 0, done.stderr
+    for mode in ("one", "padded"):
+        assert load(tmp_path / mode).meta["ep"] == "2"
+        for a, b in zip(load(tmp_path / mode).logprobs, expected, strict=True):
+            assert_bitwise_equal(a, b, mode)
+
+
 def test_a_rank_that_fails_ends_the_job(checkpoint, sampled, tmp_path):
     """Rank 0 cannot write its first result while rank 1 goes on to the next run: its traceback arrives."""
     (tmp_path / "one").mkdir()
@@ -106,6 +118,8 @@ def test_sequences_without_tokens(mode, checkpoint, rows, world):
         ({"dtype": "float16"}, InputError, "float16"),
         ({"tp": 3}, UnsupportedError, "num_key_value_heads"),
         ({"tp": "2"}, InputError, "tp"),
+        ({"ep": "2"}, InputError, "ep"),
+        ({"ep": 2}, UnsupportedError, "ep: 2 expert-parallel ranks do not divide 0 experts"),
         ({"extra": 1}, InputError, "extra"),
         ({"runs": [{"mode": "chunked", "in": "a", "out": "b"}]}, InputError, "chunked"),
         ({"patched": False, "runs": [{"mode": "packed", "in": "a", "out": "b"}]}, UnsupportedError, "packed"),
