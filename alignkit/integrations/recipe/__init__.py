@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def check(framework, config):
+    pass
