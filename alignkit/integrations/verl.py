@@ -89,7 +89,9 @@ class Patch(engine_patch.Patch):
         require_known("verl", stock)
         self.replace(engine.MegatronEngineWithLMHead, "_lm_head_logits_processor", logits_processor)
         self.replace(
-            engine.MegatronEngine, "_build_megatron_module", with_vocabulary(engine.MegatronEngine._build_megatron_module)
+            engine.MegatronEngine,
+            "_build_megatron_module",
+            with_vocabulary(engine.MegatronEngine._build_megatron_module),
         )
 
     def _fused(self, module) -> None:
@@ -125,7 +127,9 @@ class Patch(engine_patch.Patch):
 def vocabulary_size(model_config: Any) -> int:
     """How many ids a model gives a probability to in verl: those that its tokenizer has."""
     if model_config.tokenizer is None:
-        raise UnsupportedError("actor_rollout_ref.model.load_tokenizer: False is not supported: verl samples from its ids")
+        raise UnsupportedError(
+            "actor_rollout_ref.model.load_tokenizer: False is not supported: verl samples from its ids"
+        )
     return min(len(model_config.tokenizer), model_config.hf_config.vocab_size)
 
 
