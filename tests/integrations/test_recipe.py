@@ -84,6 +84,7 @@ def test_a_script_of_verl(tmp_path):
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "KV cache"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.no_such_argument=1", "no argument"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+        ("actor_rollout_ref.model.use_remove_padding=False", "mask"),
         ("actor_rollout_ref.model.mtp.enable=True", "multi-token"),
         ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "pictures"),
         ("actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3", "not supported"),

@@ -30,7 +30,7 @@ MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     _MODEL + "mtp.enable": ((False,), "multi-token prediction", "leave it out"),
     _MODEL + "load_tokenizer": ((True,), "the vocabulary is the tokenizer's", "leave it out"),
     _MODEL + "use_fused_kernels": ((True, False), "", ""),
-    _MODEL + "use_remove_padding": ((True, False), "", ""),
+    _MODEL + "use_remove_padding": ((True,), "padded rows come with a mask that is not Megatron's", "set it to True"),
     "algorithm.adv_estimator": (
         ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
          "remax", "rloo", "rloo_vectorized", "opo", "gdpo"),
