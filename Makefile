@@ -12,13 +12,14 @@ TEST_ARGS ?=
 TEST_JOBS ?= 2
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
+FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
-test: setup $(ENGINES)/.fetched
-	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) $(VENV)/bin/python -m pytest \
+test: setup $(ENGINES)/.fetched $(FRAMEWORKS)/.fetched
+	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) ALIGNKIT_FRAMEWORKS=$(CURDIR)/$(FRAMEWORKS) $(VENV)/bin/python -m pytest \
 	  -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 # Mistakes, layout, types. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` mend what can be mended.
@@ -36,7 +37,7 @@ fuzz: setup
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -82,6 +83,10 @@ gpu-tree-sum:
 gpu-where-drift:
 	$(GPU) benchmarks/where_drift.py $(WHERE_DRIFT_ARGS)
 
+# verl's GRPO with and without the line that aligns it. It needs verl, Ray and TransformerEngine too.
+gpu-verl:
+	$(GPU) benchmarks/verl.py $(VERL_ARGS)
+
 # The op tests under compute-sanitizer.
 gpu-sanitize:
 	$(GPU) benchmarks/sanitize.py $(SANITIZE_ARGS)
@@ -89,6 +94,11 @@ gpu-sanitize:
 # Sources of the other engine versions whose seams the tests resolve; read, never installed.
 $(ENGINES)/.fetched: tests/fetch_engines.py | setup
 	$(VENV)/bin/python tests/fetch_engines.py $(ENGINES)
+	touch $@
+
+# verl and what it imports, in a folder that its tests alone look into.
+$(FRAMEWORKS)/.fetched: requirements/frameworks.txt | setup
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(FRAMEWORKS) -r requirements/frameworks.txt
 	touch $@
 
 # The tables of README.md and docs, and the plots, from the files under benchmarks/results.

@@ -262,14 +262,28 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 
 @cli.command()
 @click.option("--explain", "op", metavar="OP", help="Which kernel computes OP of a problem, such as rows=64, and why.")
+@click.option(
+    "--recipe",
+    type=click.Path(exists=True, path_type=Path),
+    help="What alignkit refuses of a recipe of verl, NeMo-RL or slime; of a folder, of each in it.",
+)
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
-def doctor(op, problem) -> int:
+def doctor(op, recipe, problem) -> int:
     """Print versions, live patches, backends and the contract, and test the invariance of the ops here.
 
     With --explain, nothing of that: `alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16 family=sm90`.
 
-    Exit status: 0 if every test passes, 1 if one does not.
+    With --recipe, nothing of that: `alignkit doctor --recipe run_qwen3_8b_megatron.sh`, a YAML file or a script.
+
+    Exit status: 0 if every test passes, 1 if one does not, 3 if something of the recipe is refused.
     """
+    if recipe is not None:
+        from .integrations import recipe as recipes
+
+        said, served = (recipes.survey(recipe), True) if recipe.is_dir() else recipes.report(recipe)
+        for line in said:
+            click.echo(line)
+        return 0 if served else EXIT_REFUSED
     if op is not None:
         from .explain import explain
 

@@ -60,6 +60,11 @@ class Policy:
         """Names of all fields that are in the table."""
         return self._free.union(self._called, (row.field for row in self._rows))
 
+    @property
+    def judged(self) -> frozenset[str]:
+        """Names of the fields that have rows of their own."""
+        return frozenset(row.field for row in self._rows)
+
     def over(self, names: Iterable[str], default: Callable[[str], Any]) -> tuple[Row, ...]:
         """The rows to look at, for a configuration with fields of these `names`, in their order. default: gives a
         field's; it is asked for those only that must be at it."""

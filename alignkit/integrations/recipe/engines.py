@@ -1,0 +1,120 @@
+"""What of a recipe's settings reaches an engine, judged by the tables that the engine's adapter goes by."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from alignkit.errors import AlignkitError
+from alignkit.megatron import policy as megatron
+from alignkit.models import ARCHITECTURES
+from alignkit.models.config import read_architecture
+from alignkit.vllm import policy as vllm
+
+AT_DEFAULT = (None, False, 0, "", "none", [], {}, (), "None")
+"""Values that ask for nothing, of a field that must be at its default."""
+DEFAULTS: dict[str, Any] = {"expert_model_parallel_size": 1, "batch_p2p_comm": True, "moe_layer_freq": 1}
+"""Defaults of Megatron's that are none of these."""
+
+
+def megatron_refusal(field: str, value: Any, others: dict[str, Any]) -> str | None:
+    """Why a field of Megatron's TransformerConfig may not be `value`. others: what is asked for of further fields."""
+    policy = megatron.POLICY
+    context = SimpleNamespace(**(LAYOUT | others))
+    for row in policy.over([field], DEFAULTS.get):
+        judged = field in policy.judged
+        if field in OF_THE_MODEL or (not judged and (value in AT_DEFAULT or value == DEFAULTS.get(field, AT_DEFAULT))):
+            continue
+        if (refusal := row.refusal(value, context)) is not None:
+            return refusal
+    return None
+
+
+LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "recompute_granularity": None}
+"""Fields that Megatron's rows look at beside their own, with its defaults."""
+OF_THE_MODEL = frozenset("context_parallel_size num_query_groups params_dtype pipeline_dtype activation_func".split())
+"""Fields that are judged with the model's sizes, or are objects: when it is built."""
+
+
+def vllm_refusal(field: str, value: Any) -> str | None:
+    """Why an argument of vLLM's engine may not be `value`."""
+    if value in (None, False):
+        return None
+    if field in REFUSED:
+        return None if value in REFUSED[field][0] else REFUSED[field][1]
+    table = next((table for _, table in vllm.PARTS if field in table.fields), None)
+    if table is None:
+        return None if field in FREE else "no argument that alignkit knows"
+    context = SimpleNamespace(config=SimpleNamespace(model_config=SimpleNamespace(dtype="bfloat16")), version=None)
+    for row in table.over([field], lambda _: None):
+        if field not in LATER and (refusal := row.refusal(value, context)) is not None:
+            return refusal
+    return None
+
+
+LATER = frozenset({"backend", "additional_config", "compilation_config", "mode"})
+"""Fields that need vLLM itself to be judged: it does so when it starts."""
+FREE = frozenset(
+    """additional_config api_server_count async_engine attention_backend compilation_config disable_log_stats enable_log_requests
+    enable_prefix_caching enforce_eager generation_config gpu_memory_utilization hf_overrides load_format max_model_len
+    max_num_batched_tokens max_num_seqs mm_processor_cache_gb mm_processor_kwargs seed skip_tokenizer_init swap_space
+    tensor_parallel_size trust_remote_code disable_mm_preprocessor_cache limit_mm_per_prompt tokenizer dtype
+    max_cudagraph_capture_size cudagraph_capture_sizes use_tqdm_on_load""".split()
+)
+"""Engine arguments that are no fields of a configuration, or that change no number."""
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_lora": ((), "LoRA"),
+    "speculative_config": ((), "speculative decoding"),
+    "kv_cache_dtype": (("auto", "bfloat16"), "a KV cache of another type than the model's"),
+    "cpu_offload_gb": ((0,), "weight offloading"),
+    "calculate_kv_scales": ((), "a quantized KV cache"),
+    "kv_transfer_config": ((), "KV cache transfer"),
+    "enable_sequence_parallel": ((), "sequence parallelism by vLLM's compiler"),
+    "enable_flashinfer_autotune": ((True,), "no argument that alignkit knows"),
+}
+"""Engine arguments that stand for a part of a configuration -> the values that may be, and what others ask for."""
+
+_DENSE = {
+    r"distill[-_]?llama|llama-?[23]|llama3|smollm2|deepseek-(llm|math|coder-(1\.3|6\.7|33)b)|eurus": "LlamaForCausalLM",
+    r"distill[-_]?qwen|qwen-?2|openmath-nemotron|acereason|skywork-or1|openr1-qwen|nanov?-?math": "Qwen2ForCausalLM",
+    r"qwen3": "Qwen3ForCausalLM",
+    r"ministral|mistral-(7b|nemo)": "MistralForCausalLM",
+}
+_OTHER = {
+    r"[-_.]?(vl|omni|audio)\b|vl-|-vl|llava|internvl|geo3k|vision": "a model of pictures or sound",
+    r"gemma": "Gemma3ForCausalLM",
+    r"gpt-oss": "GptOssForCausalLM",
+    r"qwen-?3[._-]?(5|6)|qwen3-next|qwen36": "Qwen3_5MoeForConditionalGeneration",
+    r"qwen3.*-?a\d+b": "Qwen3MoeForCausalLM",
+    r"qwen(1\.5|2|2\.5)-?moe|qwen(1\.5|2).*a\d": "Qwen2MoeForCausalLM",
+    r"mixtral": "MixtralForCausalLM",
+    r"deepseek-?(v2|v3|v4|r1(?!-distill)|coder-v2)|moonlight|kimi|dsv\d|deepseek-671": "DeepseekV3ForCausalLM",
+    r"glm-?\d|hy-?v?\d|hunyuan|minimax|step-?\d|ling-|ring-|mimo|nemotron-?(h|3|nano|super|ultra)|nano-?v\d|nanov\d|llama-4": (
+        "an architecture of its own"
+    ),
+}
+
+
+def model_refusal(name: Any) -> tuple[bool | None, str]:
+    """(whether a model is supported, or None if that cannot be told, and why): by the config.json in its folder if there is one
+    here, else by its name."""
+    text = str(name)
+    if Path(text).is_dir():
+        try:
+            return True, f"{ARCHITECTURES_BY_FAMILY[read_architecture(text).family]} by its config.json"
+        except AlignkitError as e:
+            return False, str(e)
+    last = text.rstrip("/").lower()
+    last = "/".join(last.split("/")[-2:])
+    for table in (_OTHER, _DENSE):
+        for pattern, architecture in table.items():
+            if re.search(pattern, last):
+                supported = architecture in ARCHITECTURES
+                says = f"{architecture}, by the name" if supported else f"{architecture} is not supported"
+                return supported, says
+    return None, "not known by its name: its config.json decides when the run starts"
+
+
+ARCHITECTURES_BY_FAMILY = {family.name: architecture for architecture, family in ARCHITECTURES.items()}

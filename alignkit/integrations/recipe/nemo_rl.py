@@ -1,0 +1,102 @@
+"""NeMo-RL's settings: which of them have a part in the numbers, and what each may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
+from .engines import megatron_refusal, model_refusal, vllm_refusal
+from .reading import Recipe, Setting
+
+LINE = ("policy.megatron_cfg.env_vars.ALIGNKIT_NEMO_RL", "1")
+
+MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "policy.megatron_cfg.enabled": ((True,), "training: only Megatron-core is aligned", "enable policy.megatron_cfg"),
+    "policy.generation.backend": (("vllm",), "only vLLM is aligned", "set it to vllm"),
+    "policy.precision": (("bfloat16", "float32"), "fp16", "set it to bfloat16"),
+    "policy.generation.top_p": ((1, 1.0), "its logprobs cannot be recomputed from the tokens alone", "set it to 1.0"),
+    "policy.generation.top_k": ((None, -1), "its logprobs cannot be recomputed from the tokens alone", "set it to null"),
+    "policy.generation.vllm_cfg.precision": (("bfloat16", "float32"), "quantization", "set it to ${policy.precision}"),
+    "policy.generation.vllm_cfg.expert_parallel_size": ((1,), "expert parallelism", ""),
+    "policy.generation.quant_cfg": ((None,), "quantization", "leave it out"),
+    "policy.draft.enabled": ((False,), "speculative decoding", "leave it out"),
+    "policy.quant_cfg": ((None,), "quantization", "leave it out"),
+    "policy.router_replay.enabled": ((False,), "routing replay (MoE)", "leave it out"),
+    "policy.generation.refit_transport": ((None, "ipc", "nccl"), "vLLM workers of a class of its own", "leave it out"),
+    "distillation.topk_logits_k": ((), "distillation from logits", ""),
+}  # fmt: skip
+"""Key -> the values that it may have, why no other, and what to do."""
+
+OWN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "peft.enabled": ((False,), "LoRA"),
+    "fp8_cfg.enabled": ((False,), "fp8"),
+    "use_fused_linear_logprobs": ((False,), "logprobs from hidden states by a function of NeMo-RL's"),
+    "fine_grained_activation_offloading": ((False,), "activations that are sent away"),
+}
+"""NeMo-RL's own fields of `megatron_cfg` -> the values that they may have, and what others ask for."""
+FREE = re.compile(
+    r"enabled|(optimizer|scheduler|distributed_data_parallel_config|checkpoint|peft|fp8_cfg|env_vars)\..*|env_vars|"
+    r"force_reconvert_from_hf|empty_unused_memory_level|activation_checkpointing|freeze_moe_router|use_gloo_process_groups|"
+    r"fused_linear_logprobs_chunk_size|converter_type|train_iters|offload_modules|force_overwrite_initial_ckpt|"
+    r"expert_tensor_parallel_size|defer_fp32_logits|moe_.*|model_overrides|gradient_accumulation_fusion|force_.*|cuda_graph_(modules|scope|warmup_steps)"
+)
+SERVING = re.compile(
+    r"use_tqdm|enable_vllm_metrics_logger|vllm_metrics_logger_interval|expose_http_server|http_server_.*|reasoning_parser_plugin|"
+    r"env_vars|skip_mm_profiling|moe_backend|use_deep_gemm|is_mx|quantization_ignored_layer_kws|num_(first|last)_layers_in_bf16|"
+    r"precision|async_engine"
+)
+"""NeMo-RL's own arguments of its vLLM workers that change no number of a model which is not quantized."""
+_MEGATRON, _VLLM = "policy.megatron_cfg.", re.compile(r"policy\.generation\.vllm_(?:cfg|kwargs)\.([^.]+).*")
+
+
+def judge(recipe: Recipe) -> Iterator[Finding]:
+    """See `examine`."""
+    if "policy.model_name" in recipe.settings:
+        setting = recipe.settings["policy.model_name"]
+        supported, why = model_refusal(setting.value)
+        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[supported], why)
+    for key in ("policy.megatron_cfg.enabled", "policy.generation.backend"):
+        if key not in recipe.settings:
+            yield Finding(Setting(key, None), REFUSED, MUST_BE[key][1], MUST_BE[key][2])
+    others = {
+        key.removeprefix(_MEGATRON): setting.value
+        for key, setting in recipe.settings.items()
+        if key.startswith(_MEGATRON)
+    }
+    for key, setting in recipe.settings.items():
+        if isinstance(setting.value, str) and "${" in setting.value:
+            continue
+        if key in MUST_BE:
+            allowed, why, change = MUST_BE[key]
+            good = setting.value in allowed
+            yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why, change)
+        elif key == "policy.generation.temperature":
+            good = isinstance(setting.value, (int, float)) and setting.value > 0
+            yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, "it must be positive")
+        elif key.startswith(_MEGATRON) and recipe.get("policy.megatron_cfg.enabled"):
+            yield _training(setting, key.removeprefix(_MEGATRON), others)
+        elif (match := _VLLM.fullmatch(key)) and not SERVING.fullmatch(match[1]):
+            why = vllm_refusal(match[1], setting.value)
+            yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+    if str(recipe.get(LINE[0])) != LINE[1]:
+        yield Finding(Setting(*LINE), ADD, "the line that aligns NeMo-RL")
+
+
+def by_megatron(recipe: Recipe) -> bool:
+    """Whether it is trained by Megatron-core."""
+    return recipe.get("policy.megatron_cfg.enabled") is True
+
+
+def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
+    if name in OWN:
+        allowed, why = OWN[name]
+        return Finding(setting, PASSES, "") if setting.value in allowed else Finding(setting, REFUSED, why)
+    if FREE.fullmatch(name):
+        return Finding(setting, PASSES, "")
+    field, value = name.removeprefix("model_overrides."), setting.value
+    if field == "recompute_modules" and not others.get("activation_checkpointing"):
+        return Finding(setting, PASSES, "")
+    why = megatron_refusal(field, value, others)
+    return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")

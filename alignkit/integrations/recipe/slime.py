@@ -1,0 +1,46 @@
+"""slime's arguments: its rollout is SGLang, which alignkit does not align, so that no recipe of slime's is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import PASSES, REFUSED, UNKNOWN, Finding
+from .engines import megatron_refusal, model_refusal
+from .reading import Recipe, Setting
+
+_SAMPLED = {"--rollout-top-p": (1, 1.0), "--rollout-top-k": (-1,)}
+_DROPOUT = ("--attention-dropout", "--hidden-dropout")
+_MEGATRON = (
+    "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size "
+    "--num-experts --multi-latent-attention --recompute-granularity --recompute-method --recompute-num-layers "
+    "--sequence-parallel --attention-softmax-in-fp32 --cp-comm-type --mtp-num-layers --moe-layer-freq"
+).split()
+"""Arguments that are fields of Megatron's TransformerConfig."""
+_FIELDS = {"--num-experts": "num_moe_experts"}
+
+
+def judge(recipe: Recipe) -> Iterator[Finding]:
+    """See `examine`."""
+    yield Finding(Setting("rollout", "sglang"), REFUSED, "slime samples with SGLang; only vLLM is aligned")
+    if (setting := recipe.settings.get("--hf-checkpoint")) is not None:
+        supported, why = model_refusal(setting.value)
+        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[supported], why)
+    others = {key[2:].replace("-", "_"): setting.value for key, setting in recipe.settings.items()}
+    for key, setting in recipe.settings.items():
+        if key in _SAMPLED:
+            good = setting.value in _SAMPLED[key]
+            yield (
+                Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, "recomputed from the tokens alone")
+            )
+        elif key in _DROPOUT:
+            yield (
+                Finding(setting, PASSES, "") if not setting.value else Finding(setting, REFUSED, "dropout in training")
+            )
+        elif key in _MEGATRON:
+            why = megatron_refusal(_FIELDS.get(key, key[2:].replace("-", "_")), setting.value, others)
+            yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+
+
+def by_megatron(recipe: Recipe) -> bool:
+    """Whether it is trained by Megatron-core."""
+    return recipe.get("--train-backend", "megatron") == "megatron"

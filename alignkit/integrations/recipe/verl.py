@@ -1,0 +1,145 @@
+"""verl's settings: which of them have a part in the numbers, and what each may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
+from .engines import megatron_refusal, model_refusal, vllm_refusal
+from .reading import Recipe, Setting
+
+LINE = ("actor_rollout_ref.model.external_lib", "alignkit.integrations.verl")
+_MODEL, _ROLLOUT = "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
+
+MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    _ROLLOUT + "name": (("vllm",), "only vLLM is aligned", "set it to vllm"),
+    _ROLLOUT + "top_p": ((1, 1.0), "its logprobs cannot be recomputed from the tokens alone", "set it to 1"),
+    _ROLLOUT + "top_k": ((-1, 0), "its logprobs cannot be recomputed from the tokens alone", "set it to -1"),
+    _ROLLOUT + "dtype": (("bfloat16", "float32"), "", "set it to bfloat16"),
+    _ROLLOUT + "quantization": ((None,), "quantization", "leave it out"),
+    _ROLLOUT + "qat.enable": ((False,), "quantization", "leave it out"),
+    _ROLLOUT + "full_determinism": ((False,), "it sets VLLM_BATCH_INVARIANT=1, other kernels", "leave it out"),
+    _ROLLOUT + "enable_rollout_routing_replay": ((False,), "routing replay (MoE)", "leave it out"),
+    _ROLLOUT + "disaggregation.enabled": ((False,), "KV cache transfer", "leave it out"),
+    _ROLLOUT + "layered_summon": ((False, True), "", ""),
+    _MODEL + "lora_rank": ((0,), "LoRA", "leave it out"),
+    _MODEL + "lora.rank": ((0,), "LoRA", "leave it out"),
+    _MODEL + "lora_adapter_path": ((None,), "LoRA", "leave it out"),
+    _MODEL + "mtp.enable": ((False,), "multi-token prediction", "leave it out"),
+    _MODEL + "load_tokenizer": ((True,), "the vocabulary is the tokenizer's", "leave it out"),
+    _MODEL + "use_fused_kernels": ((True, False), "", ""),
+    _MODEL + "use_remove_padding": ((True,), "padded rows come with a mask that is not Megatron's", "set it to True"),
+    "algorithm.adv_estimator": (
+        ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+         "remax", "rloo", "rloo_vectorized", "opo", "gdpo"),
+        "it takes a sum over the vocabulary that is not aligned, or is not known",
+        "",
+    ),
+    "distillation.enabled": ((False,), "distillation from logits", "leave it out"),
+}  # fmt: skip
+"""Key -> the values that it may have, why no other, and what to do."""
+
+VLLM = {
+    "data_parallel_size": "data_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "logprobs_mode": "logprobs_mode",
+    "enforce_eager": "enforce_eager",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "load_format": "load_format",
+}
+"""A setting of verl's rollout -> the argument of vLLM's engine."""
+
+TRAINING = re.compile(r"(?:actor_rollout_ref\.(?:actor|ref)|critic)\.megatron\.(.+)")
+_ENGINE_KWARGS = _ROLLOUT + "engine_kwargs.vllm."
+OWN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "dtype": (("bfloat16", "float32"), "fp16"),
+    "use_mbridge": ((True,), "models that no bridge builds"),
+    "use_megatron_fsdp": ((False,), "parameters that are sharded (FSDP)"),
+    "dynamic_context_parallel": ((False,), "context parallelism of several sizes"),
+    "qat.enable": ((False,), "quantization"),
+    "router_replay.mode": (("disabled",), "routing replay (MoE)"),
+}
+"""verl's own fields of a Megatron engine -> the values that they may have, and what others ask for."""
+FREE = re.compile(
+    r"param_offload|optimizer_offload|grad_offload|use_distributed_optimizer|use_dist_checkpointing|dist_ckpt.*|distrib_.*|"
+    r"dist_checkpointing.*|entropy_from_logits.*|max_seqlen_per_dp_cp_rank|pad_.*|override_ddp_config.*|seed|load_weight|"
+    r"override_mcore_model_config|vanilla_mbridge|use_remove_padding|use_fused_kernels|forward_only|qat\..*|"
+    r"router_replay\..*|extra.*|use_checkpoint_opt_param_scheduler|_target_|strategy"
+)
+"""Of those, the ones that change no number, or whose consequences are looked at when the model is built."""
+
+
+def judge(recipe: Recipe) -> Iterator[Finding]:
+    """See `examine`."""
+    yield _strategy(recipe)
+    if _MODEL + "path" in recipe.settings:
+        setting = recipe.settings[_MODEL + "path"]
+        supported, why = model_refusal(setting.value)
+        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[supported], why)
+    others = {}
+    for key, setting in recipe.settings.items():
+        if (match := TRAINING.fullmatch(key)) and not key.startswith("critic."):
+            others[match[1].removeprefix("override_transformer_config.")] = setting.value
+    for setting in recipe.settings.values():
+        yield from _setting(setting, recipe, others)
+    key, module = LINE
+    given = recipe.get(key)
+    if module not in (given if isinstance(given, list) else [given]):
+        yield Finding(Setting(key, module), ADD, "the line that aligns verl")
+    if not recipe.get(_ROLLOUT + "calculate_log_probs", False):
+        yield Finding(Setting(_ROLLOUT + "calculate_log_probs", True), ADD, "to see training/rollout_probs_diff_max")
+
+
+def _strategy(recipe: Recipe) -> Finding:
+    keys = ("actor_rollout_ref.actor.strategy", "model_engine", "--config-name")
+    found = [recipe.settings[key] for key in keys if key in recipe.settings]
+    found += [s for key, s in recipe.settings.items() if key.startswith("defaults.")]
+    for setting in found:
+        if "megatron" in str(setting.value):
+            return Finding(setting, PASSES, "trained by Megatron-core")
+    shown = found[0] if found else Setting(keys[0], "fsdp")
+    return Finding(shown, REFUSED, "training: only Megatron-core is aligned", "set model_engine=megatron")
+
+
+def by_megatron(recipe: Recipe) -> bool:
+    """Whether it is trained by Megatron-core."""
+    return _strategy(recipe).verdict == PASSES
+
+
+def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterator[Finding]:
+    key, value = setting.key, setting.value
+    if isinstance(value, str) and "${" in value:
+        return  # decided where the recipe is composed, and looked at there
+    if key in MUST_BE:
+        allowed, why, change = MUST_BE[key]
+        if key.endswith((".top_p", ".top_k")) and recipe.get(_ROLLOUT + "logprobs_mode") == "raw_logprobs":
+            return
+        yield Finding(setting, PASSES, "") if value in allowed else Finding(setting, REFUSED, why, change)
+    elif key == _ROLLOUT + "temperature":
+        raw = recipe.get(_ROLLOUT + "logprobs_mode") == "raw_logprobs" and value != 1
+        good = isinstance(value, (int, float)) and value > 0 and not raw
+        why = "raw logprobs are those at temperature 1" if raw else "it must be positive"
+        yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
+    elif key == _ROLLOUT + "expert_parallel_size":
+        why = megatron_refusal("expert_model_parallel_size", value, {})
+        yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+    elif key.startswith(_ENGINE_KWARGS) or key.removeprefix(_ROLLOUT) in VLLM:
+        field = key.removeprefix(_ENGINE_KWARGS)
+        why = vllm_refusal(VLLM.get(key.removeprefix(_ROLLOUT), field.split(".")[0].replace("-", "_")), value)
+        yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+    elif match := TRAINING.fullmatch(key):
+        yield _training(setting, match[1], others)
+
+
+def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
+    if name in OWN:
+        allowed, why = OWN[name]
+        return Finding(setting, PASSES, "") if setting.value in allowed else Finding(setting, REFUSED, why)
+    if FREE.fullmatch(name):
+        return Finding(setting, PASSES, "")
+    why = megatron_refusal(name.removeprefix("override_transformer_config."), setting.value, others)
+    return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")

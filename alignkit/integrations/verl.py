@@ -1,0 +1,230 @@
+"""verl: importing this module aligns it in this process. The line of a recipe that makes all of verl's processes do so is
+
+    actor_rollout_ref.model.external_lib=alignkit.integrations.verl
+
+verl imports the module of that name wherever it makes the model's configuration: in the trainer, in each training worker and
+in each rollout server, before any of them builds an engine. What fails here fails there: verl swallows nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import alignkit
+from alignkit import ops
+from alignkit.dist import TP
+from alignkit.engines import patch as engine_patch
+from alignkit.engines.seams import Seam, unresolved
+from alignkit.errors import UnsupportedError
+from alignkit.integrations.functions import require_known
+from alignkit.integrations.importing import WhenImported
+from alignkit.integrations.recipe import check
+
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+FUSED = "verl.models.mcore.model_forward_fused"
+SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
+TEMPERATURE_OF_PADDING = 1e-8  # as in verl: its rows have a temperature of 0
+
+_SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
+SEAMS = (
+    Seam("workers/config/model.py", "HFModelConfig.__post_init__", mentions=("import_external_libs", "external_lib")),
+    Seam("workers/engine/base.py", "EngineRegistry.new", ("model_type", "backend")),
+    Seam("workers/engine/megatron/transformer_impl.py", "MegatronEngine._build_megatron_module"),
+    Seam(_SERVER, "vLLMHttpServer.launch_server", mentions=("_preprocess_engine_kwargs", "_get_worker_extension_cls")),
+    Seam(_SERVER, "vLLMHttpServer.run_server", mentions=("AsyncEngineArgs", "create_engine_config", "tokenizer")),
+    Seam(_SERVER, "vLLMHttpServer._preprocess_engine_kwargs", ("engine_kwargs",)),
+    Seam("trainer/ppo/v1/trainer_base.py", "PPOTrainer._setup", mentions=("_init_tokenizer", "_init_dataloader")),
+    Seam("trainer/ppo/ray_trainer.py", "RayPPOTrainer.init_workers"),
+)
+"""What is called around verl's own functions. Those that are replaced are known by their sources: `functions`."""
+
+
+class Patch(engine_patch.Patch):
+    """Handle of what is replaced in verl, and in both engines, in this process; `undo` restores it."""
+
+    engine, command = "verl", "alignkit.integrations.verl"
+
+    def install(self) -> None:
+        import verl
+
+        self.version = verl.__version__
+        if lacking := unresolved(Path(verl.__file__).parent, SEAMS):
+            raise UnsupportedError(f"verl {self.version} is not as known: {'; '.join(lacking)}")
+        self._engines: list[engine_patch.Patch] = []
+        self._later = WhenImported(
+            {
+                "verl.workers.engine.base": self._registry,
+                ENGINE: self._training,
+                FUSED: self._fused,
+                SERVER: self._server,
+                "verl.trainer.ppo.v1.trainer_base": lambda m: self._trainer(m.PPOTrainer, "_init_dataloader"),
+                "verl.trainer.ppo.ray_trainer": lambda m: self._trainer(m.RayPPOTrainer, "init_workers"),
+            }
+        )
+        self._later.begin()
+
+    def restored(self) -> None:
+        if "_later" in vars(self):
+            self._later.end()
+            for handle in self._engines:
+                handle.undo()
+
+    def _registry(self, base) -> None:
+        self.replace(base.EngineRegistry, "new", classmethod(only_megatron(vars(base.EngineRegistry)["new"].__func__)))
+
+    def _training(self, engine) -> None:
+        from alignkit.megatron.patch import Patch as Megatron
+
+        fresh = Megatron.live() is None
+        handle = alignkit.patch_megatron()
+        if fresh:
+            self._engines.append(handle)
+        stock = engine.MegatronEngineWithLMHead._lm_head_logits_processor
+        require_known("verl", stock)
+        self.replace(engine.MegatronEngineWithLMHead, "_lm_head_logits_processor", logits_processor)
+        self.replace(
+            engine.MegatronEngine,
+            "_build_megatron_module",
+            with_vocabulary(engine.MegatronEngine._build_megatron_module),
+        )
+
+    def _fused(self, module) -> None:
+        from alignkit.megatron import output_processor
+
+        require_known("verl", module.fused_output_processor)
+        self.replace(module, "fused_output_processor", output_processor)
+
+    def _server(self, module) -> None:
+        from alignkit.vllm.patch import Patch as VLLM
+
+        fresh = VLLM.live() is None
+        handle = alignkit.patch_vllm()
+        if fresh:
+            self._engines.append(handle)
+        server = module.vLLMHttpServer
+        self.replace(server, "_preprocess_engine_kwargs", with_vocabulary_size(server._preprocess_engine_kwargs))
+        self.replace(server, "_get_worker_extension_cls", worker_extension(server._get_worker_extension_cls))
+
+    def _trainer(self, trainer: type, name: str) -> None:
+        stock = getattr(trainer, name)
+
+        @functools.wraps(stock)
+        def checked(self, *args, **kwargs):
+            from omegaconf import OmegaConf
+
+            check("verl", OmegaConf.to_container(self.config, resolve=True))
+            return stock(self, *args, **kwargs)
+
+        self.replace(trainer, name, checked)
+
+
+def vocabulary_size(model_config: Any) -> int:
+    """How many ids a model gives a probability to in verl: those that its tokenizer has."""
+    if model_config.tokenizer is None:
+        raise UnsupportedError(
+            "actor_rollout_ref.model.load_tokenizer: False is not supported: verl samples from its ids"
+        )
+    return min(len(model_config.tokenizer), model_config.hf_config.vocab_size)
+
+
+def only_megatron(stock):
+    @functools.wraps(stock)
+    def new(cls, model_type, backend, *args, **kwargs):
+        if model_type == "language_model" and backend != "megatron":
+            raise UnsupportedError(f"strategy: {backend!r} is not supported, only 'megatron'")
+        return stock(cls, model_type, backend, *args, **kwargs)
+
+    return new
+
+
+def with_vocabulary(stock):
+    """`MegatronEngine._build_megatron_module`, whose models then know their vocabulary."""
+
+    @functools.wraps(stock)
+    def build(engine):
+        from alignkit.megatron import set_vocab_size
+
+        module = stock(engine)
+        for chunk in module:
+            set_vocab_size(chunk, vocabulary_size(engine.model_config))
+        return module
+
+    return build
+
+
+def logits_processor(
+    self,
+    logits: torch.Tensor,
+    label: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    calculate_sum_pi_squared: bool,
+    calculate_entropy: bool,
+    distillation_use_topk: bool,
+    distillation_only: bool,
+    logits_processor_func: Any,
+    batch: Any,
+    data_format: str,
+) -> dict[str, torch.Tensor]:
+    """In place of verl's `_lm_head_logits_processor`: log_probs and entropy of the labels, by one op.
+
+    logits: fp32 ``[b, s, V / tp]`` of the aligned output layer, which stay as they are. label, temperature ``[b, s]``.
+    """
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    for name, asked in (
+        ("algorithm.adv_estimator (calculate_sum_pi_squared)", calculate_sum_pi_squared),
+        ("distillation (distillation_use_topk)", distillation_use_topk),
+        ("distillation (distillation_only)", distillation_only),
+    ):
+        if asked:
+            raise UnsupportedError(f"{name}: what it computes of the logits is not supported")
+    if logits.dtype != torch.float32:
+        raise UnsupportedError(f"logits: {logits.dtype} has lost bits of the aligned output layer's fp32")
+    tp = TP(get_tensor_model_parallel_group())
+    result = ops.logp_from_logits(
+        logits,
+        label,
+        temperature=torch.where(temperature > 0, temperature, TEMPERATURE_OF_PADDING),
+        vocab_size=vocabulary_size(self.model_config),
+        vocab_start=tp.rank * logits.shape[-1],
+        tp=tp,
+        return_entropy=calculate_entropy,
+    )
+    return dict(zip(("log_probs", "entropy"), result, strict=True)) if calculate_entropy else {"log_probs": result}
+
+
+def with_vocabulary_size(stock):
+    """`vLLMHttpServer._preprocess_engine_kwargs`, which also tells vLLM how many ids may be sampled."""
+
+    @functools.wraps(stock)
+    def preprocess(server, engine_kwargs: dict) -> None:
+        from alignkit.vllm.policy import VOCAB_SIZE
+
+        stock(server, engine_kwargs)
+        given = engine_kwargs.get("additional_config") or {}
+        given = json.loads(given) if isinstance(given, str) else dict(given)
+        engine_kwargs["additional_config"] = given | {VOCAB_SIZE: vocabulary_size(server.model_config)}
+
+    return preprocess
+
+
+def worker_extension(stock):
+    """`vLLMHttpServer._get_worker_extension_cls`: verl's own class, but for what it would do to the logits."""
+
+    @functools.wraps(stock)
+    def name(server) -> str:
+        if (asked := stock(server)) != EXTENSION:
+            raise UnsupportedError(f"worker extension: {asked} is not supported, only {EXTENSION}")
+        return "alignkit.integrations.verl_worker.WorkerExtension"
+
+    return name
+
+
+Patch.apply()

@@ -1,0 +1,223 @@
+"""verl's GRPO with and without the line that aligns it: ``make gpu-verl``, or ``python benchmarks/verl.py``.
+
+Runs `examples/verl/grpo.sh` on a random-weight model of Qwen3-0.6B's shapes and a toy task, both made here: nothing is
+downloaded. verl's own metrics of every step, as its file logger writes them, go to verl.json:
+
+    {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
+
+and verl.svg draws training/rollout_probs_diff_max of them. ``training``: how the ranks are laid out, such as "PP 2".
+A run that fails leaves its log beside the results, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lib.results import H200, ROOT, made_on, read, write
+
+from alignkit.check.model import make_checkpoint
+
+MODEL = dict(
+    hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True, std=0.03
+)
+SMALL = MODEL | dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocab=2048)
+SPECIAL = ("<pad>", "<end>")
+METRICS = (
+    "training/rollout",
+    "rollout_corr/",
+    "critic/rewards/mean",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+)
+"""How the names of the metrics that are kept begin."""
+LINE = "actor_rollout_ref.model.external_lib"
+PROMPTS = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """gpus of one host; tensor-, pipeline- and context-parallel sizes of training; rollout_tp: vLLM's."""
+
+    gpus: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    rollout_tp: int = 1
+
+    @property
+    def training(self) -> str:
+        sizes = {"TP": self.tp, "PP": self.pp, "CP": self.cp}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "TP 1"
+
+
+LAYOUTS = {
+    "one": Layout(1),
+    "pp2": Layout(2, pp=2, rollout_tp=2),
+    "cp2": Layout(2, cp=2, rollout_tp=2),
+    "tp2": Layout(2, tp=2, rollout_tp=2),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one"])
+    parser.add_argument("--only", choices=("aligned", "stock"), help="one of the two runs of each layout")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--small", action="store_true", help="a model of two layers")
+    parser.add_argument("--out", type=Path, default=H200 / "verl.json")
+    parser.add_argument("--timeout", type=float, default=1500, help="seconds that a run may take")
+    parser.add_argument("overrides", nargs="*", help="of verl's configuration")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        made = toy(Path(folder), SMALL if args.small else MODEL)
+        failed = [
+            name
+            for name in args.layouts
+            for aligned in (True, False)
+            if args.only in (None, "aligned" if aligned else "stock") and not run(args, LAYOUTS[name], aligned, *made)
+        ]
+    plot(args.out)
+    sys.exit(f"failed: {', '.join(dict.fromkeys(failed))}" if failed else 0)
+
+
+def toy(folder: Path, sizes: dict) -> tuple[Path, Path, Path]:
+    """A model with a tokenizer, prompts, and a reward: the share of even words in what was sampled."""
+    model = make_checkpoint(folder / "model", dtype=torch.bfloat16, **sizes)
+    write_tokenizer(model, sizes["vocab"] - 267)  # as Qwen3, whose tokenizer has fewer ids than its config.json says
+    generator = torch.Generator().manual_seed(0)
+    import pandas
+
+    prompts = []
+    for index in range(PROMPTS):
+        length = int(torch.randint(8, 200, (), generator=generator))
+        words = torch.randint(0, sizes["vocab"] - 300, (length,), generator=generator).tolist()
+        prompts.append(
+            {
+                "data_source": "even",
+                "prompt": [{"role": "user", "content": " ".join(f"w{word}" for word in words)}],
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": index},
+            }
+        )
+    pandas.DataFrame(prompts).to_parquet(folder / "train.parquet")
+    reward = folder / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n"
+        "    words = [w for w in solution_str.split() if w[1:].isdigit()]\n"
+        "    return sum(int(w[1:]) % 2 == 0 for w in words) / max(len(words), 1)\n"
+    )
+    return model, folder / "train.parquet", reward
+
+
+def write_tokenizer(model: Path, size: int) -> None:
+    """A tokenizer of `size` words, w0, w1, ..., the last of them special ones."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(size - len(SPECIAL))}
+    words |= {word: len(words) + i for i, word in enumerate(SPECIAL)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token="w0"
+    )
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    fast.save_pretrained(model)
+
+
+def command(layout: Layout, aligned: bool, reward: Path, overrides: list[str]) -> list[str]:
+    """The example's script, with what this measurement adds."""
+    more = [
+        f"reward.custom_reward_function.path={reward}",
+        "trainer.logger=[console,file]",
+        # verl's newer trainer moves its data by a package of its own.
+        f"trainer.use_v1={importlib.util.find_spec('transfer_queue') is not None}",
+        # Sampled until the longest length: random weights end a sample anywhere.
+        "actor_rollout_ref.rollout.ignore_eos=True",
+        *([] if aligned else [f"{LINE}=null"]),
+    ]
+    return ["bash", str(ROOT / "examples/verl/grpo.sh"), *more, *overrides]
+
+
+def run(args: argparse.Namespace, layout: Layout, aligned: bool, model: Path, data: Path, reward: Path) -> bool:
+    name = f"{'aligned' if aligned else 'stock'}-{layout.training.replace(' ', '').replace(',', '-')}"
+    rows, log = model.parent / f"{name}.jsonl", args.out.with_name(f"verl-{name}.log")
+    sizes = {"GPUS": layout.gpus, "TRAIN_TP": layout.tp, "TRAIN_PP": layout.pp, "TRAIN_CP": layout.cp}
+    environment = os.environ | {key: str(value) for key, value in sizes.items()}
+    environment |= {"MODEL_PATH": str(model), "TRAIN": str(data), "STEPS": str(args.steps)}
+    environment |= {"ROLLOUT_TP": str(layout.rollout_tp), "VERL_FILE_LOGGER_PATH": str(rows), "HF_HUB_OFFLINE": "1"}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{name}: log in {log}", flush=True)
+    with log.open("w") as output:
+        try:
+            done = subprocess.run(
+                command(layout, aligned, reward, args.overrides),
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=args.timeout,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            done = 124
+    steps = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+    kept = [
+        {"step": row["step"]} | {key: value for key, value in row["data"].items() if key.startswith(METRICS)}
+        for row in steps
+        if any(key.startswith("training/rollout") for key in row["data"])
+    ]
+    worst = max((row["training/rollout_probs_diff_max"] for row in kept), default=None)
+    print(f"{name}: status {done}, {len(kept)} steps, training/rollout_probs_diff_max {worst}", flush=True)
+    if done or len(kept) < args.steps:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+        return False
+    log.unlink()
+    record(args.out, {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}, kept)
+    return True
+
+
+def record(out: Path, key: dict, steps: list[dict]) -> None:
+    """Puts a run in the place of the one with the same `key`, if there is one."""
+    others = [run for run in read(out).get("runs", []) if {name: run[name] for name in key} != key]
+    info = made_on(packages=("verl", "ray", "transformer-engine", "megatron-bridge"))
+    write(out, {"runs": [*others, key | {"made_on": info, "steps": steps}]})
+
+
+def plot(out: Path) -> None:
+    """Draws the runs of a result file beside it."""
+    runs = read(out).get("runs", [])
+    if not runs:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5))
+    for each in runs:
+        label = (
+            f"{'aligned' if each['aligned'] else 'stock'}: rollout TP {each['rollout_tp']}, training {each['training']}"
+        )
+        values = [step["training/rollout_probs_diff_max"] for step in each["steps"]]
+        axes.plot(
+            [step["step"] for step in each["steps"]], values, label=label, marker="." if each["aligned"] else None
+        )
+    axes.set(xlabel="step", ylabel="training/rollout_probs_diff_max", ylim=(-0.02, None))
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

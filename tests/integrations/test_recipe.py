@@ -1,0 +1,183 @@
+"""`alignkit doctor --recipe`: what it reads in a recipe, and what it says of each setting."""
+
+import pytest
+
+from alignkit.errors import InputError, UnsupportedError
+from alignkit.integrations import recipe as recipes
+from alignkit.integrations.recipe import ADD, PASSES, REFUSED, UNKNOWN
+from tests.cli.conftest import alignkit  # noqa: F401
+
+VERL = """\
+#!/usr/bin/env bash
+set -x
+export TP=${TP:-2}
+MODEL_PATH=${MODEL_PATH:-"Qwen/Qwen3-8B"}
+# actor_rollout_ref.model.lora_rank=8
+ACTOR=(
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=${TP}
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full
+    actor_rollout_ref.model.path="$MODEL_PATH"
+)
+python3 -m verl.trainer.main_ppo model_engine=megatron \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.temperature=0.7 \\
+    actor_rollout_ref.rollout.calculate_log_probs=True \\
+    actor_rollout_ref.model.external_lib=alignkit.integrations.verl trainer.logger='["console","wandb"]' \\
+    "${ACTOR[@]}" $@
+"""
+
+NEMO = """\
+defaults: parent.yaml
+policy:
+  megatron_cfg:
+    context_parallel_size: 2
+    mtp_num_layers: 2
+  generation:
+    top_p: 0.95
+"""
+NEMO_PARENT = """\
+policy:
+  model_name: meta-llama/Llama-3.1-8B-Instruct
+  precision: bfloat16
+  megatron_cfg: {enabled: true, pipeline_dtype: "${policy.precision}"}
+  generation:
+    backend: vllm
+    top_p: 1.0
+    vllm_cfg: {precision: "${policy.precision}", tensor_parallel_size: 2}
+"""
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def found(recipe):
+    """By key: (verdict, where)."""
+    return {f.setting.key: (f.verdict, f.setting.where.rpartition(":")[2]) for f in recipes.examine(recipe)}
+
+
+def test_a_script_of_verl(tmp_path):
+    recipe = recipes.read(write(tmp_path / "run.sh", VERL))
+    assert recipe.framework == "verl"
+    assert recipe.get("actor_rollout_ref.model.path") == "Qwen/Qwen3-8B"
+    assert recipe.get("trainer.logger") == ["console", "wandb"]
+    assert "actor_rollout_ref.model.lora_rank" not in recipe.settings  # a comment
+    said = found(recipe)
+    assert {verdict for verdict, _ in said.values()} == {PASSES}
+    assert said["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == (PASSES, "7")
+    assert said["actor_rollout_ref.rollout.temperature"] == (PASSES, "12")
+    assert said["model_engine"] == (PASSES, "11")
+
+
+@pytest.mark.parametrize(
+    "setting, reason",
+    [
+        ("actor_rollout_ref.rollout.name=sglang", "only vLLM"),
+        ("actor_rollout_ref.rollout.top_p=0.9", "from the tokens alone"),
+        ("actor_rollout_ref.rollout.temperature=0", "positive"),
+        ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "temperature 1"),
+        ("actor_rollout_ref.rollout.logprobs_mode=raw_logits", "logprobs_mode"),
+        ("actor_rollout_ref.rollout.data_parallel_size=2", "data parallelism"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "quantization"),
+        ("actor_rollout_ref.rollout.full_determinism=True", "VLLM_BATCH_INVARIANT"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", "speculative"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "KV cache"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.no_such_argument=1", "no argument"),
+        ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+        ("actor_rollout_ref.model.use_remove_padding=False", "mask"),
+        ("actor_rollout_ref.model.mtp.enable=True", "multi-token"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "pictures"),
+        ("actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3", "not supported"),
+        ("actor_rollout_ref.actor.megatron.dtype=float16", "fp16"),
+        ("actor_rollout_ref.actor.megatron.use_megatron_fsdp=True", "sharded"),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid", "fp8"),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.mtp_num_layers=1", "multi-token"),
+        ("actor_rollout_ref.ref.megatron.override_transformer_config.multi_latent_attention=True", "latent"),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.no_such_field=7", "no_such_field"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "not aligned"),
+        ("distillation.enabled=True", "distillation"),
+        ("model_engine=fsdp", "only Megatron-core"),
+    ],
+)
+def test_what_is_refused_of_verl(setting, reason, tmp_path):
+    text = VERL.replace(
+        "model_engine=megatron", setting if setting.startswith("model_engine") else "model_engine=megatron"
+    )
+    path = write(tmp_path / "run.sh", text.replace('"${ACTOR[@]}"', f'"${{ACTOR[@]}}" {setting}'))
+    refused = [f for f in recipes.examine(recipes.read(path)) if f.verdict == REFUSED]
+    assert len(refused) == 1 and reason in refused[0].why, refused
+    assert str(refused[0]).startswith(f"{path}:")
+
+
+def test_the_line_that_is_missing(tmp_path):
+    text = VERL.replace("actor_rollout_ref.model.external_lib=alignkit.integrations.verl", "")
+    said = found(
+        recipes.read(write(tmp_path / "run.sh", text.replace("calculate_log_probs=True", "calculate_log_probs=False")))
+    )
+    assert said["actor_rollout_ref.model.external_lib"][0] == ADD
+    assert said["actor_rollout_ref.rollout.calculate_log_probs"][0] == ADD
+
+
+def test_a_model_of_a_name_that_says_nothing(tmp_path):
+    said = found(recipes.read(write(tmp_path / "run.sh", VERL.replace("Qwen/Qwen3-8B", "/models/policy"))))
+    assert said["actor_rollout_ref.model.path"][0] == UNKNOWN
+
+
+def test_a_recipe_of_nemo_rl_and_its_parent(tmp_path):
+    write(tmp_path / "parent.yaml", NEMO_PARENT)
+    recipe = recipes.read(write(tmp_path / "child.yaml", NEMO))
+    assert recipe.framework == "NeMo-RL"
+    assert recipe.get("policy.generation.vllm_cfg.precision") == "bfloat16"
+    said = found(recipe)
+    assert said["policy.megatron_cfg.mtp_num_layers"] == (REFUSED, "5")
+    assert said["policy.generation.top_p"] == (REFUSED, "7")
+    assert said["policy.megatron_cfg.context_parallel_size"] == (PASSES, "4")
+    assert said["policy.megatron_cfg.enabled"] == (PASSES, "4")
+    assert recipe.settings["policy.megatron_cfg.enabled"].where.startswith(str(tmp_path / "parent.yaml"))
+
+
+def test_slime_is_refused_for_its_rollout(tmp_path):
+    (tmp_path / "models").mkdir()
+    write(tmp_path / "models" / "m.sh", "MODEL_ARGS=(\n   --num-experts 128\n)\n")
+    text = 'source "${SCRIPT_DIR}/models/m.sh"\nARGS=(\n   --tensor-model-parallel-size 2\n   --swiglu\n)\n'
+    said = found(recipes.read(write(tmp_path / "run.sh", text)))
+    assert said["rollout"][0] == REFUSED
+    assert said["--num-experts"] == (REFUSED, "2")
+    assert said["--tensor-model-parallel-size"] == (PASSES, "3")
+
+
+def test_a_composed_configuration_is_checked_at_the_start():
+    config = {
+        "actor_rollout_ref": {
+            "actor": {"strategy": "megatron", "megatron": {"use_megatron_fsdp": False}},
+            "rollout": {"name": "vllm", "top_p": 1, "temperature": 1.0},
+        }
+    }
+    recipes.check("verl", config)
+    config["actor_rollout_ref"]["rollout"]["name"] = "sglang"
+    with pytest.raises(UnsupportedError, match=r"actor_rollout_ref\.rollout\.name=sglang: refused"):
+        recipes.check("verl", config)
+
+
+def test_the_command(tmp_path, alignkit):  # noqa: F811
+    good, bad = write(tmp_path / "good.sh", VERL), write(tmp_path / "bad.sh", VERL.replace("name=vllm", "name=sglang"))
+    status, out, _ = alignkit("doctor", "--recipe", good)
+    assert status == 0 and "0 refused" in out
+    status, out, _ = alignkit("doctor", "--recipe", bad)
+    assert status == 3 and f"{bad}:12: actor_rollout_ref.rollout.name=sglang: refused: only vLLM" in out
+    write(tmp_path / "notes.yaml", "a: 1\n")
+    write(tmp_path / "fsdp.sh", VERL.replace("model_engine=megatron", "model_engine=dp"))
+    status, out, _ = alignkit("doctor", "--recipe", tmp_path)
+    assert status == 0
+    assert out.splitlines()[-1] == "1 of 2 recipes that Megatron-core trains are served; 1 are trained otherwise"
+
+
+@pytest.mark.parametrize(
+    "name, text", [("a.yaml", "a: [1"), ("a.yaml", "a: 1"), ("a.sh", "echo"), ("missing.sh", None)]
+)
+def test_what_is_no_recipe(name, text, tmp_path):
+    path = tmp_path / name
+    if text is not None:
+        write(path, text)
+    with pytest.raises(InputError, match="recipe:"):
+        recipes.read(path)
