@@ -243,7 +243,7 @@ def test_a_base_that_cannot_be_read_is_refused(base, patched):
         (dict(position_embedding_type="none"), "position_embedding_type: 'none'"),
         (dict(rotary_percent=0.5), "rotary_pos_emb"),
         (dict(seq_len_interpolation_factor=2.0), "seq_len_interpolation_factor"),
-        (dict(fields=dict(num_moe_experts=2)), "mixture of experts"),
+        (dict(fields=dict(num_moe_experts=2)), "num_moe_experts"),
     ],
     ids=["no positions", "partial", "interpolated", "a field"],
 )
