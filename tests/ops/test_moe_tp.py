@@ -160,3 +160,18 @@ def test_numbers_of_ranks(grids):
     ):
         for outcome in grids.outcomes(sizes[0] * sizes[1], call, *sizes, {}, timeout=20):
             assert isinstance(outcome, Failed) and outcome.message.startswith(message), outcome
+
+
+def without_rows(world):
+    ranks, experts = grid(world.rank, 2, 2)
+    x = torch.zeros(0, 16, requires_grad=True)
+    matrices = (t.requires_grad_() for t in (torch.ones(6, 32, 16), torch.ones(6, 16, 16)))
+    ids, weights = torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)
+    out = ops.moe_experts(x, ids, weights, *matrices, first_expert=6 * experts.rank, tp=ranks, ep=experts, gather=True)
+    out.sum().backward()
+    return out.detach(), x.grad
+
+
+def test_a_batch_without_rows(grids):
+    for out, dx in grids.run(4, without_rows):
+        assert out.shape == dx.shape == (0, 16)

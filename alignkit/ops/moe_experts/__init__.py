@@ -107,8 +107,9 @@ def _cut(items: Sequence, stacked: tuple[bool, bool]) -> tuple[Sequence, Sequenc
     return items[:first], items[first:]
 
 
-def _matrices(tensors: Sequence[torch.Tensor], stacked: tuple[bool, bool]) -> list[Matrices]:
-    return [Matrices(part[0] if one else part) for part, one in zip(_cut(tensors, stacked), stacked, strict=True)]
+def _matrices(tensors: Sequence[torch.Tensor], stacked: tuple[bool, bool]) -> tuple[Matrices, Matrices]:
+    gate_up, down = _cut(tensors, stacked)
+    return Matrices(gate_up[0] if stacked[0] else gate_up), Matrices(down[0] if stacked[1] else down)
 
 
 def _listed(*matrices: Matrices) -> list[torch.Tensor]:
@@ -243,7 +244,8 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
             )
         shape = (len(given), *given[0].shape)
     require(min(shape) > 0, f"{name}: empty, shape {shape}")
-    return shape
+    experts, rows, columns = shape
+    return experts, rows, columns
 
 
 def _check_choice(ids, weights, x: torch.Tensor, experts: int) -> None:

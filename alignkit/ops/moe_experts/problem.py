@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...errors import UnsupportedError
+from ...runtime import families
 from ...runtime.operands import Operand, operand
 
 
@@ -26,6 +28,10 @@ class Pairs(NamedTuple):
     @staticmethod
     def of(ids: torch.Tensor, first: int, experts: int) -> Pairs:
         """Of ids [rows, k]. The host waits for the counts."""
+        if not families.on_host(ids.device) and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "moe_experts: not while a CUDA graph is captured, as the host must know the counts of rows"
+            )
         local = ids.reshape(-1).to(torch.int64) - first
         local = torch.where((local >= 0) & (local < experts), local, experts)
         counts = torch.bincount(local, minlength=experts + 1)[:experts].tolist()
