@@ -195,10 +195,10 @@ def assert_same(actual, expected):
         assert_bitwise_equal(torch.tensor(a), torch.tensor(b))
 
 
-def assert_composed(found, path, prompts):
+def assert_composed(found, path, prompts, device="cpu"):
     """Against the ops on whole weights."""
     for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
-        assert_bitwise_equal(torch.tensor(logprobs), moe.logprobs(path, prompt, tokens))
+        assert_bitwise_equal(torch.tensor(logprobs), moe.logprobs(path, prompt, tokens, device))
 
 
 def test_status(engine):
