@@ -284,6 +284,17 @@ def test_one_rank_of_two(how, mixture, two):
             assert kind in ("InputError", "UnsupportedError") and what.split(":")[0] in message, (what, message)
 
 
+def test_four_ranks(mixture, rows, world, four):
+    """Groups of experts that are wider than those of tensor-parallel ranks, and cross them; and what one rank refuses."""
+    expected, _ = mixtures.of_parts_logprobs(None, rows, {}, False, torch.bfloat16)
+    wider = dict(tp=2, ep=4, etp=1)
+    for how, sp in ((dict(tp=2, ep=2, etp=2), True), (wider, True), (wider, False), (dict(tp=1, ep=2, etp=2), False)):
+        for result, which in four.run(4, mixtures.of_parts_logprobs, rows, how, sp, torch.bfloat16):
+            assert_bitwise_equal(result, of_rows(expected, rows, which), f"{how}")
+    for raised in four.run(4, mixtures.wrong_on_one_rank, mixture(), wider):
+        assert raised.keys() == mixtures.WRONG.keys()
+
+
 REFUSED = {
     "moe_expert_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True,
