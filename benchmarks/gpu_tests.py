@@ -43,7 +43,7 @@ RANKS = tuple(f"tests/ops/test_{name}_cuda.py" for name in ("tp", "tp_faults", "
 SUITES = {
     "ops": (("tests/ops/test_*.py",), CUDA),
     "ranks": (RANKS, CUDA),
-    "vllm": (("tests/vllm/test_cuda.py",), {}),
+    "vllm": (("tests/vllm/test_cuda.py", "tests/vllm/test_experts_cuda.py"), {}),
     "megatron": (("tests/megatron/test_cuda.py", "tests/megatron/test_parallel_cuda.py"), {}),
     "bisection": (("tests/bisection/test_cuda.py",), {}),
     "te": (("tests/megatron/test_te_cuda.py",), {}),

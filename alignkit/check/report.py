@@ -46,8 +46,8 @@ def table(result: Result) -> Table:
     for name in ("stock\nequal", "stock\nmax |d|", "stock\nmean |d|", "patched\nequal", "patched\nmax |d|"):
         view.add_column(name, justify="right", no_wrap=True, min_width=7)
     previous = None
-    for stock, patched in _pairs(result):
-        row = stock.row
+    for stock, patched in _lines(result):
+        row = patched.row
         if previous not in (None, row.dtype):
             view.add_section()
         previous = row.dtype
@@ -97,8 +97,8 @@ def write_html(result: Result, path: Path) -> None:
             failures=result.failures,
             info=result.info,
             pairs=[
-                (stock.row, _cells(stock), _cells(patched), patched.report.all_equal)
-                for stock, patched in _pairs(result)
+                (patched.row, _cells(stock), _cells(patched), patched.report.all_equal)
+                for stock, patched in _lines(result)
             ],
             sections=[_section(result, dtype) for dtype in dtypes],
         )
@@ -146,13 +146,20 @@ def _section(result: Result, dtype: str) -> _Section:
     )
 
 
+def _lines(result: Result) -> list[tuple[Compared | None, Compared]]:
+    """(stock, patched) of each pair of rollout and training, in the order of the rows; None where stock has no such row."""
+    stock = {(c.row.dtype, c.row.rollout, c.row.training): c for c in result.compared if not c.row.patched}
+    return [(stock.get((c.row.dtype, c.row.rollout, c.row.training)), c) for c in result.compared if c.row.patched]
+
+
 def _pairs(result: Result) -> list[tuple[Compared, Compared]]:
-    """(stock, patched) of each pair of rollout and training, in the order of the rows."""
-    patched = {(c.row.dtype, c.row.rollout, c.row.training): c for c in result.compared if c.row.patched}
-    return [(c, patched[c.row.dtype, c.row.rollout, c.row.training]) for c in result.compared if not c.row.patched]
+    """Those lines that have both."""
+    return [(stock, patched) for stock, patched in _lines(result) if stock]
 
 
-def _cells(c: Compared) -> tuple[str, ...]:
+def _cells(c: Compared | None) -> tuple[str, ...]:
+    if c is None:
+        return "", "", ""
     r = c.report
     return f"{r.bit_equal}/{r.tokens}", *(f"{x:.1e}" if x else "0" for x in (r.max_abs, r.mean_abs))
 

@@ -8,12 +8,12 @@ from alignkit.convert import read_architecture
 
 
 @torch.no_grad()
-def logprobs(path, prompt, tokens):
+def logprobs(path, prompt, tokens, device="cpu"):
     """Of each of `tokens` after the prompt and the tokens before it."""
-    arch, weights = read_architecture(path), load_file(f"{path}/model.safetensors")
-    ids = torch.tensor(prompt + tokens)
-    positions, cu_seqlens = torch.arange(len(ids)), torch.tensor([0, len(ids)])
-    table = ops.rope_table(arch.head_dim, len(ids), arch.rope_base)
+    arch, weights = read_architecture(path), load_file(f"{path}/model.safetensors", device)
+    ids = torch.tensor(prompt + tokens, device=device)
+    positions, cu_seqlens = torch.arange(len(ids), device=device), torch.tensor([0, len(ids)], device=device)
+    table = ops.rope_table(arch.head_dim, len(ids), arch.rope_base, device)
     x, residual = weights["model.embed_tokens.weight"][ids], None
 
     def norm(x, name, residual=None):
@@ -38,7 +38,7 @@ def logprobs(path, prompt, tokens):
         x = mixture(x, arch, {name.removeprefix(of): w for name, w in weights.items() if name.startswith(of)})
     hidden, _ = norm(x, "model.norm.weight", residual)
     head = weights["model.embed_tokens.weight" if arch.tied else "lm_head.weight"]
-    return ops.linear_logp(hidden[len(prompt) - 1 : -1], head, torch.tensor(tokens))
+    return ops.linear_logp(hidden[len(prompt) - 1 : -1], head, ids[len(prompt) :]).cpu()
 
 
 def mixture(x, arch, weights):

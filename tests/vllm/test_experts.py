@@ -195,6 +195,12 @@ def assert_same(actual, expected):
         assert_bitwise_equal(torch.tensor(a), torch.tensor(b))
 
 
+def assert_composed(found, path, prompts, device="cpu"):
+    """Against the ops on whole weights."""
+    for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
+        assert_bitwise_equal(torch.tensor(logprobs), moe.logprobs(path, prompt, tokens, device))
+
+
 def test_status(engine):
     (worker,) = engine(statuses)
     assert worker["patched"]
@@ -216,8 +222,7 @@ def test_status(engine):
 
 def test_a_batch_is_what_the_ops_compute(engine, sampled, prompts, small, dtype):
     """In chunks of 64 tokens, mixed with decoding."""
-    for prompt, (tokens, found) in zip(prompts, sampled, strict=True):
-        assert_bitwise_equal(torch.tensor(found), moe.logprobs(small(dtype=dtype), prompt, tokens))
+    assert_composed(sampled, small(dtype=dtype), prompts)
 
 
 def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
@@ -230,33 +235,29 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
 
 
 @pytest.mark.parametrize(
-    "dtype, expert_parallel",
+    "number_type, expert_parallel",
     [("bfloat16", False), ("bfloat16", True), ("float32", True)],
-    indirect=["dtype"],
     ids=["bfloat16-tp2", "bfloat16-ep2", "float32-ep2"],
-    scope="module",
 )
-def test_over_ranks(vllm_process, small, dtype, sampled, prompts, expert_parallel):
+def test_over_ranks(vllm_process, small, prompts, number_type, expert_parallel):
     """Each rank has half of every expert, or half of the experts; whole prompts."""
-    process = vllm_process(**MULTIPROCESS)
-    options = {"dtype": dtype, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
-    process(start, small(dtype=dtype), options)
+    process, path = vllm_process(**MULTIPROCESS), small(dtype=number_type)
+    options = {"dtype": number_type, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+    process(start, path, options)
     workers = process(statuses)
     assert len(workers) == 2 and all(w["patched"] for w in workers)
-    assert_same(process(generate, prompts), sampled)
-    tokens = [tokens for tokens, _ in sampled]
-    assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), sampled)
-    process(reload, other := small(dtype=dtype, seed=1))
-    ((tokens, found),) = process(generate, prompts[-1:])
-    assert_bitwise_equal(torch.tensor(found), moe.logprobs(other, prompts[-1], tokens))
+    found = process(generate, prompts)
+    assert_composed(found, path, prompts)
+    tokens = [tokens for tokens, _ in found]
+    assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), found)
+    process(reload, other := small(dtype=number_type, seed=1))
+    assert_composed(process(generate, prompts[-1:]), other, prompts[-1:])
 
 
 @pytest.mark.parametrize("update", [load_in_place, reload], ids=lambda f: f.__name__)
 def test_weights_updated_in_place_reach_the_experts(engine, small, dtype, sampled, prompts, update):
     engine(update, other := small(dtype=dtype, seed=1))
-    prompt = prompts[1]
-    ((tokens, found),) = engine(generate, [prompt])
-    assert_bitwise_equal(torch.tensor(found), moe.logprobs(other, prompt, tokens))
+    assert_composed(engine(generate, prompts[1:2]), other, prompts[1:2])
     engine(update, small(dtype=dtype))
     assert_same(engine(generate, prompts), sampled)
 
@@ -294,8 +295,7 @@ def test_a_stock_engine_differs(vllm_process, small, prompts):
 )
 def test_other_mixtures(spare, small, prompts, arch, sizes):
     spare(start, path := small(arch, **sizes), {"dtype": "bfloat16"})
-    for prompt, (tokens, found) in zip(prompts, spare(generate, prompts), strict=True):
-        assert_bitwise_equal(torch.tensor(found), moe.logprobs(path, prompt, tokens))
+    assert_composed(spare(generate, prompts), path, prompts)
 
 
 @pytest.mark.parametrize(

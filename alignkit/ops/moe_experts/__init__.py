@@ -9,9 +9,7 @@ import torch
 
 from ...contract import k_leaves
 from ...contract.experts import ExpertTree
-from ...dist import TP
-from ...dist.tp import check_same_across
-from ...errors import InputError
+from ...dist import TP, check_same_across, check_same_values_across
 from ...runtime import dispatch
 from ...runtime.operands import operand
 from .._calls import differentiable_once, op
@@ -217,8 +215,7 @@ def moe_experts(
     args = (x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather)
     check_same_across((tp, ep), "moe_experts", lambda: _check(*args))
     if not gather:
-        for group in (tp, ep):
-            group.check_same_values("moe_experts", ids=ids)
+        check_same_values_across((tp, ep), "moe_experts", ids=ids.detach())
     matrices = Matrices(gate_up), Matrices(down)
     ranks = Ranks(len(gate_up) * ep.size, int(first_expert), tp, ep, bool(gather))
     return _Experts.apply(x, ids, weights, ranks, tuple(m.stacked for m in matrices), *_listed(*matrices))
@@ -231,8 +228,11 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
         check_like(name, given, "x", x)
         shape = tuple(given.shape)
     else:
-        if not isinstance(given, (list, tuple)):
-            raise InputError(f"{name}: expected a tensor or a sequence of them, got {type(given).__name__}")
+        listed = given if isinstance(given, (list, tuple)) else [given]
+        odd = next((type(w).__name__ for w in listed if not isinstance(w, torch.Tensor)), None)
+        require(
+            odd is None, f"{name}: expected a tensor or a sequence of them, got {'one of ' * (listed is given)}{odd}"
+        )
         require(len(given) > 0, f"{name}: no experts")
         for e, w in enumerate(given):
             check_tensor(f"{name}[{e}]", w, 2)
