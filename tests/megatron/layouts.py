@@ -6,9 +6,9 @@ import itertools
 
 import torch
 
-from alignkit.convert import read_architecture, to_hf
+from alignkit.convert import read_architecture
 from alignkit.megatron import logprobs, patch_megatron
-from alignkit.megatron.build import whole_name
+from alignkit.megatron.build import whole
 from alignkit.megatron.cpu import cpu_host
 from tests.megatron import workers
 
@@ -51,7 +51,7 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
 
     how: `layout`'s. fields: of the TransformerConfig, with `sequence_parallel`. by: "logprobs" or the "loss call".
     change: called with this rank's chunks before the step."""
-    from megatron.core import distributed, parallel_state
+    from megatron.core import distributed
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     arch = read_architecture(model_dir)
@@ -109,9 +109,8 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
         )
         distributed.finalize_model_grads(chunks)
         grads = {}
-        group = parallel_state.get_tensor_model_parallel_group()
         for model in models:
-            grads |= whole_grads(model, arch, group)
+            grads |= whole_grads(model, arch)
         return list(said) or None, grads
 
 
@@ -135,12 +134,10 @@ def part(given, params, group):
     return get_batch_on_this_cp_rank(given, cp_group=group, **hybrid)
 
 
-def whole_grads(model, arch, group):
-    """HF name -> main_grad, put together of the tensor-parallel ranks' parts."""
-    from alignkit.dist import TP
-
-    grads = {whole_name(model, name): p.main_grad for name, p in model.named_parameters()}
-    return {name: t.cpu() for name, t in to_hf(arch, grads, lambda name: TP(group).all_gather(grads[name]))}
+def whole_grads(model, arch):
+    """HF name -> main_grad, put together of the tensor-parallel ranks' parts, and of those of the ranks that share experts."""
+    grads = {name: p.main_grad for name, p in model.named_parameters()}
+    return {name: t.cpu() for name, t in whole(model, arch, grads)}
 
 
 def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False, change=None):
@@ -192,7 +189,7 @@ def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False,
         (-result.log_probs.sum() / counted.sum()).backward()
         distributed.finalize_model_grads([ddp])
         # DDP takes the mean over the ranks, of which each had a part of the sum.
-        grads = {name: g * cp for name, g in whole_grads(model, arch, model.pg_collection.tp).items()}
+        grads = {name: g * cp for name, g in whole_grads(model, arch).items()}
         mine = own["labels"] != workers.IGNORE
         place = own["places"]
         said = tuple(t[mine].detach().cpu() for t in (place, result.log_probs, result.entropy))

@@ -30,6 +30,55 @@ def test_round_trip(arch, tied, tp, checkpoint):
         assert torch.equal(tensor, weights[name]), name
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_over_ranks(grouped, checkpoint):
+    """Each has neighbours of its own, cut as its expert-tensor-parallel rank says, whatever the other weights' cut is."""
+    path = checkpoint("qwen3_moe", experts=6, intermediate=64)
+    shape, weights = read_architecture(path), Checkpoint(path)
+    held = [
+        to_megatron(
+            shape,
+            weights,
+            ep_rank=ep,
+            ep_size=2,
+            expert_tp_rank=tp,
+            expert_tp_size=2,
+            fused_norms=grouped,
+            grouped_experts=grouped,
+        )
+        for ep in range(2)
+        for tp in range(2)
+    ]
+    experts = "decoder.layers.1.mlp.experts."
+    name = experts + ("linear_fc1.weight1" if grouped else "local_experts.1.linear_fc1.weight")
+    gate, up = (weights[f"model.layers.1.mlp.experts.4.{part}_proj.weight"] for part in ("gate", "up"))
+    assert torch.equal(
+        held[3][name], torch.cat([gate[32:], up[32:]])
+    )  # of the second rank its second expert, its second half
+    assert len([name for name in held[0] if name.startswith(experts)]) == 2 * 3
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in held[0]  # before experts no linear has it within
+
+    def shards(name):
+        return [part[name] for part in held] if ".experts." in name else [held[0][name]]
+
+    back = dict(to_hf(shape, held[0], shards, ep_size=2))
+    assert back.keys() == set(weights) and all(torch.equal(back[name], weights[name]) for name in back)
+
+
+@pytest.mark.parametrize(
+    "ranks, error, named",
+    [
+        ({"ep_size": 4}, UnsupportedError, "ep: 4 expert-parallel ranks do not divide 6 experts"),
+        ({"ep_size": 2, "ep_rank": 2}, InputError, "ep_rank"),
+        ({"expert_tp_size": 2, "expert_tp_rank": -1}, InputError, "expert_tp_rank"),
+    ],
+)
+def test_ranks_that_hold_no_experts(ranks, error, named, checkpoint):
+    path = checkpoint("qwen3_moe", experts=6, intermediate=64)
+    with pytest.raises(error, match=f"^{named}"):
+        to_megatron(read_architecture(path), Checkpoint(path), **ranks)
+
+
 def test_norms_within_the_linears_after_them(checkpoint):
     """As TransformerEngine's layer spec names them; the tensors are the same, and so is what comes back."""
     shape, weights = read_architecture(checkpoint("qwen3")), Checkpoint(checkpoint("qwen3"))

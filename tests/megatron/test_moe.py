@@ -11,7 +11,7 @@ from alignkit.convert import Checkpoint, read_architecture
 from alignkit.errors import UnsupportedError
 from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
-from tests.megatron import mixtures, reference, workers
+from tests.megatron import layouts, mixtures, reference, workers
 from tests.megatron.test_gradients import bound
 from tests.megatron.test_recompute import RECOMPUTED
 
@@ -220,6 +220,30 @@ def test_recomputation_changes_no_gradient(mixture, rows, world, two):
                     assert_bitwise_equal(grads[name], g, f"{called}, {kind}: {name}")
 
 
+def test_the_distributed_optimizer(mixture, rows, two):
+    """Of experts on each rank, and of all on both: it gathers weights while the forward runs."""
+    for how in ({}, dict(ep=2)):
+        given = mixture(layers=1, experts=4), torch.bfloat16, rows, how
+        plain = two.run(2, partial(layouts.data_parallel, distributed=False), *given)
+        overlapped = two.run(2, partial(layouts.data_parallel, overlap=True), *given)
+        for (losses, weights), (wanted, its) in zip(overlapped, plain, strict=True):
+            assert losses == wanted and losses[0] != losses[1]
+            for name, weight in weights.items():
+                assert_bitwise_equal(weight, its[name], name)
+
+
+def test_context_and_pipeline_parallelism(mixture, rows, alone, two):
+    path, dtype = mixture(), torch.bfloat16
+    expected = alone(dtype)["padded"]
+    results = two.run(2, layouts.context, path, dtype, rows, dict(cp=2, ep=2), {})
+    place, logp = (torch.cat([said[i] for said, *_ in results]) for i in (0, 1))
+    cooled = alone(dtype)["logprobs at 0.7"]
+    assert_bitwise_equal(logp[place.argsort()], cooled, "context")
+    said, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
+    got = torch.cat([logp for _, logp in said])
+    assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
+
+
 def test_weights_over_ranks(mixture, two):
     path = mixture()
     held = Checkpoint(path)
@@ -258,6 +282,17 @@ def test_one_rank_of_two(how, mixture, two):
         for what in mixtures.WRONG:
             kind, message = raised[what]
             assert kind in ("InputError", "UnsupportedError") and what.split(":")[0] in message, (what, message)
+
+
+def test_four_ranks(mixture, rows, world, four):
+    """Groups of experts that are wider than those of tensor-parallel ranks, and cross them; and what one rank refuses."""
+    expected, _ = mixtures.of_parts_logprobs(None, rows, {}, False, torch.bfloat16)
+    wider = dict(tp=2, ep=4, etp=1)
+    for how, sp in ((dict(tp=2, ep=2, etp=2), True), (wider, True), (wider, False), (dict(tp=1, ep=2, etp=2), False)):
+        for result, which in four.run(4, mixtures.of_parts_logprobs, rows, how, sp, torch.bfloat16):
+            assert_bitwise_equal(result, of_rows(expected, rows, which), f"{how}")
+    for raised in four.run(4, mixtures.wrong_on_one_rank, mixture(), wider):
+        assert raised.keys() == mixtures.WRONG.keys()
 
 
 REFUSED = {
