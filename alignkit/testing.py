@@ -100,9 +100,9 @@ class Ranks:
         value = pickle.loads(value)
         return rank, value if trace is None else Failed(value[0], value[1], trace)
 
-    def run(self, size: int, function: Callable, *args: Any) -> list[Any]:
+    def run(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """`outcomes`, raising the first rank's failure with its traceback."""
-        results = self.outcomes(size, function, *args)
+        results = self.outcomes(size, function, *args, timeout=timeout)
         for rank, r in enumerate(results):
             if isinstance(r, Failed):
                 raise RuntimeError(f"rank {rank}: {r.traceback}")

@@ -95,6 +95,9 @@ class OutputLayer(ColumnParallelLinear):
         return into(input_, self.weight if weight is None else weight)
 
 
+OutputLayer.__name__ = ColumnParallelLinear.__name__  # weight converters go by it
+
+
 class RowParallelLinear(layers.RowParallelLinear):
     """``ops.row_parallel_linear``, which also does the reduction over ranks."""
 

@@ -1,0 +1,89 @@
+"""Layouts that RL frameworks start vLLM in: processes that a launcher started, with a worker extension that loads weights."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from alignkit.errors import UnsupportedError
+from alignkit.testing import free_port
+from tests.vllm.conftest import ENGINE
+from tests.vllm.test_processes import greedy, reload, start, statuses
+
+
+class Launched:
+    """Two processes with the variables that torchrun sets, each an engine's tensor-parallel rank. Calls go to both."""
+
+    def __init__(self, vllm_process):
+        port = str(free_port())
+        ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.processes = [vllm_process(RANK=str(r), LOCAL_RANK=str(r), **ranks) for r in range(2)]
+        self.pool = ThreadPoolExecutor(2)
+
+    def __call__(self, function, *args):
+        return list(self.pool.map(lambda process: process(function, *args), self.processes))
+
+
+def launch(state, model):
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    state.patch = patch_vllm()
+    state.llm = LLM(
+        model,
+        dtype="bfloat16",
+        tensor_parallel_size=2,
+        distributed_executor_backend="external_launcher",
+        worker_extension_cls="tests.vllm.extension.Buckets",
+        **ENGINE,
+    )
+
+
+def load_in_buckets(state, model):
+    found = state.llm.collective_rpc("load_in_buckets", args=(str(Path(model) / "model.safetensors"), 5))
+    state.llm.reset_prefix_cache()
+    return found
+
+
+@pytest.fixture(scope="module")
+def launched(vllm_process, checkpoint):
+    ranks = Launched(vllm_process)
+    ranks(launch, checkpoint())
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def alone(vllm_process, checkpoint):
+    """An engine in one process."""
+    process = vllm_process()
+    process(start, checkpoint(), 1)
+    return process
+
+
+def test_an_external_launcher_and_weights_in_buckets(launched, alone, checkpoint, prompts):
+    """Both ranks give the bits of an engine of one worker, of the weights that it began with and of those that came."""
+    first = alone(greedy, prompts)
+    assert launched(greedy, prompts) == [first, first]
+    assert all(count[0] > 20 for count in launched(load_in_buckets, checkpoint(seed=1)))
+    alone(reload, checkpoint(seed=1))
+    second = alone(greedy, prompts)
+    assert second != first
+    assert launched(greedy, prompts) == [second, second]
+    for (worker,) in launched(statuses):
+        assert worker["patched"] and worker["modules"]["AlignedRowParallelLinear"] == 8
+
+
+def derived(state, model):
+    """A worker class that derives from alignkit's may override what keeps it aligned."""
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    with patch_vllm():
+        LLM(model, worker_cls="tests.vllm.test_layouts.Mine", **ENGINE)
+
+
+def test_a_worker_class_is_refused(vllm_process, checkpoint):
+    with pytest.raises(UnsupportedError, match=r"worker_cls tests\.vllm\.test_layouts\.Mine"):
+        vllm_process()(derived, checkpoint())
