@@ -1039,7 +1039,7 @@ def test_table_of_where_drift_comes_from(tables):
 
 def test_verl_toy_task(module, tmp_path):
     """The tokenizer has fewer ids than config.json says, as Qwen3's; prompts are words of it; the reward is a share."""
-    verl = module("verl")
+    verl = module("verl_grpo")
     pytest.importorskip("transformers")
     from transformers import AutoTokenizer
 
@@ -1059,7 +1059,7 @@ def test_verl_toy_task(module, tmp_path):
 
 
 def test_verl_runs_differ_by_the_line_alone(module, tmp_path):
-    verl = module("verl")
+    verl = module("verl_grpo")
     aligned, stock = (verl.command(verl.LAYOUTS["pp2"], a, tmp_path / "r.py", ["x.y=1"]) for a in (True, False))
     assert [word for word in stock if word not in aligned] == [f"{verl.LINE}=null"]
     assert verl.LINE + "=alignkit.integrations.verl" in Path(aligned[1]).read_text()
@@ -1068,7 +1068,7 @@ def test_verl_runs_differ_by_the_line_alone(module, tmp_path):
 
 def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    verl = module("verl")
+    verl = module("verl_grpo")
     verl_json = tmp_path / "verl.json"
 
     def run(command, env, **_):
@@ -1084,7 +1084,7 @@ def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch):
         verl, "subprocess", type("Subprocess", (), {k: staticmethod(v) if k == "run" else v for k, v in made.items()})
     )
     monkeypatch.setattr(verl, "toy", lambda folder, sizes: (folder / "m", folder / "d.jsonl", folder / "r.py"))
-    arguments = ["verl.py", "--layouts", "cp2", "--steps", "2", "--out", str(verl_json)]
+    arguments = ["verl_grpo.py", "--layouts", "cp2", "--steps", "2", "--out", str(verl_json)]
     monkeypatch.setattr(sys, "argv", arguments)
     for _ in range(2):  # a second time in the place of the first
         with pytest.raises(SystemExit) as ended:

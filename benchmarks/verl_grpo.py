@@ -1,4 +1,4 @@
-"""verl's GRPO with and without the line that aligns it: ``make gpu-verl``, or ``python benchmarks/verl.py``.
+"""verl's GRPO with and without the line that aligns it: ``make gpu-verl``, or ``python benchmarks/verl_grpo.py``.
 
 Runs `examples/verl/grpo.sh` on a random-weight model of Qwen3-0.6B's shapes and a toy task, both made here: nothing is
 downloaded. verl's own metrics of every step, as its file logger writes them, go to verl.json:
