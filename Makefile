@@ -85,7 +85,7 @@ gpu-where-drift:
 
 # verl's GRPO with and without the line that aligns it. It needs verl, Ray and TransformerEngine too.
 gpu-verl:
-	$(GPU) benchmarks/verl.py $(VERL_ARGS)
+	$(GPU) benchmarks/verl_grpo.py $(VERL_ARGS)
 
 # The op tests under compute-sanitizer.
 gpu-sanitize:

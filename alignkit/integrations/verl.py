@@ -53,7 +53,7 @@ class Patch(engine_patch.Patch):
     def install(self) -> None:
         import verl
 
-        self.version = verl.__version__
+        self.version = verl.__version__  # pyright: ignore[reportAttributeAccessIssue]
         if lacking := unresolved(Path(verl.__file__).parent, SEAMS):
             raise UnsupportedError(f"verl {self.version} is not as known: {'; '.join(lacking)}")
         self._engines: list[engine_patch.Patch] = []

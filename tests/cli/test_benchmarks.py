@@ -1032,3 +1032,72 @@ def test_table_of_where_drift_comes_from(tables):
         "By itself `linear` makes the largest difference. "
         "Of `rope` by itself both engines' bits are the same, up to the logprob."
     )
+
+
+# verl
+
+
+def test_verl_toy_task(module, tmp_path):
+    """The tokenizer has fewer ids than config.json says, as Qwen3's; prompts are words of it; the reward is a share."""
+    verl = module("verl_grpo")
+    pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
+    sizes = verl.SMALL | {"layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "intermediate": 64, "vocab": 600}
+    model, data, reward = verl.toy(tmp_path, sizes)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert len(tokenizer) == 600 - 267
+    assert tokenizer.pad_token_id == 331 and tokenizer.eos_token_id == 332
+    prompts = [json.loads(line) for line in data.read_text().splitlines()]
+    assert len(prompts) == verl.PROMPTS
+    text = tokenizer.apply_chat_template(prompts[0]["prompt"], tokenize=False)
+    words = prompts[0]["prompt"][0]["content"].split()
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == [int(word[1:]) for word in words]
+    scores = {}
+    exec(reward.read_text(), scores)
+    assert scores["compute_score"]("even", "w2 w3 w4 <end>", "") == pytest.approx(2 / 3)
+
+
+def test_verl_runs_differ_by_the_line_alone(module, tmp_path):
+    verl = module("verl_grpo")
+    aligned, stock = (verl.command(verl.LAYOUTS["pp2"], a, tmp_path / "r.py", ["x.y=1"]) for a in (True, False))
+    assert [word for word in stock if word not in aligned] == [f"{verl.LINE}=null"]
+    assert verl.LINE + "=alignkit.integrations.verl" in Path(aligned[1]).read_text()
+    assert aligned[-1] == stock[-1] == "x.y=1"
+
+
+def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    verl = module("verl_grpo")
+    verl_json = tmp_path / "verl.json"
+
+    def run(command, env, **_):
+        value = 0.25 if command[-1] == f"{verl.LINE}=null" else 0.0
+        row = {"training/rollout_probs_diff_max": value, "rollout_corr/kl": 0.0, "timing_s/step": 1.0}
+        lines = [{"step": step, "data": row} for step in (1, 2)] + [{"step": 3, "data": {"val/x": 1.0}}]
+        Path(env["VERL_FILE_LOGGER_PATH"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert env["TRAIN_CP"] == "2" and env["ROLLOUT_TP"] == "2"
+        return type("Done", (), {"returncode": 0})
+
+    made = dict(run=run, STDOUT=None, TimeoutExpired=verl.subprocess.TimeoutExpired)
+    monkeypatch.setattr(
+        verl, "subprocess", type("Subprocess", (), {k: staticmethod(v) if k == "run" else v for k, v in made.items()})
+    )
+    monkeypatch.setattr(verl, "toy", lambda folder, sizes: (folder / "m", folder / "d.jsonl", folder / "r.py"))
+    arguments = ["verl_grpo.py", "--layouts", "cp2", "--steps", "2", "--out", str(verl_json)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    for _ in range(2):  # a second time in the place of the first
+        with pytest.raises(SystemExit) as ended:
+            verl.main()
+        assert ended.value.code == 0
+    runs = json.loads(verl_json.read_text())["runs"]
+    assert [(run["aligned"], run["rollout_tp"], run["training"]) for run in runs] == [
+        (True, 2, "CP 2"),
+        (False, 2, "CP 2"),
+    ]
+    assert runs[0]["steps"][0] == {"step": 1, "training/rollout_probs_diff_max": 0.0, "rollout_corr/kl": 0.0}
+    assert runs[1]["steps"][1]["training/rollout_probs_diff_max"] == 0.25
+    assert verl_json.with_suffix(".svg").exists()
+    monkeypatch.setattr(sys, "argv", [*arguments, "--steps", "3"])
+    with pytest.raises(SystemExit, match="failed: cp2"):
+        verl.main()

@@ -139,7 +139,7 @@ def test_a_recipe_of_nemo_rl_and_its_parent(tmp_path):
 def test_slime_is_refused_for_its_rollout(tmp_path):
     (tmp_path / "models").mkdir()
     write(tmp_path / "models" / "m.sh", "MODEL_ARGS=(\n   --num-experts 128\n)\n")
-    text = 'source "${SCRIPT_DIR}/models/m.sh"\nARGS=(\n   --tensor-model-parallel-size 2\n   --swiglu\n)\n'
+    text = 'source "${SCRIPT_DIR}/models/m.sh"\nARGS=(\n   --tensor-model-parallel-size 2\n   --hf-checkpoint /models/m\n)\n'
     said = found(recipes.read(write(tmp_path / "run.sh", text)))
     assert said["rollout"][0] == REFUSED
     assert said["--num-experts"] == (REFUSED, "2")

@@ -10,7 +10,7 @@ from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
 from .engines import megatron_refusal, model_refusal, vllm_refusal
 from .reading import Recipe, Setting
 
-LINE = ("policy.megatron_cfg.env_vars.ALIGNKIT_NEMO_RL", "1")
+LINE = ("PYTHONPATH", "$(python -m alignkit.integrations.startup):$PYTHONPATH")
 
 MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "policy.megatron_cfg.enabled": ((True,), "training: only Megatron-core is aligned", "enable policy.megatron_cfg"),
@@ -40,7 +40,7 @@ FREE = re.compile(
     r"enabled|(optimizer|scheduler|distributed_data_parallel_config|checkpoint|peft|fp8_cfg|env_vars)\..*|env_vars|"
     r"force_reconvert_from_hf|empty_unused_memory_level|activation_checkpointing|freeze_moe_router|use_gloo_process_groups|"
     r"fused_linear_logprobs_chunk_size|converter_type|train_iters|offload_modules|force_overwrite_initial_ckpt|"
-    r"expert_tensor_parallel_size|defer_fp32_logits|moe_.*|model_overrides|gradient_accumulation_fusion|force_.*|cuda_graph_(modules|scope|warmup_steps)"
+    r"expert_tensor_parallel_size|defer_fp32_logits|track_moe_metrics|clear_memory_caches_before_refit|moe_.*|model_overrides|gradient_accumulation_fusion|force_.*|cuda_graph_(modules|scope|warmup_steps)"
 )
 SERVING = re.compile(
     r"use_tqdm|enable_vllm_metrics_logger|vllm_metrics_logger_interval|expose_http_server|http_server_.*|reasoning_parser_plugin|"
@@ -73,15 +73,23 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
             good = setting.value in allowed
             yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why, change)
         elif key == "policy.generation.temperature":
-            good = isinstance(setting.value, (int, float)) and setting.value > 0
-            yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, "it must be positive")
+            mode = "policy.generation.vllm_cfg.logprobs_mode"
+            raw = setting.value != 1 and recipe.get(mode) != "processed_logprobs"
+            good = isinstance(setting.value, (int, float)) and setting.value > 0 and not raw
+            why, change = (
+                ("raw logprobs are those at temperature 1", f"set {mode}=processed_logprobs") if raw else ("", "")
+            )
+            yield (
+                Finding(setting, PASSES, "")
+                if good
+                else Finding(setting, REFUSED, why or "it must be positive", change)
+            )
         elif key.startswith(_MEGATRON) and recipe.get("policy.megatron_cfg.enabled"):
             yield _training(setting, key.removeprefix(_MEGATRON), others)
         elif (match := _VLLM.fullmatch(key)) and not SERVING.fullmatch(match[1]):
             why = vllm_refusal(match[1], setting.value)
             yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
-    if str(recipe.get(LINE[0])) != LINE[1]:
-        yield Finding(Setting(*LINE), ADD, "the line that aligns NeMo-RL")
+    yield Finding(Setting(*LINE), ADD, "in the environment of the run: the line that aligns NeMo-RL")
 
 
 def by_megatron(recipe: Recipe) -> bool:

@@ -13,6 +13,7 @@ from alignkit.errors import InputError
 
 FRAMEWORKS = {"verl": "actor_rollout_ref.", "NeMo-RL": "policy.", "slime": "--"}
 """Framework -> how the keys of its recipes begin."""
+MODEL_OF_SLIME = "--hf-checkpoint"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def read(path: Path) -> Recipe:
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"recipe: {path} cannot be read: {e}") from None
     counts = {name: sum(key.startswith(begins) for key in settings) for name, begins in FRAMEWORKS.items()}
+    if MODEL_OF_SLIME not in settings:  # other programs have options too, and slime files of a model's sizes alone
+        del counts["slime"]
     framework = max(counts, key=lambda name: counts[name])
     if not counts[framework]:
         raise InputError(f"recipe: {path} has no settings of {', '.join(FRAMEWORKS)}")

@@ -1,4 +1,4 @@
-"""verl's GRPO with and without the line that aligns it: ``make gpu-verl``, or ``python benchmarks/verl.py``.
+"""verl's GRPO with and without the line that aligns it: ``make gpu-verl``, or ``python benchmarks/verl_grpo.py``.
 
 Runs `examples/verl/grpo.sh` on a random-weight model of Qwen3-0.6B's shapes and a toy task, both made here: nothing is
 downloaded. verl's own metrics of every step, as its file logger writes them, go to verl.json:
@@ -95,8 +95,6 @@ def toy(folder: Path, sizes: dict) -> tuple[Path, Path, Path]:
     model = make_checkpoint(folder / "model", dtype=torch.bfloat16, **sizes)
     write_tokenizer(model, sizes["vocab"] - 267)  # as Qwen3, whose tokenizer has fewer ids than its config.json says
     generator = torch.Generator().manual_seed(0)
-    import pandas
-
     prompts = []
     for index in range(PROMPTS):
         length = int(torch.randint(8, 200, (), generator=generator))
@@ -109,14 +107,15 @@ def toy(folder: Path, sizes: dict) -> tuple[Path, Path, Path]:
                 "extra_info": {"index": index},
             }
         )
-    pandas.DataFrame(prompts).to_parquet(folder / "train.parquet")
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     reward = folder / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n"
         "    words = [w for w in solution_str.split() if w[1:].isdigit()]\n"
         "    return sum(int(w[1:]) % 2 == 0 for w in words) / max(len(words), 1)\n"
     )
-    return model, folder / "train.parquet", reward
+    return model, data, reward
 
 
 def write_tokenizer(model: Path, size: int) -> None:

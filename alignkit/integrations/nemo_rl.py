@@ -1,0 +1,123 @@
+"""NeMo-RL: importing this module aligns it in this process.
+
+NeMo-RL has no plugins; it hands its environment to every process it starts. So the line is a variable:
+
+    export PYTHONPATH=$(python -m alignkit.integrations.startup):$PYTHONPATH
+
+Python then runs `startup/sitecustomize.py` in each of them, which imports this module as soon as NeMo-RL is imported there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+
+import alignkit
+from alignkit.engines import patch as engine_patch
+from alignkit.errors import UnsupportedError
+from alignkit.integrations.functions import require_known
+from alignkit.integrations.importing import WhenImported
+from alignkit.vllm.plugin import ENV
+
+
+class Patch(engine_patch.Patch):
+    """Handle of what is replaced in NeMo-RL, and in Megatron-core, in this process; `undo` restores it."""
+
+    engine, command = "NeMo-RL", "alignkit.integrations.nemo_rl"
+
+    def install(self) -> None:
+        self.version = getattr(sys.modules.get("nemo_rl"), "__version__", "unknown")
+        self._env = os.environ.get(ENV)
+        os.environ[ENV] = "1"  # vLLM's workers load alignkit's plugin; Ray hands this on to the processes it starts
+        self._engines: list[engine_patch.Patch] = []
+        self._later = WhenImported(
+            {
+                "nemo_rl.distributed.model_utils": self._logprobs,
+                "nemo_rl.models.megatron.train": self._temperature,
+                "nemo_rl.models.megatron.setup": self._models,
+            }
+        )
+        self._later.begin()
+
+    def restored(self) -> None:
+        if "_later" in vars(self):
+            self._later.end()
+            for handle in self._engines:
+                handle.undo()
+            if self._env is None:
+                os.environ.pop(ENV, None)
+            else:
+                os.environ[ENV] = self._env
+
+    def _logprobs(self, module) -> None:
+        plain, chunked = module.DistributedLogprob, module.ChunkedDistributedLogprob
+        require_known("NeMo-RL", plain.forward, chunked.forward)
+        self.replace(module, "DistributedLogprob", SimpleNamespace(apply=logprob))
+        self.replace(module, "ChunkedDistributedLogprob", SimpleNamespace(apply=chunked_logprob))
+        for name in ("DistributedLogprobWithSampling", "ChunkedDistributedLogprobWithSampling"):
+            self.replace(module, name, SimpleNamespace(apply=refuse_sampling))
+
+    def _temperature(self, module) -> None:
+        require_known("NeMo-RL", module.apply_temperature_scaling)
+        self.replace(module, "apply_temperature_scaling", scaled)
+
+    def _models(self, module) -> None:
+        from alignkit.megatron.patch import Patch as Megatron
+
+        fresh = Megatron.live() is None
+        handle = alignkit.patch_megatron()
+        if fresh:
+            self._engines.append(handle)
+        self.replace(module, "setup_model_and_optimizer", with_vocabulary(module.setup_model_and_optimizer))
+
+
+def logprob(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
+    """In place of ``DistributedLogprob.apply``: fp32 logits ``[b, s, V / tp]`` of an aligned model, target ``[b, s]``."""
+    from megatron.core.tensor_parallel import cross_entropy
+
+    from alignkit.megatron.patch import active
+
+    active()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        return -cross_entropy._VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, 0.0, group)
+
+
+def chunked_logprob(
+    vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only=False
+):
+    """In place of ``ChunkedDistributedLogprob.apply``: the op keeps to a workspace of its own, in which bits do not depend."""
+    return logprob(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, tp_group, inference_only)
+
+
+def refuse_sampling(*args, **kwargs):
+    raise UnsupportedError("policy.generation.top_k / top_p: their logprobs cannot be recomputed from the tokens alone")
+
+
+def scaled(logits: torch.Tensor, sampling_params):
+    """In place of ``apply_temperature_scaling``: a quotient. By a plain number a GPU multiplies with its reciprocal."""
+    if sampling_params is not None and sampling_params.temperature != 1.0:
+        logits.div_(torch.tensor(sampling_params.temperature, dtype=torch.float32, device=logits.device))
+    return logits
+
+
+def with_vocabulary(stock):
+    """``setup_model_and_optimizer``, whose model then knows its vocabulary: that of config.json, as vLLM samples from it."""
+
+    @functools.wraps(stock)
+    def setup(policy_cfg, megatron_cfg, *args, **kwargs):
+        from alignkit.megatron import set_vocab_size
+
+        made = stock(policy_cfg, megatron_cfg, *args, **kwargs)
+        if made.draft_model is not None:
+            raise UnsupportedError("policy.draft: speculative decoding is not supported")
+        set_vocab_size(made.model, int(megatron_cfg.model.vocab_size))
+        return made
+
+    return setup
+
+
+Patch.apply()

@@ -1,0 +1,24 @@
+"""Python runs this when it starts, where this folder is on PYTHONPATH. It imports nothing of alignkit's but one small file,
+until NeMo-RL is imported; and it runs the sitecustomize that it stands before, if there is one."""
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+
+def _load(spec):
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_importing = _load(importlib.util.spec_from_file_location("_alignkit_importing", _HERE.parent / "importing.py"))
+_importing.WhenImported({"nemo_rl": lambda _: importlib.import_module("alignkit.integrations.nemo_rl")}).begin()
+
+_others = [entry for entry in sys.path if entry and Path(entry).resolve() != _HERE]
+_next = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
+if _next is not None:
+    _load(_next)
