@@ -203,7 +203,7 @@ def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, l
     yield "rope", lambda x, p: ops.rope(x.unflatten(-1, (-1, 64)), p, table), [x, positions]
     yield "silu_mul", ops.silu_mul, [x, residual]
     yield ("linear_logp", lambda x, t: ops.linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
-    logits = ops.linear(x, weight[:_EXPERTS], out_dtype=torch.float32)
+    logits = _normal(17, _ROWS, _EXPERTS, dtype=torch.float32, device=device)
     weights, ids = ops.moe_router(logits, 2)
     experts = _experts(dtype, device)
     yield "moe_router", lambda z: ops.moe_router(z, 2), [logits]
@@ -374,7 +374,7 @@ def _sharded(tp: TP) -> list[torch.Tensor]:
         results += ops.linear_logp(
             x, weight[first:last], target, vocab_size=_VOCAB, vocab_start=first, tp=tp, return_entropy=True
         )
-        weights, ids = ops.moe_router(ops.linear(x, weight[:_EXPERTS], out_dtype=torch.float32), 2)
+        weights, ids = ops.moe_router(_normal(17, _ROWS, _EXPERTS, dtype=torch.float32), 2)
         mine = [t.chunk(tp.size)[tp.rank] for t in _experts(dtype)]
         results.append(ops.moe_experts(x, ids, weights, *mine, first_expert=len(mine[0]) * tp.rank, ep=tp))
     return results
