@@ -30,6 +30,10 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
         super(UnquantizedFusedMoEMethod, self).__init__(moe)
 
     @property
+    def supports_internal_mk(self) -> bool:
+        return True  # vLLM 0.26 makes a kernel for methods that have none of their own
+
+    @property
     def is_monolithic(self) -> bool:
         return False
 

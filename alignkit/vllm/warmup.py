@@ -37,7 +37,7 @@ def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], o
                 library.linear(x[:rows], weight, bias)
     runner = next((m for m in model.modules() if isinstance(m, MoERunner)), None)
     if runner is not None:
-        like = runner.routed_experts.w13_weight
+        like: Any = runner.routed_experts.w13_weight
         x = torch.zeros(tokens, like.shape[-1], dtype=like.dtype, device=like.device)
         logits = torch.zeros(tokens, runner.moe_config.num_experts, device=like.device)
         for rows in ladder(tokens):
