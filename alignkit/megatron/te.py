@@ -112,6 +112,7 @@ class GroupedOfExperts(Replacement):
     op = "moe_experts"
     must = _QUANTIZED | {"te_return_bias": False, "use_bias": False}
     hands_down = True
+    num_gemms: int
 
     def forward(self):
         return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
