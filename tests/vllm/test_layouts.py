@@ -49,8 +49,18 @@ def load_in_buckets(state, model):
 @pytest.fixture(scope="module")
 def launched(vllm_process, checkpoint):
     ranks = Launched(vllm_process)
-    ranks(launch, checkpoint())
+    forget_shared_memory()
+    try:
+        ranks(launch, checkpoint())
+    finally:
+        forget_shared_memory()
     return ranks
+
+
+def forget_shared_memory():
+    """vLLM's CPU ranks name theirs by the engine, which has no name under a launcher: what one leaves stops the next."""
+    for file in Path("/dev/shm").glob("-tp:0-*cpushm_*"):
+        file.unlink()
 
 
 @pytest.fixture(scope="module")
