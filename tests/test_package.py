@@ -126,6 +126,8 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
         "alignkit/py.typed",
         "alignkit/golden_cpu.json",
         "alignkit/check/report.html.j2",
+        "alignkit/integrations/functions.json",
+        "alignkit/integrations/startup/sitecustomize.py",
     } <= inside
     assert ("alignkit/_sm90.so" in inside) == cuda
     assert not [name for name in inside if name.startswith(("tests", "csrc", "benchmarks", "build"))]
