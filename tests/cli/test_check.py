@@ -112,7 +112,7 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
         "tp2-sp-ep2": (2, 2, 2),
     }
     assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep"}
-    assert not [r for r in plan.rows(["bfloat16"], 2, True, experts=True) if r.rollout == "tp2-ep" and not r.patched]
+    assert not [r for r in plan.rows(["bfloat16"], 2, True, experts=True) if r.rollout_tp == 2 and not r.patched]
     assert rollouts["tp2-ep"]["tp"] == 2 and [run["mode"] for run in rollouts["tp2-ep"]["runs"]] == ["batch"]
 
 
