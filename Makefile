@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
 
-.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -36,7 +36,7 @@ fuzz: setup
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -73,6 +73,10 @@ gpu-gdn:
 # RMSNorm, forward and backward, beside its peers and a copy.
 gpu-rms:
 	$(GPU) benchmarks/rms_norm.py $(RMS_ARGS)
+
+# Mixture of experts beside its peers.
+gpu-moe:
+	$(GPU) benchmarks/moe.py $(MOE_ARGS)
 
 # Sums over tensor-parallel ranks beside NCCL's.
 gpu-tree-sum:

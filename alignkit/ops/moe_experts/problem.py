@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...errors import BackendError
+from ...runtime import families
 from ...runtime.operands import MOST, Operand, operand
 
 
@@ -78,7 +79,7 @@ _captured: list[torch.Tensor] = []
 
 def _table(device: torch.device, addresses: tuple[int, ...]) -> torch.Tensor:
     """int64 [..]: `addresses`."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = not families.on_host(device) and torch.cuda.is_current_stream_capturing()
     found = _tables.get((device, addresses))
     if found is None:
         if capturing:
