@@ -25,13 +25,24 @@ from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from .runtime import cuda, dispatch, native, shown
 from .runtime.families import CPU, SM90, on_host
 
-OPS = ("attention", "gated_delta_rule", "linear", "linear_logp", "rms_norm", "rope", "silu_mul")
+OPS = (
+    "attention",
+    "gated_delta_rule",
+    "linear",
+    "linear_logp",
+    "moe_products",
+    "moe_router",
+    "rms_norm",
+    "rope",
+    "sigmoid_mul",
+    "silu_mul",
+)
 ENGINES = {
     "vllm": ("vllm", lambda adapter: adapter.patch_vllm()),
     "megatron": ("megatron.core", lambda adapter: adapter.patch_megatron(vocab_size=1)),
 }
 PLUGIN_GROUP = "vllm.general_plugins"
-_ROWS, _WIDTH, _VOCAB, _TP = 23, 256, 300, 2
+_ROWS, _WIDTH, _VOCAB, _EXPERTS, _TP = 23, 256, 300, 8, 2
 
 
 def facts() -> Iterator[str]:
@@ -95,7 +106,10 @@ def self_test() -> Iterator[tuple[str, str | None]]:
                 f"linear_logp {short}: as log_softmax, token_logp and logp_from_logits of head_logits",
                 _attempt(_logp_of_logits, dtype, device),
             )
-    yield f"row_parallel_linear, linear_logp: {_TP} tensor-parallel ranks as one", _attempt(_tensor_parallel)
+    yield (
+        f"row_parallel_linear, linear_logp, moe_experts: {_TP} tensor- or expert-parallel ranks as one",
+        _attempt(_tensor_parallel),
+    )
 
 
 def _host(device: str) -> bool:
@@ -189,6 +203,18 @@ def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, l
     yield "rope", lambda x, p: ops.rope(x.unflatten(-1, (-1, 64)), p, table), [x, positions]
     yield "silu_mul", ops.silu_mul, [x, residual]
     yield ("linear_logp", lambda x, t: ops.linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
+    logits = _normal(17, _ROWS, _EXPERTS, dtype=torch.float32, device=device)
+    weights, ids = ops.moe_router(logits, 2)
+    experts = _experts(dtype, device)
+    yield "moe_router", lambda z: ops.moe_router(z, 2), [logits]
+    yield "moe_experts", lambda x, w, i: ops.moe_experts(x, i, w, *experts), [x, weights, ids]
+    yield "sigmoid_mul", lambda z, x: ops.sigmoid_mul(z[:, :1], x), [logits, x]
+
+
+def _experts(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down."""
+    gate_up = _normal(15, _EXPERTS, 64, _WIDTH, dtype=dtype, device=device)
+    return gate_up, _normal(16, _EXPERTS, _WIDTH, 32, dtype=dtype, device=device)
 
 
 def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
@@ -348,6 +374,9 @@ def _sharded(tp: TP) -> list[torch.Tensor]:
         results += ops.linear_logp(
             x, weight[first:last], target, vocab_size=_VOCAB, vocab_start=first, tp=tp, return_entropy=True
         )
+        weights, ids = ops.moe_router(_normal(17, _ROWS, _EXPERTS, dtype=torch.float32), 2)
+        mine = [t.chunk(tp.size)[tp.rank] for t in _experts(dtype)]
+        results.append(ops.moe_experts(x, ids, weights, *mine, first_expert=len(mine[0]) * tp.rank, ep=tp))
     return results
 
 

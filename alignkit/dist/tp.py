@@ -214,6 +214,16 @@ def check_same_across(groups: Sequence[TP], op: str, checks: Callable[[], Mappin
         raise error
 
 
+def check_same_values_across(groups: Sequence[TP], op: str, **tensors: torch.Tensor) -> None:
+    """`check_same_values` on a grid of ranks, as `check_same_across`."""
+    groups = [group for group in groups if group.size > 1 and not group.agreed]
+    if groups and (strict() or all(families.on_host(t.device) for t in tensors.values())):
+        check_same_across(groups, op, lambda: {f"{name}, its values": _digest(t) for name, t in tensors.items()})
+        return
+    for group in groups:
+        group.check_same_values(op, **tensors)
+
+
 def _as_alignkit(error: Exception) -> tuple[type[AlignkitError], str]:
     """What other ranks raise for it."""
     if isinstance(error, AlignkitError):

@@ -34,6 +34,7 @@ def library() -> ctypes.CDLL:
         )
     lib = built.load(LIBRARY, families.CPU.part)
     built.check_layout(lib, "Attention", _Attention)
+    built.check_layout(lib, "Routing", _Routing)
     lib.alignkit_isa.restype = ctypes.c_char_p
     wanted = config.cpu_isa
     if not lib.alignkit_choose_isa(wanted.encode()):
@@ -309,6 +310,84 @@ def silu_mul_grad(gate, up, dy, dgate, dup) -> None:
         _ptr(dy),
         _ptr(dgate),
         _ptr(dup),
+        _threads(),
+    )
+
+
+def sigmoid_mul(gate, x, y) -> None:
+    library().alignkit_sigmoid_mul(
+        _long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(gate), _ptr(x), _ptr(y), _threads()
+    )
+
+
+def sigmoid_mul_grad(gate, x, dy, dgate, dx) -> None:
+    library().alignkit_sigmoid_mul_grad(
+        _long(x.shape[0]),
+        _long(x.shape[1]),
+        DTYPES[x.dtype],
+        _ptr(gate),
+        _ptr(x),
+        _ptr(dy),
+        _ptr(dgate),
+        _ptr(dx),
+        _threads(),
+    )
+
+
+class _Routing(ctypes.Structure):
+    _fields_ = (
+        [(n, ctypes.c_int64) for n in ("experts", "top_k", "groups", "top_groups")]
+        + [(n, ctypes.c_int) for n in ("sigmoid", "normalize")]
+        + [("scale", ctypes.c_float)]
+    )
+
+
+def _routing(experts, how) -> _Routing:
+    return _Routing(experts, how.top_k, how.groups, how.top_groups, how.sigmoid, how.normalize, how.scale)
+
+
+def route(z, bias, how, weights, ids) -> None:
+    args = _routing(z.shape[1], how)
+    library().alignkit_route(
+        _long(z.shape[0]), ctypes.byref(args), _ptr(z), _ptr(bias), _ptr(weights), _ptr(ids), _threads()
+    )
+
+
+def route_grad(z, ids, grad, how, dz) -> None:
+    args = _routing(z.shape[1], how)
+    library().alignkit_route_grad(
+        _long(z.shape[0]), ctypes.byref(args), _ptr(z), _ptr(ids), _ptr(grad), _ptr(dz), _threads()
+    )
+
+
+def combine(y, place, ids, weights, experts, out) -> None:
+    library().alignkit_combine(
+        _long(out.shape[0]),
+        _long(out.shape[1]),
+        _long(ids.shape[1]),
+        _long(experts),
+        DTYPES[y.dtype],
+        _ptr(y),
+        _ptr(place),
+        _ptr(ids),
+        _ptr(weights),
+        DTYPES[out.dtype],
+        _ptr(out),
+        _threads(),
+    )
+
+
+def weigh(g, a, w, dw, wg, wa) -> None:
+    library().alignkit_weigh(
+        _long(a.shape[0]),
+        _long(a.shape[1]),
+        DTYPES[a.dtype],
+        _ptr(g),
+        _ptr(a),
+        _ptr(w),
+        _ptr(dw),
+        _ptr(wg),
+        _ptr(wa),
         _threads(),
     )
 

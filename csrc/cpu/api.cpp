@@ -20,6 +20,7 @@ static const Kernels* pick(const char* name) {
 
 static const Kernels* current = pick(nullptr);
 
+ALIGNKIT_LAYOUT(Routing, experts, top_k, groups, top_groups, sigmoid, normalize, scale)
 ALIGNKIT_LAYOUT(Attention, dtype, threads, heads_q, heads_kv, dim, seqs, scale, q, k, v, q_row, q_head, k_row, k_head,
                 v_row, v_head, q_start, kv_start, kv_rows)
 
@@ -102,6 +103,35 @@ void alignkit_silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const
 void alignkit_silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu,
                             const void* dy, void* dg, void* du, int threads) {
     current->silu_mul_grad(rows, n, dtype, g, ldg, u, ldu, dy, dg, du, threads);
+}
+
+void alignkit_sigmoid_mul(i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads) {
+    current->sigmoid_mul(rows, n, dtype, gate, x, y, threads);
+}
+
+void alignkit_sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy, float* dgate,
+                               void* dx, int threads) {
+    current->sigmoid_mul_grad(rows, n, dtype, gate, x, dy, dgate, dx, threads);
+}
+
+void alignkit_route(i64 rows, const Routing* how, const float* z, const float* bias, float* weights, i64* ids,
+                    int threads) {
+    current->route(rows, *how, z, bias, weights, ids, threads);
+}
+
+void alignkit_route_grad(i64 rows, const Routing* how, const float* z, const i64* ids, const float* grad, float* dz,
+                         int threads) {
+    current->route_grad(rows, *how, z, ids, grad, dz, threads);
+}
+
+void alignkit_combine(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place, const i64* ids,
+                      const float* weights, int out_dtype, void* out, int threads) {
+    current->combine(rows, cols, k, experts, dtype, y, place, ids, weights, out_dtype, out, threads);
+}
+
+void alignkit_weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg, void* wa,
+                    int threads) {
+    current->weigh(rows, n, dtype, g, a, w, dw, wg, wa, threads);
 }
 
 void alignkit_attention(const Attention* p, void* out, float* m, float* l) { current->attention(*p, out, m, l); }

@@ -559,6 +559,256 @@ static void silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, co
         silu_mul_grad_t(rows, n, (const bf16*)g, ldg, (const bf16*)u, ldu, (const bf16*)dy, (bf16*)dg, (bf16*)du, threads);
 }
 
+template <class T>
+static void sigmoid_mul_t(i64 rows, i64 n, const float* gate, const T* x, T* y, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        float s = 1.f / (1.f + exp1(-gate[r]));
+        for (i64 j = 0; j < n; ++j) store(y + r * n + j, s * load(x + r * n + j));
+    });
+}
+
+static void sigmoid_mul(i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads) {
+    if (dtype == F32) sigmoid_mul_t(rows, n, gate, (const float*)x, (float*)y, threads);
+    else sigmoid_mul_t(rows, n, gate, (const bf16*)x, (bf16*)y, threads);
+}
+
+// The sum of a[j] * b[j]: lane j mod 16 a chain, the lanes joined by halving.
+template <class A, class B> static inline float lane_sum(i64 n, const A* a, const B* b) {
+    float s[16] = {};
+    i64 j = 0;
+    for (; j + 16 <= n; j += 16)
+        for (int l = 0; l < 16; ++l) s[l] = fma1(load(a + j + l), load(b + j + l), s[l]);
+    for (; j < n; ++j) s[j % 16] = fma1(load(a + j), load(b + j), s[j % 16]);
+    return tree<16>(s);
+}
+
+template <class T>
+static void sigmoid_mul_grad_t(i64 rows, i64 n, const float* gate, const T* x, const T* dy, float* dgate, T* dx,
+                               int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        float s = 1.f / (1.f + exp1(-gate[r]));
+        dgate[r] = lane_sum(n, dy + r * n, x + r * n) * s * (1.f - s);
+        for (i64 j = 0; j < n; ++j) store(dx + r * n + j, s * load(dy + r * n + j));
+    });
+}
+
+static void sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy, float* dgate,
+                             void* dx, int threads) {
+    if (dtype == F32) sigmoid_mul_grad_t(rows, n, gate, (const float*)x, (const float*)dy, dgate, (float*)dx, threads);
+    else sigmoid_mul_grad_t(rows, n, gate, (const bf16*)x, (const bf16*)dy, dgate, (bf16*)dx, threads);
+}
+
+// ---------------------------------------------------------------- mixture of experts
+
+// Leaves of the tree over experts: runs of an odd number of ids, each filled up to a power of two.
+struct ExpertTree {
+    i64 run, groups, width;
+    explicit ExpertTree(i64 experts) : groups(experts & -experts), width(1) {
+        run = experts / groups;
+        while (width < run) width *= 2;
+    }
+    i64 leaf(i64 expert) const { return expert / run * width + expert % run; }
+    i64 leaves() const { return groups * width; }
+};
+
+// The tree over experts of v, where `chosen` is null or set; `memory` holds its leaves. A zero comes out positive.
+static float sum_over_experts(const ExpertTree& tree, i64 experts, const float* v, const char* chosen, float* memory) {
+    for (i64 i = 0; i < tree.leaves(); ++i) memory[i] = 0.f;
+    for (i64 e = 0; e < experts; ++e)
+        if (!chosen || chosen[e]) memory[tree.leaf(e)] = v[e];
+    for (i64 n = tree.leaves(); n > 1; n /= 2)
+        for (i64 i = 0; i < n / 2; ++i) memory[i] = memory[2 * i] + memory[2 * i + 1];
+    return memory[0] + 0.f;
+}
+
+// The index of the best of v that is not out, and there is one: the greatest, NaN above all, of equal ones the first.
+static i64 best(i64 n, const float* v, const char* out) {
+    i64 at = 0;
+    while (out[at]) ++at;
+    for (i64 i = at + 1; i < n; ++i)
+        if (!out[i] && (v[i] > v[at] || (v[i] != v[i] && v[at] == v[at]))) at = i;
+    return at;
+}
+
+// What a thread needs of memory for a row.
+struct Row {
+    Array<float> scores, values, leaves, groups;
+    Array<char> out, of_groups;
+    Row(const Routing& how, const ExpertTree& tree)
+        : scores(how.experts), values(how.experts), leaves(tree.leaves()), groups(how.groups), out(how.experts),
+          of_groups(how.groups) {}
+};
+
+static void scores(const Routing& how, const float* z, float* s) {
+    if (how.sigmoid) {
+        for (i64 e = 0; e < how.experts; ++e) s[e] = 1.f / (1.f + exp1(-z[e]));
+        return;
+    }
+    float top = z[0];
+    for (i64 e = 1; e < how.experts; ++e) top = z[e] > top || z[e] != z[e] ? z[e] : top;  // a NaN stays
+    for (i64 e = 0; e < how.experts; ++e) s[e] = exp1(z[e] - top);
+}
+
+// What scores are divided by; chosen: a flag for each expert.
+static float divisor(const Routing& how, const ExpertTree& tree, const float* s, const char* chosen, float* memory) {
+    if (how.sigmoid && !how.normalize) return 1.f;
+    float sum = sum_over_experts(tree, how.experts, s, how.normalize ? chosen : nullptr, memory);
+    return how.sigmoid ? sum + 1e-20f : sum;
+}
+
+// row.out <- whether an expert is chosen, by `values`.
+static void choose(const Routing& how, const float* values, Row& row) {
+    i64 size = how.experts / how.groups;
+    char* out = row.out.data();
+    for (i64 e = 0; e < how.experts; ++e) out[e] = how.groups > 1;
+    if (how.groups > 1) {
+        for (i64 g = 0; g < how.groups; ++g) {
+            const float* v = values + g * size;
+            char* of = out + g * size;
+            for (i64 e = 0; e < size; ++e) of[e] = 0;
+            i64 first = best(size, v, of);
+            row.groups[g] = v[first];
+            if (size > 1) {
+                of[first] = 1;
+                row.groups[g] = v[first] + v[best(size, v, of)];
+            }
+            for (i64 e = 0; e < size; ++e) of[e] = 1;
+            row.of_groups[g] = 0;
+        }
+        for (i64 i = 0; i < how.top_groups; ++i) {
+            i64 g = best(how.groups, row.groups.data(), row.of_groups.data());
+            row.of_groups[g] = 1;
+            for (i64 e = 0; e < size; ++e) out[g * size + e] = 0;
+        }
+    }
+    for (i64 i = 0; i < how.top_k; ++i) out[best(how.experts, values, out)] = 2;
+    for (i64 e = 0; e < how.experts; ++e) out[e] = out[e] == 2;
+}
+
+static void route(i64 rows, Routing how, const float* z, const float* bias, float* weights, i64* ids, int threads) {
+    ExpertTree tree(how.experts);
+    parallel(rows, threads, [&](i64 r) {
+        Row row(how, tree);
+        float* s = row.scores.data();
+        scores(how, z + r * how.experts, s);
+        const float* values = how.sigmoid ? s : z + r * how.experts;
+        if (bias) {
+            for (i64 e = 0; e < how.experts; ++e) row.values[e] = values[e] + bias[e];
+            values = row.values.data();
+        }
+        choose(how, values, row);
+        float total = divisor(how, tree, s, row.out.data(), row.leaves.data());
+        for (i64 e = 0, i = r * how.top_k; e < how.experts; ++e)
+            if (row.out[e]) {
+                ids[i] = e;
+                weights[i++] = s[e] / total * how.scale;
+            }
+    });
+}
+
+static void route_grad(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz, int threads) {
+    ExpertTree tree(how.experts);
+    parallel(rows, threads, [&](i64 r) {
+        Row row(how, tree);
+        float *s = row.scores.data(), *terms = row.values.data(), *g = dz + r * how.experts;
+        char* chosen = row.out.data();
+        scores(how, z + r * how.experts, s);
+        for (i64 e = 0; e < how.experts; ++e) g[e] = chosen[e] = 0;
+        for (i64 i = r * how.top_k; i < (r + 1) * how.top_k; ++i) {
+            g[ids[i]] = grad[i] * how.scale;
+            chosen[ids[i]] = 1;
+        }
+        float total = divisor(how, tree, s, chosen, row.leaves.data()), shared = 0.f;
+        bool divided = how.normalize || !how.sigmoid;
+        if (divided) {
+            for (i64 e = 0; e < how.experts; ++e) terms[e] = s[e] / total * g[e];
+            shared = sum_over_experts(tree, how.experts, terms, chosen, row.leaves.data());
+        }
+        for (i64 e = 0; e < how.experts; ++e) {
+            float d = divided ? g[e] - shared : g[e];
+            if (how.sigmoid) g[e] = chosen[e] ? (divided ? d / total : d) * s[e] * (1.f - s[e]) : 0.f;
+            else g[e] = chosen[e] || !how.normalize ? s[e] / total * d : 0.f;
+        }
+    });
+}
+
+// out <- the tree over experts of weights (1 if null) times y's rows; place[row][i] is that of ids[row][i], or -1.
+template <class T, class O>
+static void combine_t(i64 rows, i64 cols, i64 k, i64 experts, const T* y, const i64* place, const i64* ids,
+                      const float* weights, O* out, int threads) {
+    ExpertTree tree(experts);
+    i64 block = std::min(cols, BLOCK);
+    parallel(rows, threads, [&](i64 r) {
+        Array<float> parts(k * block);
+        Array<i64> leaf(k), pair(k), left(k), right(k), alive(k);
+        Array<float> weight(k);
+        i64 n = 0, sums = 0;
+        for (i64 i = r * k; i < (r + 1) * k; ++i) {
+            if (place[i] < 0) continue;
+            i64 at = n++, of = tree.leaf(ids[i]);
+            for (; at > 0 && leaf[at - 1] > of; --at) {
+                leaf[at] = leaf[at - 1];
+                pair[at] = pair[at - 1];
+                weight[at] = weight[at - 1];
+            }
+            leaf[at] = of;
+            pair[at] = place[i];
+            weight[at] = weights ? weights[i] : 1.f;
+        }
+        for (i64 i = 0; i < n; ++i) alive[i] = i;
+        for (i64 level = 1, m = n; m > 1; ++level) {  // neighbours under one node are added; absent leaves are 0
+            i64 kept = 0;
+            for (i64 i = 0; i < m; ++i) {
+                if (kept && leaf[alive[kept - 1]] >> level == leaf[alive[i]] >> level) {
+                    left[sums] = alive[kept - 1];
+                    right[sums++] = alive[i];
+                } else alive[kept++] = alive[i];
+            }
+            m = kept;
+        }
+        for (i64 j0 = 0; j0 < cols; j0 += block) {
+            i64 width = std::min(block, cols - j0);
+            O* o = out + r * cols + j0;
+            for (i64 i = 0; i < n; ++i) {
+                const T* p = y + pair[i] * cols + j0;
+                float *to = parts.data() + i * block, w = weight[i];
+                for (i64 j = 0; j < width; ++j) to[j] = w * load(p + j);
+            }
+            for (i64 i = 0; i < sums; ++i) {
+                float* a = parts.data() + left[i] * block;
+                const float* b = parts.data() + right[i] * block;
+                for (i64 j = 0; j < width; ++j) a[j] += b[j];
+            }
+            for (i64 j = 0; j < width; ++j) store(o + j, n ? parts[j] + 0.f : 0.f);
+        }
+    });
+}
+
+static void combine(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place, const i64* ids,
+                    const float* weights, int out_dtype, void* out, int threads) {
+    if (dtype == F32)
+        combine_t(rows, cols, k, experts, (const float*)y, place, ids, weights, (float*)out, threads);
+    else if (out_dtype == F32)
+        combine_t(rows, cols, k, experts, (const bf16*)y, place, ids, weights, (float*)out, threads);
+    else combine_t(rows, cols, k, experts, (const bf16*)y, place, ids, weights, (bf16*)out, threads);
+}
+
+template <class T>
+static void weigh_t(i64 rows, i64 n, const float* g, const T* a, const float* w, float* dw, T* wg, T* wa, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        dw[r] = lane_sum(n, g + r * n, a + r * n) + 0.f;
+        for (i64 j = r * n; j < (r + 1) * n; ++j) store(wg + j, w[r] * g[j]);
+        for (i64 j = r * n; j < (r + 1) * n; ++j) store(wa + j, w[r] * load(a + j));
+    });
+}
+
+// Of pairs with weights w: dw, the sums of g times a; w times g and w times a, in a's type.
+static void weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg, void* wa,
+                  int threads) {
+    if (dtype == F32) weigh_t(rows, n, g, (const float*)a, w, dw, (float*)wg, (float*)wa, threads);
+    else weigh_t(rows, n, g, (const bf16*)a, w, dw, (bf16*)wg, (bf16*)wa, threads);
+}
+
 // ---------------------------------------------------------------- attention
 
 constexpr i64 KB = NR;     // positions of a key block: the contract's KV_BLOCK
@@ -712,7 +962,8 @@ static void exp(i64 n, const float* x, float* y) {
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
 static const Kernels kernels = {STRING(ISA), gemm, round, add, logits, logits_back, join, log_probs, tile_stats, logits_grad,
-                                rms_norm, rms_norm_grad, rope, silu_mul, silu_mul_grad, attention, attention_grad, exp};
+                                rms_norm, rms_norm_grad, rope, silu_mul, silu_mul_grad, sigmoid_mul, sigmoid_mul_grad, route, route_grad, combine,
+                                weigh, attention, attention_grad, exp};
 }  // namespace ISA
 
 #define JOIN_(a, b) a##b

@@ -40,6 +40,12 @@ struct Transform {  // from a product to a logit: + bias, capped, scaled, / temp
     const float *bias, *cap, *scale, *temperature;  // [cols], one, one, [rows]
 };
 
+struct Routing {  // from the logits of experts to those that a row goes to
+    i64 experts, top_k, groups, top_groups;
+    int sigmoid, normalize;
+    float scale;
+};
+
 struct Attention {
     int dtype, threads;
     i64 heads_q, heads_kv, dim, seqs;
@@ -77,6 +83,15 @@ struct Kernels {
     void (*silu_mul)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y, int threads);
     void (*silu_mul_grad)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, const void* dy,
                           void* dg, void* du, int threads);
+    void (*sigmoid_mul)(i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads);
+    void (*sigmoid_mul_grad)(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy, float* dgate,
+                             void* dx, int threads);
+    void (*route)(i64 rows, Routing how, const float* z, const float* bias, float* weights, i64* ids, int threads);
+    void (*route_grad)(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz, int threads);
+    void (*combine)(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place, const i64* ids,
+                    const float* weights, int out_dtype, void* out, int threads);
+    void (*weigh)(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg, void* wa,
+                  int threads);
     void (*attention)(const Attention& p, void* out, float* m, float* l);
     void (*attention_grad)(const Attention& p, const void* out, const float* m, const float* l, const void* d_out,
                            float* dq, float* dk, float* dv);

@@ -31,11 +31,17 @@ CACHE, PAGES = torch.randn(3, 4, 2, 8), torch.tensor([[0, 1], [2, 0]])
 TABLE = ops.rope_table(8, 16, 1e4, X.device)
 RULE, PACKED = torch.randn(1, 70, 1, 64), torch.tensor([0, 70])
 
+LOGITS, IDS = torch.randn(6, 8), torch.tensor([[0, 2], [1, 0], [2, -1], [-1, -1], [2, 1], [0, 1]])
+SHARES, EXPERTS = torch.rand(6, 2), {"gate_up": torch.randn(3, 24, 16), "down": torch.randn(3, 16, 12)}
+
 BASE = {
     "linear": (ops.linear, {"x": X, "weight": W, "bias": B}),
     "row_parallel_linear": (ops.row_parallel_linear, {"x": X, "weight": W, "bias": B}),
     "rms_norm": (ops.rms_norm, {"x": X, "weight": N, "eps": 1e-6, "residual": X}),
     "silu_mul": (ops.silu_mul, {"gate": X, "up": X}),
+    "sigmoid_mul": (ops.sigmoid_mul, {"gate": X[:, :1], "x": X}),
+    "moe_router": (ops.moe_router, {"logits": LOGITS, "top_k": 2, "score": "sigmoid", "bias": B, "groups": 2}),
+    "moe_experts": (ops.moe_experts, {"x": X, "ids": IDS, "weights": SHARES, **EXPERTS}),
     "rope": (ops.rope, {"x": Q, "positions": POS, "table": TABLE}),
     "rope_table": (ops.rope_table, {"head_dim": 8, "max_position": 16, "base": 1e4, "device": X.device}),
     "attention": (ops.attention, {"q": Q, "k": KV, "v": KV, "cu_seqlens": CU}),
@@ -66,6 +72,7 @@ BASE = {
 }
 NUMBERS = {
     "rms_norm": ["eps"],
+    "moe_router": ["scale"],
     "rope_table": ["base"],
     "attention": ["scale"],
     "paged_attention": ["scale"],
@@ -78,6 +85,8 @@ NUMBERS = {
     "fla": ["scale"],
 }
 INTEGERS = {
+    "moe_router": ["top_k", "groups", "top_groups"],
+    "moe_experts": ["num_experts", "first_expert"],
     "rope_table": ["head_dim", "max_position"],
     "log_softmax": ["vocab_size"],
     "linear_logp": ["ignore_index", "vocab_size", "vocab_start", "workspace"],
@@ -86,6 +95,8 @@ INTEGERS = {
     "fla": ["chunk_size"],
 }
 FLAGS = {
+    "moe_router": ["normalize"],
+    "moe_experts": ["gather"],
     "linear": ["sequence_parallel"],
     "row_parallel_linear": ["sequence_parallel"],
     "rms_norm": ["zero_centered"],
@@ -94,9 +105,10 @@ FLAGS = {
     "chunk_gated_delta_rule_bwd_dhu": ["state_v_first", "base2", "need_dh0"],
     "fla": ["state_v_first", "use_exp2", "transpose_state_layout"],
 }
-OPTIONAL = {"scale", "soft_cap", "vocab_size", "workspace", "num_chunks"}
+OPTIONAL = {"scale", "num_experts", "soft_cap", "vocab_size", "workspace", "num_chunks"}
 NAMED = {
-    "tp": ["linear", "row_parallel_linear", "linear_logp", "logp_from_logits"],
+    "ep": ["moe_experts"],
+    "tp": ["moe_experts", "linear", "row_parallel_linear", "linear_logp", "logp_from_logits"],
     "out_dtype": ["linear", "row_parallel_linear"],
     "out": ["paged_attention"],
     "main_grad": ["linear_logp"],
@@ -160,7 +172,9 @@ def test_integers(name, argument):
     wrong += [None] * (argument not in OPTIONAL) + [-3] * (argument != "ignore_index")
     for value in wrong:
         refused(name, argument, value)
-    right = {"vocab_start": 0, "num_chunks": 2, "chunk_size": 64, "vocab_size": 7}.get(argument, 8)
+    right = {"vocab_start": 0, "num_chunks": 2, "chunk_size": 64, "vocab_size": 7}
+    right |= {"top_k": 2, "groups": 2, "top_groups": 1, "num_experts": 3, "first_expert": 0}
+    right = right.get(argument, 8)
     if argument == "ignore_index":
         right = -100
     call(name, **{argument: np.int32(right)})

@@ -13,12 +13,17 @@ X, W, B, UP = (torch.randn(6, 16), torch.randn(16, 16), torch.randn(16), torch.r
 T, Q, CU, POS = torch.tensor([0, 1, 2, 3, -100, 5]), torch.randn(6, 2, 8), torch.tensor([0, 2, 6]), torch.arange(6)
 TABLE = ops.rope_table(8, 16, 1e4, X.device)
 RULE = torch.randn(1, 70, 1, 64)
+IDS, SHARES = torch.tensor([[0, 2], [1, 0], [2, -1], [-1, -1], [2, 1], [0, 1]]), torch.rand(6, 2)
+EXPERTS = torch.randn(3, 24, 16), torch.randn(3, 16, 12)
 
 OPS = {
     "linear": (ops.linear, (X, W, B)),
     "row_parallel_linear": (ops.row_parallel_linear, (X, W, B)),
     "rms_norm": (lambda x, w, r: ops.rms_norm(x, w, 1e-6, r), (X, B, UP)),
     "silu_mul": (ops.silu_mul, (X, UP)),
+    "sigmoid_mul": (lambda x, gate: ops.sigmoid_mul(gate, x), (X, X[:, :1].contiguous())),
+    "moe_router": (lambda z: ops.moe_router(z, 3)[0], (X,)),
+    "moe_experts": (lambda x, w, *e: ops.moe_experts(x, IDS, w, *e), (X, SHARES, *EXPERTS)),
     "rope": (lambda x: ops.rope(x, POS, TABLE), (Q,)),
     "attention": (lambda q, k, v: ops.attention(q, k, v, CU), (Q, Q.flip(0), Q.flip(1))),
     "linear_logp": (lambda h, w, b: ops.linear_logp(h, w, T, bias=b, return_entropy=True), (X, W, B)),

@@ -291,3 +291,163 @@ def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed)
             )
         for name, a, expected in zip(("logp", "entropy"), got, want, strict=True):
             assert_bitwise_equal(a, expected, f"{name}, {backend}")
+
+
+@given(rows=st.integers(1, 9), h=st.integers(1, 70), dtype=dtypes, seed=seeds)
+def test_sigmoid_mul(rows, h, dtype, seed):
+    gate, x = randn(rows, 1, scale=20.0, seed=seed), randn(rows, h, dtype=dtype)
+    assert_same(ops.sigmoid_mul, gate, x)
+
+
+def routings(draw):
+    """Experts, and arguments of `moe_router` for them; few values, so that many are equal."""
+    groups = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    n = groups * draw(st.integers(1, 16))
+    how = {"normalize": draw(st.booleans()), "scale": draw(st.sampled_from([1.0, 2.5, 0.3]))}
+    among = n
+    if draw(st.booleans()):
+        top_groups = draw(st.integers(1, groups))
+        among = n // groups * top_groups
+        bias = draw(st.sampled_from([None, torch.arange(n).float() % 3 / 7]))
+        how |= {"score": "sigmoid", "groups": groups, "top_groups": top_groups, "bias": bias}
+    return n, draw(st.integers(1, min(among, 8))), how
+
+
+@given(rows=st.integers(1, 9), routing=st.composite(routings)(), ties=st.booleans(), odd=st.booleans(), seed=seeds)
+def test_moe_router(rows, routing, ties, odd, seed):
+    n, k, how = routing
+    z = randn(rows, n, scale=4.0, seed=seed)
+    if ties:
+        z = z.round() * 0.0 if odd else z.round()  # zeros of both signs
+    seen = []
+    for backend in ("cpu", "reference"):
+        with dispatch.use(backend):
+            leaf = z.clone().requires_grad_()
+            weights, ids = ops.moe_router(leaf, k, **how)
+            weights.backward(torch.linspace(-2, 3, weights.numel()).view(weights.shape))
+            seen.append((weights.detach(), ids, leaf.grad))
+    for name, a, b in zip(("weights", "ids", "gradient"), *seen, strict=True):
+        assert_bitwise_equal(a, b, name)
+
+
+def experts_of(n, rows, k, h, f, dtype, seed):
+    """x, ids, weights, gate_up and down; some ids are -1."""
+    x, weights = randn(rows, h, dtype=dtype, seed=seed), torch.rand(rows, k)
+    ids = torch.rand(rows, n).argsort(1)[:, :k]
+    ids = ids.masked_fill(torch.rand(rows, k) < 0.2, -1)
+    return x, ids, weights, randn(n, 2 * f, h, dtype=dtype), randn(n, h, f, dtype=dtype)
+
+
+@given(
+    n=st.sampled_from([1, 2, 5, 6, 16, 60]),
+    rows=st.integers(1, 6),
+    k=st.integers(1, 5),
+    h=st.integers(1, 40),
+    f=st.sampled_from([1, 7, 16, 33, 64]),
+    dtype=dtypes,
+    seed=seeds,
+)
+def test_moe_experts(n, rows, k, h, f, dtype, seed):
+    x, ids, weights, gate_up, down = experts_of(n, rows, min(n, k), h, f, dtype, seed)
+    assert_same(lambda x, w, g, d: ops.moe_experts(x, ids, w, g, d), x, weights, gate_up, down)
+
+
+def tree_written_out(values: dict[int, float], n: int) -> torch.Tensor:
+    """docs/contract.md, "Mixture of experts", "Tree over experts", of fp32 tensors by expert."""
+    odd = n
+    while odd % 2 == 0:
+        odd //= 2
+    size = 1
+    while size < odd:
+        size *= 2
+
+    def node(first, leaves):
+        if leaves == 1:
+            group, place = divmod(first, size)
+            return values.get(group * odd + place, torch.tensor(0.0)) if place < odd else torch.tensor(0.0)
+        return node(first, leaves // 2) + node(first + leaves // 2, leaves // 2)
+
+    return node(0, n // odd * size) + 0.0
+
+
+def dot(a, b, leaves=1):
+    """Chains over equal parts of k, and their tree."""
+    parts = []
+    for x, w in zip(a.float().chunk(leaves), b.float().chunk(leaves, 1), strict=True):
+        acc = torch.zeros(len(b))
+        for i in range(len(x)):
+            acc = _common.fma(x[i].expand(len(b)), w[:, i], acc)
+        parts.append(acc)
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+@given(
+    n=st.sampled_from([4, 6, 12]),
+    rows=st.integers(1, 3),
+    score=st.sampled_from(["softmax", "sigmoid"]),
+    dtype=dtypes,
+    normalize=st.booleans(),
+    seed=seeds,
+)
+def test_moe_is_what_the_contract_says(n, rows, score, dtype, normalize, seed):
+    """Shares no code with the ops but fma and exp. Forward, and the gradients of x, the weights and the matrices."""
+    h, f, k = 9, 32, 3
+    x, _, _, gate_up, down = experts_of(n, rows, k, h, f, dtype, seed)
+    z = (randn(rows, n) * 2).round() / 2
+    g = randn(rows, h, dtype=dtype)
+    leaves = [t.clone().requires_grad_() for t in (x, z, gate_up, down)]
+    weights, ids = ops.moe_router(leaves[1], k, score=score, normalize=normalize, scale=0.5)
+    weights.retain_grad()
+    out = ops.moe_experts(leaves[0], ids, weights, *leaves[2:])
+    out.backward(g)
+
+    d_gate_up, d_down = torch.zeros(gate_up.shape), torch.zeros(down.shape)
+    for r in range(rows):
+        scores = _common.exp(z[r] - z[r].max()) if score == "softmax" else 1 / (1 + _common.exp(-z[r]))
+        chosen = sorted(sorted(range(n), key=lambda e: (-float(z[r, e]), e))[:k])
+        assert ids[r].tolist() == chosen
+        among = chosen if normalize else range(n)
+        total = tree_written_out({e: scores[e] for e in among}, n)
+        total = total + 1e-20 if score == "sigmoid" else total
+        w = scores if score == "sigmoid" and not normalize else scores / total
+        assert_bitwise_equal(weights[r].detach(), torch.stack([w[e] * 0.5 for e in chosen]), "weights")
+        parts, of_x, dw = {}, {}, {}
+        for e in chosen:
+            gate, up = dot(x[r], gate_up[e]).to(dtype).chunk(2)
+            s = 1 / (1 + _common.exp(-gate.float()))
+            a = (gate.float() / (1 + _common.exp(-gate.float())) * up.float()).to(dtype)
+            y = dot(a, down[e], leaves=2).to(dtype)
+            parts[e] = (w[e] * 0.5) * y.float()
+            of_a = dot(g[r], down[e].t())
+            lanes = torch.zeros(16)
+            for j in range(0, f, 16):
+                lanes = _common.fma(of_a[j : j + 16], a[j : j + 16].float(), lanes)
+            for half in (8, 4, 2, 1):
+                lanes = lanes[:half] + lanes[half:]
+            dw[e] = lanes[0] + 0.0
+            da = (w[e] * 0.5 * of_a).to(dtype).float()
+            slope = s * _common.fma(gate.float(), 1 - s, torch.ones(f))
+            d = torch.cat([(da * up.float() * slope).to(dtype), (da * (gate.float() * s)).to(dtype)])
+            of_x[e] = dot(d, gate_up[e].t()).to(dtype).float()
+            weighed = (w[e] * 0.5 * a.float()).to(dtype).float()
+            d_gate_up[e] = _common.fma(d[:, None].float().expand(-1, h), x[r].float().expand(2 * f, h), d_gate_up[e])
+            d_down[e] = _common.fma(g[r][:, None].float().expand(h, f), weighed.expand(h, f), d_down[e])
+        for name, seen, values in (("output", out.detach(), parts), ("dx", leaves[0].grad, of_x)):
+            want = torch.stack([tree_written_out({e: v[i] for e, v in values.items()}, n) for i in range(h)])
+            assert_bitwise_equal(seen[r], want.to(dtype), name)
+        assert_bitwise_equal(weights.grad[r], torch.stack([dw[e] for e in chosen]), "dweights")
+        grads = {e: v * 0.5 for e, v in dw.items()}
+        shared = tree_written_out({e: w[e] * v for e, v in grads.items()}, n)
+        for e in range(n):
+            if score == "softmax":
+                want = w[e] * (grads.get(e, torch.tensor(0.0)) - shared)
+            else:
+                ds = (grads.get(e, torch.tensor(0.0)) - shared) / total if normalize else grads.get(e)
+                want = torch.tensor(0.0) if e not in chosen else ds * scores[e] * (1 - scores[e])
+            if normalize and e not in chosen:
+                want = torch.tensor(0.0)
+            assert_bitwise_equal(leaves[1].grad[r, e], want, f"dlogits of {e}")
+    assert_bitwise_equal(leaves[2].grad, d_gate_up.to(dtype), "dgate_up")
+    assert_bitwise_equal(leaves[3].grad, d_down.to(dtype), "ddown")

@@ -78,6 +78,9 @@ def everything(given):
     table = ops.rope_table(24, 60, 1e4)
     logits = ops.head_logits(x, head, hb, soft_cap=3.3, logit_scale=0.37)
     main_grad = torch.zeros(300, 96)
+    expert_logits = ops.linear(x, head[:12], out_dtype=torch.float32)
+    weights, ids = ops.moe_router(expert_logits, 4)
+    experts = head[:288].view(12, 24, 96), head[:288].view(12, 96, 24)[..., :12]
     found = {
         "linear": run(ops.linear, grad, x, w, b),
         "row_parallel_linear": run(ops.row_parallel_linear, grad, x, w, b),
@@ -85,6 +88,12 @@ def everything(given):
         "rms_norm": run(lambda *t: ops.rms_norm(*t[:2], 1e-6, t[2], zero_centered=True), grad, x, n, r),
         "rms_norm, small": run(lambda x, n: ops.rms_norm(x, n, 1e-37), grad, x, n),
         "silu_mul": run(ops.silu_mul, grad, x, r),
+        "sigmoid_mul": run(lambda x: ops.sigmoid_mul(grad[:, :1], x), grad, x),
+        "moe_router": run(lambda z: ops.moe_router(z, 4, normalize=False, scale=0.37)[0], grad, expert_logits),
+        "moe_router, sigmoid": run(
+            lambda z: ops.moe_router(z, 4, score="sigmoid", groups=3, top_groups=2)[0], grad, expert_logits
+        ),
+        "moe_experts": run(lambda x, w, g, d: ops.moe_experts(x, ids, w, g, d), grad, x, weights, *experts),
         "rope": [table, *run(lambda q: ops.rope(q, positions, table), grad, q)],
         "attention": run(lambda q, k, v: ops.attention(q, k, v, cu), grad, q, k, k),
         "attention, scaled": run(lambda q, k, v: ops.attention(q, k, v, cu, 0.3), grad, q, k, k),

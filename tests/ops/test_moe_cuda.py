@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alignkit import BackendError, ops
+from alignkit import UnsupportedError, ops
 from alignkit.contract import k_leaves
 from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
@@ -209,7 +209,7 @@ def test_matrices_that_are_new_to_a_graph_are_refused():
     with torch.no_grad():
         ops.moe_experts(x, ids, weights, torch.stack(gate_up), torch.stack(down))
         with (
-            pytest.raises(BackendError, match="first seen while a CUDA graph is captured"),
+            pytest.raises(UnsupportedError, match="first seen while a CUDA graph is captured"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             ops.moe_experts(x, ids, weights, gate_up, down)

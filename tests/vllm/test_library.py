@@ -15,6 +15,7 @@ def drawn(*shape):
 
 TABLE = ops.rope_table(16, 64, 1e4)
 NORM, HEAD_NORM, UP, BIAS, DOWN = drawn(64), drawn(16), drawn(128, 64), drawn(128), drawn(64, 64)
+IDS = torch.tensor([[0, 3], [2, -1], [1, 0]])
 
 
 def trunk(of, x, residual, positions):
@@ -55,6 +56,13 @@ def test_compiled_is_eager_is_ops(backend):
         (library.add_rms_norm, (drawn(3, 64), drawn(3, 64), drawn(64), 1e-6)),
         (library.rope_qk, (drawn(3, 4, 16), drawn(3, 2, 16), torch.arange(3), TABLE)),
         (library.silu_mul, tuple(drawn(3, 128).chunk(2, dim=-1))),
+        (library.linear_fp32, (drawn(3, 64).bfloat16(), drawn(8, 64).bfloat16(), None)),
+        (library.moe_router, (drawn(2, 3, 8), 2, "sigmoid", True, drawn(8), 4, 2, 2.5)),
+        (
+            library.moe_experts,
+            (drawn(3, 64), IDS, drawn(3, 2), drawn(4, 32, 64), drawn(4, 64, 16), 4, 0, "", "", False),
+        ),
+        (library.sigmoid_mul, (drawn(3, 1), drawn(3, 64).bfloat16())),
     ],
     ids=lambda v: str(v).split(".")[1] if isinstance(v, torch._ops.OpOverload) else "",
 )

@@ -9,9 +9,7 @@ import torch
 
 from ...contract import k_leaves
 from ...contract.experts import ExpertTree
-from ...dist import SINGLE, TP
-from ...dist.tp import check_same_across
-from ...errors import InputError
+from ...dist import SINGLE, TP, check_same_across, check_same_values_across
 from ...runtime import dispatch
 from ...runtime.operands import Operand, operand
 from .._calls import differentiable_once, op
@@ -114,8 +112,9 @@ def _cut(items: Sequence, stacked: tuple[bool, bool]) -> tuple[Sequence, Sequenc
     return items[:first], items[first:]
 
 
-def _matrices(tensors: Sequence[torch.Tensor], stacked: tuple[bool, bool]) -> list[Matrices]:
-    return [Matrices(part[0] if one else part) for part, one in zip(_cut(tensors, stacked), stacked, strict=True)]
+def _matrices(tensors: Sequence[torch.Tensor], stacked: tuple[bool, bool]) -> tuple[Matrices, Matrices]:
+    gate_up, down = _cut(tensors, stacked)
+    return Matrices(gate_up[0] if stacked[0] else gate_up), Matrices(down[0] if stacked[1] else down)
 
 
 def _listed(*matrices: Matrices) -> list[torch.Tensor]:
@@ -246,8 +245,7 @@ def moe_experts(
     args = (x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather)
     check_same_across((tp, ep), "moe_experts", lambda: _check(*args))
     if not gather:
-        for group in (tp, ep):
-            group.check_same_values("moe_experts", ids=ids)
+        check_same_values_across((tp, ep), "moe_experts", ids=ids.detach())
     matrices = Matrices(gate_up), Matrices(down)
     ranks = Ranks(len(gate_up) * ep.size, int(first_expert), tp, ep, bool(gather))
     return _Experts.apply(x, ids, weights, ranks, tuple(m.stacked for m in matrices), *_listed(*matrices))
@@ -260,8 +258,11 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
         check_like(name, given, "x", x)
         shape = tuple(given.shape)
     else:
-        if not isinstance(given, (list, tuple)):
-            raise InputError(f"{name}: expected a tensor or a sequence of them, got {type(given).__name__}")
+        listed = given if isinstance(given, (list, tuple)) else [given]
+        odd = next((type(w).__name__ for w in listed if not isinstance(w, torch.Tensor)), None)
+        require(
+            odd is None, f"{name}: expected a tensor or a sequence of them, got {'one of ' * (listed is given)}{odd}"
+        )
         require(len(given) > 0, f"{name}: no experts")
         for e, w in enumerate(given):
             check_tensor(f"{name}[{e}]", w, 2)
@@ -272,7 +273,8 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
             )
         shape = (len(given), *given[0].shape)
     require(min(shape) > 0, f"{name}: empty, shape {shape}")
-    return shape
+    experts, rows, columns = shape
+    return experts, rows, columns
 
 
 def _check_choice(ids, weights, x: torch.Tensor, experts: int) -> None:

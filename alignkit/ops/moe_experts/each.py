@@ -7,13 +7,18 @@ from collections.abc import Iterator
 
 import torch
 
-from ...runtime import dispatch
+from ...errors import UnsupportedError
+from ...runtime import dispatch, families
 from ..linear import matmul
 from .problem import Matrices
 
 
 def _experts(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Each with its pairs."""
+    if not families.on_host(offsets.device) and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "moe_experts: not while a CUDA graph is captured, as the host must know the counts of rows"
+        )
     return enumerate(slice(*both) for both in itertools.pairwise(offsets.tolist()))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...errors import BackendError
+from ...errors import UnsupportedError
 from ...runtime import families
 from ...runtime.operands import MOST, Operand, operand
 
@@ -83,7 +83,7 @@ def _table(device: torch.device, addresses: tuple[int, ...]) -> torch.Tensor:
     found = _tables.get((device, addresses))
     if found is None:
         if capturing:
-            raise BackendError(
+            raise UnsupportedError(
                 "moe_experts: a sequence of matrices is first seen while a CUDA graph is captured; call it once before"
             )
         if len(_tables) >= MOST:
