@@ -207,7 +207,7 @@ def test_matrices_that_are_new_to_a_graph_are_refused():
     gate_up, down = matrices(4, 64, 32, BF16, True).given, matrices(4, 32, 32, BF16, True).given
     x, ids, weights = randn(8, 32, dtype=BF16), draw(8, 4, 2), torch.rand(8, 2)
     with torch.no_grad():
-        ops.moe_experts(x, ids, weights, torch.stack(gate_up), torch.stack(down))
+        ops.moe_experts(x, ids, weights, torch.stack([*gate_up]), torch.stack([*down]))
         with (
             pytest.raises(UnsupportedError, match="first seen while a CUDA graph is captured"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),

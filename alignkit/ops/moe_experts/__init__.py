@@ -135,9 +135,9 @@ def _all_rows(t: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def _counted(pairs: Pairs, ranks: Ranks, keep: bool) -> Pairs:
     """Without what lies behind the last, where that is worth waiting for a GPU: what is kept for backward would be as many
     times too large as there are ranks of `ep`."""
-    device = pairs.offsets.device
-    waits = keep and ranks.ep.size > 1 and not torch.cuda.is_current_stream_capturing()
-    return pairs.cut(int(pairs.offsets[-1])) if waits or looks(device) else pairs
+    if looks(pairs.offsets.device) or (keep and ranks.ep.size > 1 and not torch.cuda.is_current_stream_capturing()):
+        return pairs.cut(int(pairs.offsets[-1]))
+    return pairs
 
 
 def forward(x, ids, weights, gate_up: Matrices, down: Matrices, ranks: Ranks, keep: bool):
