@@ -14,7 +14,7 @@ FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -37,7 +37,7 @@ fuzz: setup
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -74,6 +74,10 @@ gpu-gdn:
 # RMSNorm, forward and backward, beside its peers and a copy.
 gpu-rms:
 	$(GPU) benchmarks/rms_norm.py $(RMS_ARGS)
+
+# Mixture of experts beside its peers.
+gpu-moe:
+	$(GPU) benchmarks/moe.py $(MOE_ARGS)
 
 # Sums over tensor-parallel ranks beside NCCL's.
 gpu-tree-sum:

@@ -9,7 +9,8 @@ from hypothesis import given
 from alignkit import ops
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.ops import library
-from alignkit.ops.moe_experts.problem import Pairs
+from alignkit.ops.moe_experts import each
+from alignkit.ops.moe_experts.pairs import pairs
 from alignkit.runtime import families
 from alignkit.testing import assert_bitwise_equal
 
@@ -390,11 +391,11 @@ def test_not_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(families, "on_host", lambda device: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="^moe_experts: not while a CUDA graph"):
-        Pairs.of(IDS, 0, 6)
+        each.gradients(IDS, None, IDS, None, pairs(IDS, 0, 6).offsets, IDS)
 
 
 def test_an_id_that_nobody_looked_at_is_none():
     """As on a GPU: whatever it is, no row of it is computed."""
-    pairs = Pairs.of(torch.tensor([[9, 4], [-7, 3], [2, 2**40]]), 2, 3)
-    assert pairs.counts == [1, 1, 1] and pairs.row.tolist() == [2, 1, 0]
-    assert pairs.place.tolist() == [[-1, 2], [-1, 1], [0, -1]] and pairs.choice.tolist() == [4, 3, 1]
+    found = pairs(torch.tensor([[9, 4], [-7, 3], [2, 2**40]]), 2, 3)
+    assert found.offsets.tolist() == [0, 1, 2, 3] and found.row[:3].tolist() == [2, 1, 0]
+    assert found.place.tolist() == [[-1, 2], [-1, 1], [0, -1]] and found.choice[:3].tolist() == [4, 3, 1]

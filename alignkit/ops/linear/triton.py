@@ -32,6 +32,54 @@ def _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K: tl.constexpr):
     return at, bt
 
 
+@triton.jit
+def sums(
+    a,
+    b,
+    acc,
+    K,
+    STEPS,
+    sak,
+    sbk,
+    m_ok,
+    n_ok,
+    LEAVES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tile of a chain that goes on from `acc`, or of the tree of `LEAVES` chains; a, b as for `_load`."""
+    if LEAVES == 1:
+        for s in range(STEPS):
+            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
+            acc = tl.dot(at, bt, acc, input_precision="ieee")
+    else:  # one loop over all of k: loads run ahead of the leaves; sums of 1, 2 and 4 leaves wait for their pair
+        zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        leaf = STEPS // LEAVES
+        acc, one, two, four = zero, zero, zero, zero
+        for s in range(STEPS):
+            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
+            acc = tl.dot(at, bt, acc, input_precision="ieee")
+            if (s + 1) % leaf == 0:
+                done = (s + 1) // leaf
+                if done % 2 == 1:
+                    one = acc
+                    acc = zero
+                else:
+                    acc = one + acc
+                    if done % 4 == 0:
+                        acc = two + acc
+                        if done % 8 == 0:
+                            acc = four + acc
+                        elif done < LEAVES:
+                            four = acc
+                            acc = zero
+                    elif done < LEAVES:
+                        two = acc
+                        acc = zero
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "STEPS"])
 def _matmul(
     A,
@@ -70,37 +118,10 @@ def _matmul(
     a, b = A + i[:, None] * sam, B + j[None, :] * sbn
     c = C + i[:, None] * scm + j[None, :]
     ok = m_ok[:, None] & n_ok[None, :]
-    zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if LEAVES == 1:
-        acc = zero
-        if RESUME:
-            acc = tl.load(c, mask=ok, other=0.0)
-        for s in range(STEPS):
-            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
-            acc = tl.dot(at, bt, acc, input_precision="ieee")
-    else:  # one loop over all of k: loads run ahead of the leaves; sums of 1, 2 and 4 leaves wait for their pair
-        leaf = STEPS // LEAVES
-        acc, one, two, four = zero, zero, zero, zero
-        for s in range(STEPS):
-            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
-            acc = tl.dot(at, bt, acc, input_precision="ieee")
-            if (s + 1) % leaf == 0:
-                done = (s + 1) // leaf
-                if done % 2 == 1:
-                    one = acc
-                    acc = zero
-                else:
-                    acc = one + acc
-                    if done % 4 == 0:
-                        acc = two + acc
-                        if done % 8 == 0:
-                            acc = four + acc
-                        elif done < LEAVES:
-                            four = acc
-                            acc = zero
-                    elif done < LEAVES:
-                        two = acc
-                        acc = zero
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if RESUME:
+        acc = tl.load(c, mask=ok, other=0.0)
+    acc = sums(a, b, acc, K, STEPS, sak, sbk, m_ok, n_ok, LEAVES, BLOCK_M, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         acc += tl.load(BIAS + j, mask=n_ok, other=0.0).to(tl.float32)[None, :]
     if ACCUMULATE:

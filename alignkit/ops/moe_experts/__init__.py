@@ -9,9 +9,9 @@ import torch
 
 from ...contract import k_leaves
 from ...contract.experts import ExpertTree
-from ...dist import TP, check_same_across, check_same_values_across
+from ...dist import SINGLE, TP, check_same_across, check_same_values_across
 from ...runtime import dispatch
-from ...runtime.operands import operand
+from ...runtime.operands import Operand, operand
 from .._calls import differentiable_once, op
 from .._common import (
     check_device,
@@ -49,43 +49,48 @@ class Ranks(NamedTuple):
         return self.ep.tree_sum(parts)
 
 
-def _products(a: torch.Tensor, b: Matrices, counts: list[int], leaves: int, out: torch.Tensor) -> None:
+def _choose(op: str, a: torch.Tensor, b: Operand | None, out: torch.Tensor | None, experts: int, leaves: int = 1):
+    p = Grouped(dispatch.name(a.device), a.get_device(), operand(a), b, operand(out), experts, leaves)  # pyright: ignore[reportArgumentType]
+    return dispatch.choose(op, p).load()
+
+
+def _products(a, row, b: Matrices, offsets: torch.Tensor, leaves: int, out: torch.Tensor) -> None:
     if out.numel():
-        backend = dispatch.name(a.device)
-        p = Grouped(backend, a.get_device(), operand(a), b.operand(), operand(out), len(b), leaves)  # pyright: ignore[reportArgumentType]
-        dispatch.choose("moe_products", p).load().products(a, b, counts, leaves, out)
+        _choose("moe_products", a, b.operand(), out, len(b), leaves).products(a, row, b, offsets, leaves, out)
 
 
 def _product(
-    a: torch.Tensor, b: Matrices, counts: list[int], columns: int, dtype: torch.dtype, leaves: int = 1
+    a: torch.Tensor, row: torch.Tensor | None, b: Matrices, pairs: Pairs, dtype: torch.dtype, tp: TP, leaves: int = 1
 ) -> torch.Tensor:
-    out = torch.empty(len(a), columns, dtype=dtype, device=a.device)
-    _products(a, b, counts, leaves, out)
+    """[pairs, N] of a, whose rows are in the order of pairs or by `row`, and matrices [N, K], whose K the ranks of `tp` share."""
+    count, columns = len(pairs.row), b.shape[0]
+    if tp.size == 1 or not count:
+        out = torch.empty(count, columns, dtype=dtype, device=a.device)
+        _products(a, row, b, pairs.offsets, leaves, out)
+        return out
+
+    def part(some: slice, to: torch.Tensor) -> None:
+        offsets = pairs.offsets.clamp(some.start, some.stop) - some.start
+        _products(a[some] if row is None else a, None if row is None else row[some], b, offsets, leaves, to)
+
+    return tp.sum_products(part, count, columns, a.device, dtype=dtype)
+
+
+def _gated(a: torch.Tensor, b: Matrices, pairs: Pairs, keep: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Gate and up of each pair, if they are kept, and silu_mul of these."""
+    h = torch.empty(len(pairs.row), b.shape[0], dtype=a.dtype, device=a.device) if keep else None
+    return h, _choose("moe_gated", a, b.operand(), h, len(b)).gated(a, pairs.row, b, pairs.offsets, h)
+
+
+def _gradients(a, a_row, b, b_row, pairs: Pairs, like: Matrices) -> torch.Tensor:
+    """[experts, N, K], of matrices `like` those."""
+    out = torch.empty(len(like), *like.shape, dtype=a.dtype, device=a.device)
+    _choose("moe_gradients", a, operand(b), out, len(like)).gradients(a, a_row, b, b_row, pairs.offsets, out)
     return out
 
 
-def _product_of_ranks(
-    a: torch.Tensor, b: Matrices, counts: list[int], columns: int, dtype: torch.dtype, tp: TP, leaves: int = 1
-) -> torch.Tensor:
-    """`_product`, whose k the ranks of `tp` share."""
-    if tp.size == 1 or not len(a):
-        return _product(a, b, counts, columns, dtype, leaves)
-
-    def part(rows: slice, to: torch.Tensor) -> None:
-        start, some = 0, []
-        for count in counts:
-            some.append(max(min(start + count, rows.stop) - max(start, rows.start), 0))
-            start += count
-        _products(a[rows], b, some, leaves, to)
-
-    return tp.sum_products(part, len(a), columns, a.device, dtype=dtype)
-
-
-def _gradients(a: torch.Tensor, b: torch.Tensor, counts: list[int], like: Matrices) -> Matrices:
-    out = like.like()
-    p = Grouped(dispatch.name(a.device), a.get_device(), operand(a), operand(b), out.operand(), len(like), 1)  # pyright: ignore[reportArgumentType]
-    dispatch.choose("moe_gradients", p).load().gradients(a, b, counts, out)
-    return out
+def _pairs(ids: torch.Tensor, ranks: Ranks, experts: int) -> Pairs:
+    return dispatch.select("moe_pairs", ids.device).pairs(ids, ranks.first, experts)
 
 
 def _combine(y, pairs: Pairs, ids, weights, ranks: Ranks, dtype: torch.dtype) -> torch.Tensor:
@@ -116,17 +121,32 @@ def _listed(*matrices: Matrices) -> list[torch.Tensor]:
     return [t for m in matrices for t in ([m.given] if isinstance(m.given, torch.Tensor) else m.given)]
 
 
+def _as(like: Matrices, gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """[experts, N, K], or None, as what `like` was given."""
+    if like.stacked or gradients is None:
+        return [gradients] * (1 if like.stacked else len(like))
+    return [*gradients.unbind()]
+
+
 def _all_rows(t: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return ranks.rows(t.reshape(-1, t.shape[-1])).contiguous()
 
 
-def forward(x, ids, weights, gate_up: Matrices, down: Matrices, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and gate and up of each pair, which backward needs."""
+def _counted(pairs: Pairs, ranks: Ranks, keep: bool) -> Pairs:
+    """Without what lies behind the last, where that is worth waiting for a GPU: what is kept for backward would be as many
+    times too large as there are ranks of `ep`."""
+    if looks(pairs.offsets.device) or (keep and ranks.ep.size > 1 and not torch.cuda.is_current_stream_capturing()):
+        return pairs.cut(int(pairs.offsets[-1]))
+    return pairs
+
+
+def forward(x, ids, weights, gate_up: Matrices, down: Matrices, ranks: Ranks, keep: bool):
+    """The result; and if they are kept, gate and up of each pair, which backward needs."""
     all_ids = _all_rows(ids, ranks)
-    pairs = Pairs.of(all_ids, ranks.first, len(gate_up))
-    h = _product(_all_rows(x, ranks)[pairs.row], gate_up, pairs.counts, gate_up[0].shape[0], x.dtype)
-    leaves = k_leaves(h.shape[1] // 2 * ranks.tp.size) // ranks.tp.size
-    y = _product_of_ranks(_activation(h), down, pairs.counts, x.shape[-1], x.dtype, ranks.tp, leaves)
+    pairs = _counted(_pairs(all_ids, ranks, len(gate_up)), ranks, keep)
+    h, a = _gated(_all_rows(x, ranks), gate_up, pairs, keep)
+    leaves = k_leaves(a.shape[1] * ranks.tp.size) // ranks.tp.size
+    y = _product(a, None, down, pairs, x.dtype, ranks.tp, leaves)
     return _combine(y, pairs, all_ids, _all_rows(weights, ranks), ranks, x.dtype).reshape(x.shape), h
 
 
@@ -134,7 +154,7 @@ def forward(x, ids, weights, gate_up: Matrices, down: Matrices, ranks: Ranks) ->
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ids, weights, ranks, stacked, *tensors):
-        out, h = forward(x, ids, weights, *_matrices(tensors, stacked), ranks)
+        out, h = forward(x, ids, weights, *_matrices(tensors, stacked), ranks, any(ctx.needs_input_grad))
         ctx.save_for_backward(x, ids, weights, h, *tensors)  # of rows that were gathered, this rank's
         ctx.args = ranks, stacked
         return out
@@ -147,29 +167,35 @@ class _Experts(torch.autograd.Function):
         of_x, _, of_weights, _, _, *of_tensors = ctx.needs_input_grad
         of_gate_up, of_down = (any(part) for part in _cut(of_tensors, stacked))
         all_ids = _all_rows(ids, ranks)
-        pairs = Pairs.of(all_ids, ranks.first, len(gate_up))
-        counts, h = pairs.counts, h.contiguous()
-        dout, a = _all_rows(dout, ranks)[pairs.row], _activation(h)
-        g = _product(dout, down.t(), counts, a.shape[1], torch.float32)
+        pairs = _pairs(all_ids, ranks, len(gate_up)).cut(len(h))
+        dout, a = _all_rows(dout, ranks), _activation(h)
+        g = _product(dout, pairs.row, down.t(), pairs, torch.float32, SINGLE)
         w = _all_rows(weights, ranks).view(-1)[pairs.choice]
         dw, da, weighed = dispatch.select("moe_rows", a.device).weigh(g, a, w)
-        dx = d_weights = None
-        d_gate_up, d_down = gate_up, down  # where none is asked for, it is not given
+        dx = d_weights = d_gate_up = d_down = None
         if of_weights:
             whole = torch.zeros(all_ids.shape, dtype=torch.float32, device=dw.device)
             whole.view(-1)[pairs.choice] = ranks.tp.tree_sum(dw)
+            whole.masked_fill_(pairs.place < 0, 0.0)
             d_weights = ranks.sum_over_experts(whole).reshape(weights.shape)
         if of_x or of_gate_up:
             d = torch.cat(dispatch.select("silu_mul", h.device).backward(*h.chunk(2, dim=1), da), dim=1)
         if of_x:
-            of_pairs = _product_of_ranks(d, gate_up.t(), counts, x.shape[-1], x.dtype, ranks.tp)
+            of_pairs = _product(d, None, gate_up.t(), pairs, x.dtype, ranks.tp)
             dx = _combine(of_pairs, pairs, all_ids, None, ranks, x.dtype).reshape(x.shape)
         if of_gate_up:
-            d_gate_up = _gradients(d, _all_rows(x, ranks)[pairs.row], counts, gate_up)
+            d_gate_up = _gradients(d, None, _all_rows(x, ranks), pairs.row, pairs, gate_up)
         if of_down:
-            d_down = _gradients(dout, weighed, counts, down)
-        found = [t if wanted else None for t, wanted in zip(_listed(d_gate_up, d_down), of_tensors, strict=True)]
-        return dx, None, d_weights, None, None, *found
+            d_down = _gradients(dout, pairs.row, weighed, None, pairs, down)
+        found = [*_as(gate_up, d_gate_up), *_as(down, d_down)]
+        return (
+            dx,
+            None,
+            d_weights,
+            None,
+            None,
+            *(t if wanted else None for t, wanted in zip(found, of_tensors, strict=True)),
+        )
 
 
 @op
@@ -210,7 +236,10 @@ def moe_experts(
     Raises:
         InputError: shapes, types, devices or numbers do not fit; on all ranks together, before anything is computed.
 
-    A GPU is waited for: the host needs to know how many rows each expert has.
+    On a GPU the host does not wait to know how many rows each expert has, and a CUDA graph may be replayed with other ids. It
+    waits with `ep`, where there will be a backward pass; and where gate_up or down is a sequence of tensors that differ in
+    strides or alignment. The addresses of a sequence's tensors are copied to the GPU when they are first given, which cannot
+    be while a graph is captured.
     """
     tp, ep = check_tp(tp), check_tp(ep, "ep")
     args = (x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather)

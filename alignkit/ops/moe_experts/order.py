@@ -1,11 +1,20 @@
-"""The ways to compute experts, fastest first: their products, those of the gradients of their matrices, and what is done
-with rows. A grouped kernel comes before "each" of its backend."""
+"""The ways to compute experts, fastest first: which rows are whose, products by each expert's matrix, the first of them with its
+activation, those of the gradients of matrices, and what is done with rows."""
 
 from __future__ import annotations
 
 from ...runtime.dispatch import PLAIN, Kernel
 from ...runtime.families import NATIVE, REFERENCE, TRITON
 
-_EACH = tuple(Kernel("each", backend, "each") for backend in (TRITON, NATIVE, REFERENCE))
+_PRODUCTS = (
+    Kernel("grouped", TRITON, "grouped", rule="refuses"),
+    *(Kernel("each", backend, "each") for backend in (TRITON, NATIVE, REFERENCE)),
+)
 
-ORDER = {"moe_products": _EACH, "moe_gradients": _EACH, "moe_rows": PLAIN}
+ORDER = {
+    "moe_pairs": (Kernel("triton", TRITON, "ranked"), *(Kernel("torch", b, "pairs") for b in (NATIVE, REFERENCE))),
+    "moe_products": _PRODUCTS,
+    "moe_gated": _PRODUCTS,
+    "moe_gradients": _PRODUCTS,
+    "moe_rows": PLAIN,
+}

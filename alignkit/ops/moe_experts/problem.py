@@ -9,35 +9,29 @@ import torch
 
 from ...errors import UnsupportedError
 from ...runtime import families
-from ...runtime.operands import Operand, operand
+from ...runtime.operands import MOST, Operand, operand
 
 
 class Pairs(NamedTuple):
     """The pairs of a row and one of its experts, of the experts of this rank: those of an expert after those of the expert
-    before, and these in the order of rows."""
+    before, and these in the order of rows.
+
+    How many there are is known on the device, so nothing waits for it: what has a row for each pair may have more of them,
+    behind the last one's. Nothing is said of what these hold, and nothing that is asked for depends on it.
+    """
 
     row: torch.Tensor
-    """int64 [pairs]."""
+    """int64 [pairs or more]; a row that there is, behind the last too."""
     choice: torch.Tensor
-    """int64 [pairs]: which of the ids, all of them counted through."""
+    """int64 [as many]: which of the ids, all of them counted through."""
     place: torch.Tensor
     """int64 [rows, k]: the pair of each id; -1: none of this rank."""
-    counts: list[int]
-    """Pairs of each expert."""
+    offsets: torch.Tensor
+    """int64 [experts + 1]: an expert's first pair; at last, how many there are."""
 
-    @staticmethod
-    def of(ids: torch.Tensor, first: int, experts: int) -> Pairs:
-        """Of ids [rows, k]. The host waits for the counts."""
-        if not families.on_host(ids.device) and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "moe_experts: not while a CUDA graph is captured, as the host must know the counts of rows"
-            )
-        local = ids.reshape(-1).to(torch.int64) - first
-        local = torch.where((local >= 0) & (local < experts), local, experts)
-        counts = torch.bincount(local, minlength=experts + 1)[:experts].tolist()
-        choice = local.sort(stable=True).indices[: sum(counts)]
-        place = torch.full_like(local, -1).index_copy_(0, choice, torch.arange(len(choice), device=ids.device))
-        return Pairs(choice // ids.shape[1], choice, place.view(ids.shape), counts)
+    def cut(self, count: int) -> Pairs:
+        """Without what lies behind the first `count`."""
+        return self._replace(row=self.row[:count], choice=self.choice[:count])
 
 
 class Matrices:
@@ -53,6 +47,11 @@ class Matrices:
     def __len__(self) -> int:
         return len(self.given)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of each."""
+        return self.given[0].shape
+
     def __getitem__(self, expert: int) -> torch.Tensor:
         return self.given[expert]
 
@@ -60,14 +59,12 @@ class Matrices:
         """Each transposed."""
         return Matrices(self.given.mT if isinstance(self.given, torch.Tensor) else [w.mT for w in self.given])
 
-    def like(self) -> Matrices:
-        """New memory for as many."""
-        given = self.given
-        return Matrices(
-            torch.empty(given.shape, dtype=given.dtype, device=given.device)
-            if isinstance(given, torch.Tensor)
-            else [torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in given]
-        )
+    def memory(self) -> tuple[torch.Tensor, int]:
+        """On a GPU: the first, and how many elements lie from one to the next; or of a sequence int64 [experts], their
+        addresses, and 0."""
+        if isinstance(self.given, torch.Tensor):
+            return self.given, self.given.stride(0)
+        return _table(self.given[0].device, tuple(w.data_ptr() for w in self.given)), 0
 
     def operand(self) -> Operand | None:
         """Of all of them, if they lie in memory alike: what a table of their addresses leaves open. Else None."""
@@ -75,9 +72,31 @@ class Matrices:
         return seen.pop() if len(seen) == 1 else None
 
 
+_tables: dict[tuple, torch.Tensor] = {}
+_captured: list[torch.Tensor] = []
+"""Tables that a graph reads whenever it is replayed."""
+
+
+def _table(device: torch.device, addresses: tuple[int, ...]) -> torch.Tensor:
+    """int64 [..]: `addresses`."""
+    capturing = not families.on_host(device) and torch.cuda.is_current_stream_capturing()
+    found = _tables.get((device, addresses))
+    if found is None:
+        if capturing:
+            raise UnsupportedError(
+                "moe_experts: a sequence of matrices is first seen while a CUDA graph is captured; call it once before"
+            )
+        if len(_tables) >= MOST:
+            _tables.clear()
+        found = _tables[device, addresses] = torch.tensor(addresses, dtype=torch.int64, device=device)
+    if capturing:
+        _captured.append(found)
+    return found
+
+
 class Grouped(NamedTuple):
-    """Products out [pairs, N] of the rows of a [pairs, K], those of an expert by its matrix [N, K]; or, for the gradients of
-    matrices [N, K], products over each expert's rows of two such operands."""
+    """Products out [pairs, N] of rows of a [.., K], those of an expert by its matrix [N, K]; or, for the gradients of matrices
+    [N, K], products over each expert's rows of two such operands."""
 
     backend: str
     """The fastest that may compute it."""
@@ -86,6 +105,6 @@ class Grouped(NamedTuple):
     b: Operand | None
     """Of each matrix; None: they differ in strides or alignment. For gradients, the second operand."""
     out: Operand | None
-    """For gradients, of each matrix."""
+    """For gradients [experts, N, K]. None: it is not asked for."""
     experts: int
     leaves: int

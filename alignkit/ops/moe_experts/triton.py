@@ -1,15 +1,128 @@
-"""torch, with the family's sum."""
+"""Triton: a row's experts in the order of the tree, and what backward does with each pair."""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-from .._triton import sum_of_products
-from .reference import combined as combine
-from .reference import weighed
+from ...contract.experts import ExpertTree
+from ...runtime.launch import launch
+from .._triton import next_power_of_2, tree_sum
 
-__all__ = ["combine", "weigh"]
+NONE = tl.constexpr(2**30)
+"""A leaf behind all."""
+
+
+@triton.jit
+def _leaf(Y, W, r, place, nth, j, ok, k, H, WEIGHTED: tl.constexpr):
+    """What the row's nth id has, weighted; never a negative zero, so that absent leaves change no bit."""
+    y = tl.load(Y + place * H + j, mask=ok, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        y = tl.load(W + r * k + nth, mask=place >= 0, other=0.0) * y
+    return y + 0.0
+
+
+@triton.jit
+def _nth(order, value, n):
+    """The value of the entry that is the nth in order."""
+    return tl.sum(tl.where(order == n, value, 0), axis=0)
+
+
+@triton.jit
+def _combine(
+    Y,
+    PLACE,
+    IDS,
+    W,
+    OUT,
+    k,
+    H,
+    run,
+    width,
+    WEIGHTED: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """A sum waits at the level where it is the left one of two, until the right one is whole."""
+    r = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.arange(0, BLOCK_K)
+    place = tl.load(PLACE + r * k + i, mask=i < k, other=-1)
+    expert = tl.load(IDS + r * k + i, mask=i < k, other=0).to(tl.int32)
+    leaf = tl.where(place >= 0, expert // run * width + expert % run, NONE)
+    key = leaf.to(tl.int64) * BLOCK_K + i  # no two are the same
+    order = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
+    count = tl.sum((place >= 0).to(tl.int32), axis=0)
+    zero = tl.zeros((BLOCK_H,), tl.float32)
+    waiting = (zero,)
+    for _ in tl.static_range(LEVELS - 1):
+        waiting += (zero,)
+    held = 0  # bit l: a sum waits at level l
+    acc = zero
+    p = _nth(order, place, 0)
+    following = _leaf(Y, W, r, p, _nth(order, i, 0), j, (j < H) & (count > 0), k, H, WEIGHTED)
+    for n in range(count):
+        acc = following
+        more = n + 1 < count
+        p = _nth(order, place, n + 1)  # is on its way while this is added
+        following = _leaf(Y, W, r, p, _nth(order, i, n + 1), j, (j < H) & more, k, H, WEIGHTED)
+        apart = _nth(order, leaf, n) ^ tl.where(more, _nth(order, leaf, n + 1), NONE)
+        after = ()
+        for level in tl.static_range(LEVELS):
+            one = waiting[level]
+            if (apart >> (level + 1) != 0) & (held >> level & 1 != 0):
+                acc = one + acc
+                held = held ^ (1 << level)
+            if apart >> level == 1:
+                one = acc
+                held = held | (1 << level)
+            after += (one,)
+        waiting = after
+    tl.store(OUT + r * H + j, acc.to(OUT.dtype.element_ty), mask=j < H)
+
+
+def combine(y, place, ids, weights, experts: int, out) -> None:
+    rows, h = out.shape
+    tree = ExpertTree.of(experts)
+    block = min(next_power_of_2(h), 1024)
+    launch(
+        _combine,
+        (rows, triton.cdiv(h, block)),
+        (y, place, ids, weights, out, ids.shape[1], h, tree.run, tree.width),
+        {"num_warps": max(block // 256, 1)},
+        WEIGHTED=weights is not None,
+        LEVELS=max((tree.groups * tree.width).bit_length() - 1, 1),
+        BLOCK_K=next_power_of_2(ids.shape[1]),
+        BLOCK_H=block,
+    )
+
+
+@triton.jit
+def _weigh(G, A, W, DW, DA, WA, F, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    p = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    g = tl.load(G + p * F + j, mask=j < F, other=0.0)
+    a = tl.load(A + p * F + j, mask=j < F, other=0.0).to(tl.float32)
+    w = tl.load(W + p)
+    total = tree_sum(tl.reshape(g * a, (1, BLOCK)), LEVELS)
+    tl.store(DW + p + tl.arange(0, 1), total + 0.0)
+    tl.store(DA + p * F + j, (w * g).to(DA.dtype.element_ty), mask=j < F)
+    tl.store(WA + p * F + j, (w * a).to(WA.dtype.element_ty), mask=j < F)
 
 
 def weigh(g, a, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return weighed(g, a, w, sum_of_products)
+    dw = torch.empty(len(a), dtype=torch.float32, device=a.device)
+    da, wa = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
+    if len(a):
+        block = next_power_of_2(a.shape[1])
+        launch(
+            _weigh,
+            (len(a),),
+            (g, a, w, dw, da, wa, a.shape[1]),
+            {"num_warps": max(1, min(16, block // 512))},
+            BLOCK=block,
+            LEVELS=block.bit_length() - 1,
+        )
+    return dw, da, wa

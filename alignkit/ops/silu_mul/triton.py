@@ -11,12 +11,17 @@ from .._triton import exp
 
 
 @triton.jit
+def silu_times(g, u):
+    return tl.div_rn(g, 1.0 + exp(-g)) * u
+
+
+@triton.jit
 def _silu_mul(G, U, Y, n, sg, su, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(G + r * sg + j, mask=j < n, other=0.0).to(tl.float32)
     u = tl.load(U + r * su + j, mask=j < n, other=0.0).to(tl.float32)
-    tl.store(Y + r * n + j, (tl.div_rn(g, 1.0 + exp(-g)) * u).to(Y.dtype.element_ty), mask=j < n)
+    tl.store(Y + r * n + j, silu_times(g, u).to(Y.dtype.element_ty), mask=j < n)
 
 
 @triton.jit

@@ -1,0 +1,228 @@
+"""Mixture of experts by the grouped kernels: the bytes of the family's products, expert by expert, and of its formulas in torch."""
+
+import pytest
+import torch
+
+from alignkit import UnsupportedError, ops
+from alignkit.contract import k_leaves
+from alignkit.runtime import dispatch
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU, randn
+
+pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
+if not CPU:
+    from alignkit.ops._triton import exp_of, sum_of_products
+    from alignkit.ops.moe_experts import each, grouped, pairs, ranked, reference
+    from alignkit.ops.moe_experts import triton as rows_of
+    from alignkit.ops.moe_experts.problem import Matrices
+    from alignkit.ops.moe_router import reference as routed
+    from alignkit.ops.moe_router import triton as router
+    from alignkit.ops.moe_router.problem import Routing
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
+"""Experts, top k, hidden and intermediate."""
+SCHEDULES = ({}, {"BLOCK_M": 16, "BLOCK_N": 32}, {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4})
+
+
+def draw(rows, n, k, *, skew=False, absent=0.1, dtype=torch.int64):
+    """ids [rows, k] in any order; some experts have none, with `skew` a few have most; some ids are -1."""
+    z = torch.rand(rows, n)
+    if skew:
+        z[:, : 2 * k] += 0.6
+    if n > k + 1:
+        z[:, -1] = -1.0
+    ids = z.topk(k).indices
+    ids[torch.rand(rows, k) < absent] = -1
+    return ids.to(dtype)
+
+
+def matrices(n, out, k, dtype, listed, by_k=True):
+    w = randn(n, out, k, dtype=dtype, scale=k**-0.5) if by_k else randn(n, k, out, dtype=dtype, scale=k**-0.5).mT
+    return Matrices([t.clone(memory_format=torch.preserve_format) for t in w] if listed else w)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 64, 1000, 3000, 200_000])
+@pytest.mark.parametrize("n,k,first,own", [(4, 2, 0, 4), (128, 8, 0, 128), (60, 4, 15, 15), (1, 1, 0, 1)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_pairs(rows, n, k, first, own, dtype):
+    """In one launch, or by torch; and what they are."""
+    ids = draw(rows, n, k, dtype=dtype)
+    got = ranked.pairs(ids, first, own)
+    for a, b in zip(got, pairs.pairs(ids, first, own), strict=True):
+        assert torch.equal(a, b)
+    count = int(got.offsets[-1])
+    here = (ids >= first) & (ids < first + own)
+    assert count == int(here.sum()) and torch.equal(got.place >= 0, here)
+    expert = ids.view(-1)[got.choice[:count]].long() - first
+    order = expert * (ids.numel() + 1) + got.choice[:count]
+    assert bool((order.diff() > 0).all())
+    assert torch.equal(torch.bincount(expert, minlength=own).cumsum(0), got.offsets[1:])
+    assert torch.equal(got.place.view(-1)[got.choice[:count]], torch.arange(count))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 7, 300, 5000])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("listed", [False, True])
+def test_products(width, rows, dtype, listed):
+    """Whatever the tiles; pairs behind the last are not written."""
+    n, k, h, f = WIDTHS[width]
+    if width == "qwen" and (dtype == FP32 or rows > 300):
+        pytest.skip("many products of each expert's own")
+    ids = draw(rows, n, k, skew=True)
+    p = pairs.pairs(ids, 0, n)
+    count, many = int(p.offsets[-1]), ids.numel()
+    x, a = randn(rows, h, dtype=dtype), randn(many, f, dtype=dtype)
+    a[count:] = float("nan")
+    gate_up, down = matrices(n, 2 * f, h, dtype, listed), matrices(n, h, f, dtype, listed, by_k=False)
+    cases = [(x, p.row, gate_up, 1, dtype), (a, None, down, k_leaves(f), dtype), (x, p.row, down.t(), 1, FP32)]
+    for schedule in SCHEDULES:
+        for i, (left, row, right, leaves, out_dtype) in enumerate(cases):
+            got, want = (torch.full((many, right.shape[0]), float("nan"), dtype=out_dtype) for _ in range(2))
+            grouped.products(left, row, right, p.offsets, leaves, got, **schedule)
+            each.products(left, row, right, p.offsets, leaves, want)
+            assert_bitwise_equal(got[:count], want[:count], f"product {i}, {schedule}")
+            assert bool(got[count:].isnan().all())
+        h_got, h_want = (torch.empty(many, 2 * f, dtype=dtype) for _ in range(2))
+        got = grouped.gated(x, p.row, gate_up, p.offsets, h_got, **schedule)
+        want = each.gated(x, p.row, gate_up, p.offsets, h_want)
+        assert_bitwise_equal(h_got[:count], h_want[:count], f"gate and up, {schedule}")
+        assert_bitwise_equal(got[:count], want[:count], f"activation, {schedule}")
+        got = grouped.gated(x, p.row, gate_up, p.offsets, None, **schedule)
+        assert_bitwise_equal(got[:count], want[:count], f"activation alone, {schedule}")
+        for left, left_row, right, right_row in ((a, None, x, p.row), (x, p.row, a, None)):
+            got, want = (torch.full((n, left.shape[1], right.shape[1]), float("nan"), dtype=dtype) for _ in range(2))
+            grouped.gradients(left, left_row, right, right_row, p.offsets, got, **schedule)
+            each.gradients(left, left_row, right, right_row, p.offsets, want)
+            assert_bitwise_equal(got, want, f"gradients, {schedule}")
+
+
+@pytest.mark.parametrize(
+    "n,k,first,own", [(1, 1, 0, 1), (4, 2, 0, 4), (60, 4, 15, 15), (128, 8, 0, 128), (512, 10, 0, 512)]
+)
+@pytest.mark.parametrize("dtype,out_dtype", [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_combine(n, k, first, own, dtype, out_dtype, weighted):
+    ids = draw(50, n, k)
+    p = pairs.pairs(ids, first, own)
+    y = randn(ids.numel(), 1032, dtype=dtype)
+    y[torch.rand(y.shape) < 0.1] = -0.0
+    y[int(p.offsets[-1]) :] = float("nan")
+    weights = randn(50, k) if weighted else None
+    got, want = (torch.full((50, 1032), float("nan"), dtype=out_dtype) for _ in range(2))
+    rows_of.combine(y, p.place, ids, weights, n, got)
+    reference.combined(y, p.place, ids, weights, n, want)
+    assert_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize("f", [1, 40, 768, 14336])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_weigh(f, dtype):
+    g, a, w = randn(33, f), randn(33, f, dtype=dtype), randn(33)
+    for got, want in zip(rows_of.weigh(g, a, w), reference.weighed(g, a, w, sum_of_products), strict=True):
+        assert_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "n,k,groups,top", [(1, 1, 1, 1), (60, 4, 1, 1), (128, 8, 1, 1), (256, 8, 8, 4), (12, 2, 12, 3)]
+)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_router(n, k, groups, top, score, normalize, scale):
+    sigmoid = score == "sigmoid"
+    how = Routing(k, sigmoid, normalize, groups if sigmoid else 1, top if sigmoid else 1, scale)
+    z = randn(500, n, scale=3)
+    z[:100] = z[:100].round()  # some are equal
+    z[100], z[101, 0], z[102, -1], z[103], z[104] = 0.0, float("nan"), float("inf"), float("-inf"), float("nan")
+    z[105, : n // 2], z[105, n // 2 :] = -0.0, 0.0
+    for bias in (None, randn(n)) if sigmoid else (None,):
+        weights, ids = router.forward(z, bias, how)
+        want_weights, want_ids = routed.route(z, bias, how, exp_of)
+        assert torch.equal(ids, want_ids)
+        assert_bitwise_equal(weights, want_weights)
+        grad = randn(500, k)
+        assert_bitwise_equal(router.backward(z, ids, grad, how), routed.route_back(z, ids, grad, how, exp_of))
+
+
+def both_ways(monkeypatch, run):
+    """What `run` gives by the grouped kernels, and expert by expert."""
+    got = run()
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped, "refuses", lambda p: "the test has it so")
+        dispatch.choose.cache_clear()
+        want = run()
+    dispatch.choose.cache_clear()
+    return got, want
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
+def test_experts(monkeypatch, width, dtype, listed, ids_dtype):
+    n, k, h, f = WIDTHS[width]
+    x, ids, weights = randn(200, h, dtype=dtype), draw(200, n, k, skew=True, dtype=ids_dtype), torch.rand(200, k)
+    gate_up, down = matrices(n, 2 * f, h, dtype, listed).given, matrices(n, h, f, dtype, listed).given
+    dout = randn(200, h, dtype=dtype)
+
+    def run():
+        leaves = [x, weights, *(gate_up if listed else [gate_up]), *(down if listed else [down])]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        first, second = (leaves[2 : 2 + n], leaves[2 + n :]) if listed else leaves[2:]
+        out = ops.moe_experts(leaves[0], ids, leaves[1], first, second)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    for i, (got, want) in enumerate(zip(*both_ways(monkeypatch, run), strict=True)):
+        assert_bitwise_equal(got, want, f"result {i}")
+    with torch.no_grad():
+        assert_bitwise_equal(ops.moe_experts(x, ids, weights, gate_up, down), run()[0], "without a backward pass")
+
+
+@pytest.mark.parametrize("rows", [1, 16, 256, 3000])
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_graph_is_replayed_with_other_routing(rows, listed):
+    n, k, h, f = 32, 4, 256, 128
+    gate_up, down = matrices(n, 2 * f, h, BF16, listed).given, matrices(n, h, f, BF16, listed).given
+    gate, x = randn(n, h, dtype=BF16), randn(rows, h, dtype=BF16)
+
+    def run():
+        weights, ids = ops.moe_router(ops.linear(x, gate, out_dtype=FP32), k)
+        return ops.moe_experts(x, ids, weights, gate_up, down)
+
+    with torch.no_grad():
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        for i in range(4):
+            x.copy_(randn(rows, h, dtype=BF16) if i else randn(1, h, dtype=BF16).expand(rows, h))  # first all alike
+            graph.replay()
+            assert_bitwise_equal(out, run(), f"replay {i}")
+
+
+def test_matrices_that_are_new_to_a_graph_are_refused():
+    gate_up, down = matrices(4, 64, 32, BF16, True).given, matrices(4, 32, 32, BF16, True).given
+    x, ids, weights = randn(8, 32, dtype=BF16), draw(8, 4, 2), torch.rand(8, 2)
+    with torch.no_grad():
+        ops.moe_experts(x, ids, weights, torch.stack([*gate_up]), torch.stack([*down]))
+        with (
+            pytest.raises(UnsupportedError, match="first seen while a CUDA graph is captured"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            ops.moe_experts(x, ids, weights, gate_up, down)
+
+
+@pytest.mark.parametrize("rows", [100_000, 1_000_000])
+def test_many_rows(rows):
+    """Each row's result is that of a small batch."""
+    n, k, h, f = 64, 4, 128, 64
+    gate_up, down = matrices(n, 2 * f, h, BF16, False).given, matrices(n, h, f, BF16, False).given
+    x, ids, weights = randn(rows, h, dtype=BF16), draw(rows, n, k, skew=True), torch.rand(rows, k)
+    with torch.no_grad():
+        out = ops.moe_experts(x, ids, weights, gate_up, down)
+        for start in (0, rows // 2, rows - 77):
+            some = slice(start, start + 77)
+            assert_bitwise_equal(out[some], ops.moe_experts(x[some], ids[some], weights[some], gate_up, down))
