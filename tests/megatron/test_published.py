@@ -23,7 +23,7 @@ def test_megatrons_model_is_taken_over(name, tmp_path, world):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     arch = read_architecture(tmp_path)
     config = transformer_config(arch, torch.bfloat16)
-    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     with patch_megatron(arch.vocab), torch.device("meta"):
         model = GPTModel(
             config,
@@ -35,7 +35,7 @@ def test_megatrons_model_is_taken_over(name, tmp_path, world):
         )
         aligned = [op for path, op in status_of(model).items() if path.startswith("decoder.layers.")]
         assert aligned.count("attention") == arch.layers
-        assert check_rotary(model) == arch.rope_scaling
+        assert check_rotary(model) == (arch.rope_base, arch.rope_scaling)
 
 
 def status_of(model):

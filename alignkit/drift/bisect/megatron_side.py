@@ -212,11 +212,9 @@ def swap(model, op: str) -> None:
             module.__class__ = to
             exchanged += 1
     if op == "rope" and exchanged:
+        base, scaling = supported.check_rotary(model)
         modules.rotations[model.rotary_pos_emb] = modules.Rotations(
-            float(model.rotary_base),
-            model.config.kv_channels,
-            next(model.parameters()).device,
-            supported.check_rotary(model),
+            base, model.config.kv_channels, next(model.parameters()).device, scaling
         )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not exchanged:
