@@ -13,6 +13,7 @@ from .errors import BackendError, InputError
 from .ops.gated_delta_rule.problem import Delta
 from .ops.linear.problem import Product
 from .ops.linear_logp.problem import Head, HeadGradient, HeadProducts
+from .ops.moe_experts.problem import Grouped
 from .ops.rms_norm.problem import Norm
 from .runtime import dispatch, families
 from .runtime.operands import Operand
@@ -117,6 +118,20 @@ def _delta(backend: str, given: Words) -> Delta:
     return Delta(backend, given.dtype("dtype"))
 
 
+def _experts(gradients: bool) -> Callable[[str, Words], Grouped]:
+    def described(backend: str, given: Words) -> Grouped:
+        pairs, k, n, experts = (given.size(name) for name in ("rows", "k", "n", "experts"))
+        dtype, leaves = given.dtype("dtype"), 1 if gradients else given.size("leaves", 1)
+        matrix = _dense(dtype, n, k)
+        if gradients:
+            sides = _dense(dtype, pairs, n), _dense(dtype, pairs, k), _dense(dtype, experts, n, k)
+        else:
+            sides = _dense(dtype, pairs, k), None if given.flag("scattered") else matrix, _dense(dtype, pairs, n)
+        return Grouped(backend, -1, *sides, experts, leaves)
+
+    return described
+
+
 DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
     "linear": _linear,
     "rms_norm": _norm(0),
@@ -125,6 +140,9 @@ DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
     "head_gradient": _gradient,
     "head_products": _products,
     "gated_delta_rule": _delta,
+    "moe_products": _experts(gradients=False),
+    "moe_gated": _experts(gradients=False),
+    "moe_gradients": _experts(gradients=True),
 }
 """Ops of which the kernel depends on the problem."""
 

@@ -141,6 +141,7 @@ def structs():
 
     return {
         "Attention": (native, native._Attention),
+        "Routing": (native, native._Routing),
         "AlignkitNormRows": (cuda, norm._Rows),
         "AlignkitNorm": (cuda, norm._Norm),
         "AlignkitNormGrad": (cuda, norm._NormGrad),

@@ -89,7 +89,7 @@ def write_html(result: Result, path: Path) -> None:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("alignkit.check", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    dtypes = list(dict.fromkeys(c.row.dtype for c in result.compared))
+    beside_stock = list(dict.fromkeys(stock.row.dtype for stock, _ in _pairs(result)))
     path.write_text(
         environment.get_template("report.html.j2").render(
             headline=headline(result),
@@ -100,7 +100,7 @@ def write_html(result: Result, path: Path) -> None:
                 (patched.row, _cells(stock), _cells(patched), patched.report.all_equal)
                 for stock, patched in _lines(result)
             ],
-            sections=[_section(result, dtype) for dtype in dtypes],
+            sections=[_section(result, dtype) for dtype in beside_stock],
         )
     )
 

@@ -337,6 +337,7 @@ def _result(patched_training=(-1.0, -2.0)):
             "kv_heads": 4,
             "vocab": 2000,
             "tied": False,
+            "experts": 0,
         },
         "seconds": {"all": 1.0},
     }

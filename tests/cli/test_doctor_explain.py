@@ -66,14 +66,21 @@ def test_each_op_has_a_kernel_on_each_family():
         "rms_norm": ["rows=4", "h=8192"],
         "rms_norm_backward": ["rows=4", "h=64"],
         **{f"head_{what}": ["rows=512", "ids=8448", "k=64"] for what in ("statistics", "gradient", "products")},
+        **{f"moe_{what}": [*LINEAR, "experts=8"] for what in ("products", "gated", "gradients")},
     }
     fused = {"rms_norm", "rms_norm_backward", "head_statistics", "head_gradient", "head_products", "gated_delta_rule"}
     for op in dispatch.OPS:
         for family in ("cpu", "sm90"):
             (runs,) = kernels(explain(op, [*needed.get(op, []), f"family={family}"]), "runs")
             if family == "sm90" and op not in ("linear", "linear_resume"):
-                each = "each" if op in ("moe_products", "moe_gradients") else "triton"
-                assert runs == ("cuda" if op in fused else each)
+                grouped = op in ("moe_products", "moe_gated", "moe_gradients")
+                assert runs == ("cuda" if op in fused else "grouped" if grouped else "triton")
+
+
+def test_experts_whose_matrices_lie_apart():
+    told = list(explain("moe_products", [*LINEAR, "experts=8", "scattered=yes"]))
+    assert kernels(told, "passed over") == ["grouped"] and kernels(told, "runs") == ["each"]
+    assert any("the experts' matrices differ in strides or alignment" in line for line in told)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from alignkit import golden
 from alignkit.errors import AlignkitError
 from alignkit.megatron import policy as megatron
 from alignkit.models import ARCHITECTURES
 from alignkit.models.config import read_architecture
+from alignkit.runtime.families import SM90
 from alignkit.vllm import policy as vllm
 
 AT_DEFAULT = (None, False, 0, "", "none", [], {}, (), "None")
@@ -19,8 +21,15 @@ DEFAULTS: dict[str, Any] = {"expert_model_parallel_size": 1, "batch_p2p_comm": T
 """Defaults of Megatron's that are none of these."""
 
 
+MIXTURES = golden.kept(golden.mixtures, SM90)
+"""Whether mixtures of experts are aligned on the GPUs that recipes are for."""
+NO_MIXTURES = "mixture of experts: there are no golden bits of it on sm90 yet"
+
+
 def megatron_refusal(field: str, value: Any, others: dict[str, Any]) -> str | None:
     """Why a field of Megatron's TransformerConfig may not be `value`. others: what is asked for of further fields."""
+    if field == "num_moe_experts" and value and not MIXTURES:
+        return NO_MIXTURES
     policy = megatron.POLICY
     context = SimpleNamespace(**(LAYOUT | others))
     for row in policy.over([field], DEFAULTS.get):
@@ -32,7 +41,12 @@ def megatron_refusal(field: str, value: Any, others: dict[str, Any]) -> str | No
     return None
 
 
-LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "recompute_granularity": None}
+LAYOUT = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "recompute_granularity": None,
+    "num_moe_experts": None,
+}
 """Fields that Megatron's rows look at beside their own, with its defaults."""
 OF_THE_MODEL = frozenset("context_parallel_size num_query_groups params_dtype pipeline_dtype activation_func".split())
 """Fields that are judged with the model's sizes, or are objects: when it is built."""
@@ -103,15 +117,21 @@ def model_refusal(name: Any) -> tuple[bool | None, str]:
     text = str(name)
     if Path(text).is_dir():
         try:
-            return True, f"{ARCHITECTURES_BY_FAMILY[read_architecture(text).family]} by its config.json"
+            found = read_architecture(text)
         except AlignkitError as e:
             return False, str(e)
+        if found.experts and not MIXTURES:
+            return False, NO_MIXTURES
+        return True, f"{ARCHITECTURES_BY_FAMILY[found.family]} by its config.json"
     last = text.rstrip("/").lower()
     last = "/".join(last.split("/")[-2:])
     for table in (_OTHER, _DENSE):
         for pattern, architecture in table.items():
             if re.search(pattern, last):
-                supported = architecture in ARCHITECTURES
+                family = ARCHITECTURES.get(architecture)
+                if family is not None and family.experts is not None and not MIXTURES:
+                    return False, NO_MIXTURES
+                supported = family is not None
                 says = f"{architecture}, by the name" if supported else f"{architecture} is not supported"
                 return supported, says
     return None, "not known by its name: its config.json decides when the run starts"

@@ -167,6 +167,7 @@ class _Experts(torch.autograd.Function):
         of_x, _, of_weights, _, _, *of_tensors = ctx.needs_input_grad
         of_gate_up, of_down = (any(part) for part in _cut(of_tensors, stacked))
         all_ids = _all_rows(ids, ranks)
+        h = h.contiguous()  # a hook on saved tensors may have laid it out anew
         pairs = _pairs(all_ids, ranks, len(gate_up)).cut(len(h))
         dout, a = _all_rows(dout, ranks), _activation(h)
         g = _product(dout, pairs.row, down.t(), pairs, torch.float32, SINGLE)
