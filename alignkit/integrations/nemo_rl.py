@@ -17,14 +17,13 @@ from types import SimpleNamespace
 import torch
 
 import alignkit
-from alignkit.engines import patch as engine_patch
 from alignkit.errors import UnsupportedError
+from alignkit.integrations.framework import Framework
 from alignkit.integrations.functions import require_known
-from alignkit.integrations.importing import WhenImported
 from alignkit.vllm.plugin import ENV
 
 
-class Patch(engine_patch.Patch):
+class Patch(Framework):
     """Handle of what is replaced in NeMo-RL, and in Megatron-core, in this process; `undo` restores it."""
 
     engine, command = "NeMo-RL", "alignkit.integrations.nemo_rl"
@@ -33,21 +32,17 @@ class Patch(engine_patch.Patch):
         self.version = getattr(sys.modules.get("nemo_rl"), "__version__", "unknown")
         self._env = os.environ.get(ENV)
         os.environ[ENV] = "1"  # vLLM's workers load alignkit's plugin; Ray hands this on to the processes it starts
-        self._engines: list[engine_patch.Patch] = []
-        self._later = WhenImported(
+        self.begin(
             {
                 "nemo_rl.distributed.model_utils": self._logprobs,
                 "nemo_rl.models.megatron.train": self._temperature,
                 "nemo_rl.models.megatron.setup": self._models,
             }
         )
-        self._later.begin()
 
     def restored(self) -> None:
-        if "_later" in vars(self):
-            self._later.end()
-            for handle in self._engines:
-                handle.undo()
+        super().restored()
+        if "_env" in vars(self):
             if self._env is None:
                 os.environ.pop(ENV, None)
             else:
@@ -68,10 +63,7 @@ class Patch(engine_patch.Patch):
     def _models(self, module) -> None:
         from alignkit.megatron.patch import Patch as Megatron
 
-        fresh = Megatron.live() is None
-        handle = alignkit.patch_megatron()
-        if fresh:
-            self._engines.append(handle)
+        self.align(Megatron, alignkit.patch_megatron)
         self.replace(module, "setup_model_and_optimizer", with_vocabulary(module.setup_model_and_optimizer))
 
 

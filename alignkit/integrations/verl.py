@@ -18,11 +18,10 @@ import torch
 import alignkit
 from alignkit import ops
 from alignkit.dist import TP
-from alignkit.engines import patch as engine_patch
 from alignkit.engines.seams import Seam, unresolved
 from alignkit.errors import UnsupportedError
+from alignkit.integrations.framework import Framework
 from alignkit.integrations.functions import require_known
-from alignkit.integrations.importing import WhenImported
 from alignkit.integrations.recipe import check
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
@@ -45,7 +44,7 @@ SEAMS = (
 """What is called around verl's own functions. Those that are replaced are known by their sources: `functions`."""
 
 
-class Patch(engine_patch.Patch):
+class Patch(Framework):
     """Handle of what is replaced in verl, and in both engines, in this process; `undo` restores it."""
 
     engine, command = "verl", "alignkit.integrations.verl"
@@ -56,8 +55,7 @@ class Patch(engine_patch.Patch):
         self.version = verl.__version__  # pyright: ignore[reportAttributeAccessIssue]
         if lacking := unresolved(Path(verl.__file__).parent, SEAMS):
             raise UnsupportedError(f"verl {self.version} is not as known: {'; '.join(lacking)}")
-        self._engines: list[engine_patch.Patch] = []
-        self._later = WhenImported(
+        self.begin(
             {
                 "verl.workers.engine.base": self._registry,
                 ENGINE: self._training,
@@ -67,13 +65,6 @@ class Patch(engine_patch.Patch):
                 "verl.trainer.ppo.ray_trainer": lambda m: self._trainer(m.RayPPOTrainer, "init_workers"),
             }
         )
-        self._later.begin()
-
-    def restored(self) -> None:
-        if "_later" in vars(self):
-            self._later.end()
-            for handle in self._engines:
-                handle.undo()
 
     def _registry(self, base) -> None:
         self.replace(base.EngineRegistry, "new", classmethod(only_megatron(vars(base.EngineRegistry)["new"].__func__)))
@@ -81,10 +72,7 @@ class Patch(engine_patch.Patch):
     def _training(self, engine) -> None:
         from alignkit.megatron.patch import Patch as Megatron
 
-        fresh = Megatron.live() is None
-        handle = alignkit.patch_megatron()
-        if fresh:
-            self._engines.append(handle)
+        self.align(Megatron, alignkit.patch_megatron)
         stock = engine.MegatronEngineWithLMHead._lm_head_logits_processor
         require_known("verl", stock)
         self.replace(engine.MegatronEngineWithLMHead, "_lm_head_logits_processor", logits_processor)
@@ -103,10 +91,7 @@ class Patch(engine_patch.Patch):
     def _server(self, module) -> None:
         from alignkit.vllm.patch import Patch as VLLM
 
-        fresh = VLLM.live() is None
-        handle = alignkit.patch_vllm()
-        if fresh:
-            self._engines.append(handle)
+        self.align(VLLM, alignkit.patch_vllm)
         server = module.vLLMHttpServer
         self.replace(server, "_preprocess_engine_kwargs", with_vocabulary_size(server._preprocess_engine_kwargs))
         self.replace(server, "_get_worker_extension_cls", worker_extension(server._get_worker_extension_cls))

@@ -1,4 +1,7 @@
+import contextlib
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
         for name in (
             "arguments",
             "bits",
+            "bridges",
             "context",
             "cuda",
             "data_parallel",
@@ -18,6 +22,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "fingerprint",
             "frameworks",
             "gradients",
+            "hybrid",
             "moe",
             "parallel_cuda",
             "patch",
@@ -50,6 +55,27 @@ def world():
         yield tp
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def te():
+    """``te(size, function, *args)`` runs on ranks for which TransformerEngine is installed, that of `te_on_cpu`. So many are
+    started when they are first asked for."""
+    from alignkit.testing import Ranks
+
+    with contextlib.ExitStack() as stack:
+        started = {}
+
+        def run(size, function, *args, **options):
+            if size not in started:
+                sys.path.insert(0, str(Path(__file__).parent / "te_on_cpu"))
+                try:
+                    started[size] = stack.enter_context(Ranks(size))
+                finally:
+                    sys.path.pop(0)
+            return started[size].run(size, function, *args, **options)
+
+        yield run
 
 
 @pytest.fixture(scope="package")

@@ -1,11 +1,9 @@
 """What the tests of HybridModel run on each rank."""
 
-import contextlib
-
 import torch
 
 from alignkit.convert import read_architecture
-from alignkit.megatron import logprobs, patch_megatron, status
+from alignkit.megatron import patch_megatron, status
 from alignkit.megatron.build import hf_weights, hybrid_model, transformer_config
 from tests.megatron import te_workers, workers
 
@@ -48,18 +46,7 @@ def _config(**fields):
 
 def wrong_on_one_rank(tp, model_dir, what):
     """As `workers.wrong_on_one_rank`, of a HybridModel."""
-    with workers.megatron(tp), patch_megatron(300), torch.no_grad():
-        model = workers.build(model_dir, torch.bfloat16, hybrid_layer_pattern="*-*-")
-        right = dict(tokens=tensor(TOKENS), position_ids=None, attention_mask=None, labels=tensor(TOKENS))
-        expected = logprobs(model, **right).log_probs
-        call, raised = dict(right), None
-        with (WRONG[what](model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
-            try:
-                logprobs(model, **call)
-            except Exception as e:
-                raised = type(e).__name__, str(e)
-        assert torch.equal(logprobs(model, **right).log_probs, expected)
-        return raised
+    return workers.wrong_on_one_rank(tp, model_dir, what, WRONG, hybrid_layer_pattern="*-*-")
 
 
 WRONG = {

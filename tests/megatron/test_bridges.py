@@ -5,14 +5,12 @@ Both run as they are installed, over Megatron-core's own classes; TransformerEng
 
 import importlib.metadata
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from alignkit.convert import Checkpoint
-from alignkit.testing import Ranks, assert_bitwise_equal
+from alignkit.testing import assert_bitwise_equal
 from tests.megatron import bridges, workers
 
 MODELS = {
@@ -38,18 +36,6 @@ needs_bridge = pytest.mark.skipif(NO_BRIDGE is not None, reason=NO_BRIDGE or "")
 needs_mbridge = pytest.mark.skipif(NO_MBRIDGE is not None, reason=NO_MBRIDGE or "")
 
 
-@pytest.fixture(scope="module")
-def te():
-    """Two ranks for which TransformerEngine is installed."""
-    sys.path.insert(0, str(Path(__file__).parent / "te_on_cpu"))
-    try:
-        started = Ranks(2)
-    finally:
-        sys.path.pop(0)
-    with started:
-        yield started
-
-
 def check(results, path, expected):
     weights = Checkpoint(path)
     for stock, logp, *given_back in results:
@@ -70,11 +56,11 @@ def test_models_of(build, name, checkpoint, rows, world, te):
     """At TP 2 with sequence parallelism: the logprobs of alignkit's own model at TP 1."""
     path = checkpoint(*MODELS[name])
     expected = workers.every_way(world, path, torch.bfloat16, False, rows)["loss call"]
-    check(te.run(2, build, path, rows, True, timeout=300), path, expected)  # the first one imports a lot
+    check(te(2, build, path, rows, True, timeout=300), path, expected)  # the first one imports a lot
 
 
 @needs_bridge
 def test_its_hybrid_model(checkpoint, rows, world, te):
     path = checkpoint(*MODELS["llama"])
     expected = workers.every_way(world, path, torch.bfloat16, False, rows)["loss call"]
-    check(te.run(2, bridges.hybrid_provider, path, rows, True, timeout=300), path, expected)
+    check(te(2, bridges.hybrid_provider, path, rows, True, timeout=300), path, expected)

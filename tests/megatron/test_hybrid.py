@@ -1,8 +1,6 @@
 """HybridModel, GPTModel's successor in Megatron-core: attention and MLP are layers of their own, the bits are GPTModel's."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="this Meg
 from alignkit.convert import Checkpoint, read_architecture
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import logprobs, output_processor, patch_megatron, set_vocab_size, status
-from alignkit.testing import Ranks, assert_bitwise_equal
+from alignkit.testing import assert_bitwise_equal
 from tests.megatron import hybrids, layouts, te_workers, workers
 from tests.megatron.test_pipeline import FOUR, OVERLAPPED, alone, check
 from tests.megatron.test_recompute import RECOMPUTED, same
@@ -31,18 +29,6 @@ WAYS = [(1, False), (2, False), (2, True)]
 def ranks(world, pair):
     """``ranks(size, function, *args)``, without TransformerEngine."""
     return lambda size, function, *args: [function(world, *args)] if size == 1 else pair.run(2, function, *args)
-
-
-@pytest.fixture(scope="module")
-def te():
-    """``te(2, function, *args)``, with it."""
-    sys.path.insert(0, str(Path(__file__).parent / "te_on_cpu"))
-    try:
-        started = Ranks(2)
-    finally:
-        sys.path.pop(0)
-    with started:
-        yield started.run
 
 
 @pytest.fixture

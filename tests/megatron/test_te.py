@@ -4,15 +4,13 @@ The modules of `te_on_cpu` stand in for TransformerEngine's own, which need a GP
 Megatron-core's own wrappers of them.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from alignkit.convert import Checkpoint
-from alignkit.testing import Ranks, assert_bitwise_equal
+from alignkit.testing import assert_bitwise_equal
 from tests.megatron import mixtures, te_workers, workers
 from tests.megatron.test_recompute import RECOMPUTED, same
 
@@ -21,18 +19,6 @@ MODELS = {
     "qwen3": ("qwen3", torch.bfloat16, False),
     "llama-tied": ("llama", torch.float32, True),
 }
-
-
-@pytest.fixture(scope="module")
-def te():
-    """``te(size, function, *args)`` runs on ranks for which TransformerEngine is installed."""
-    sys.path.insert(0, str(Path(__file__).parent / "te_on_cpu"))
-    try:
-        started = {size: Ranks(size) for size in (1, 2)}
-    finally:
-        sys.path.pop(0)
-    with started[1], started[2]:
-        yield lambda size, function, *args: started[size].run(size, function, *args)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -280,16 +280,16 @@ WRONG = {
 """What one rank does differently from the other; the first word must be in the error."""
 
 
-def wrong_on_one_rank(tp, model_dir, what):
-    """A forward in which rank 1 alone does `what`, then one in which all is right. What the first raised, as it is
-    named."""
+def wrong_on_one_rank(tp, model_dir, what, ways=WRONG, **options):
+    """A forward in which rank 1 alone does `what` of `ways`, then one in which all is right. What the first raised, as it is
+    named. options: of `build`."""
     with megatron(tp), patch_megatron(300), torch.no_grad():
-        model = build(model_dir, torch.bfloat16)
+        model = build(model_dir, torch.bfloat16, **options)
         tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
         right = dict(tokens=tokens, position_ids=None, attention_mask=None, labels=tokens)
         expected = logprobs(model, **right).log_probs
         call, raised = dict(right), None
-        with (WRONG[what](model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
+        with (ways[what](model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
             try:
                 logprobs(model, **call)
             except Exception as e:
