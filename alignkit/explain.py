@@ -118,7 +118,9 @@ def _delta(backend: str, given: Words) -> Delta:
     return Delta(backend, given.dtype("dtype"))
 
 
-def _experts(gradients: bool) -> Callable[[str, Words], Grouped]:
+def _experts(op: str) -> Callable[[str, Words], Grouped]:
+    gradients = op == "moe_gradients"
+
     def described(backend: str, given: Words) -> Grouped:
         pairs, k, n, experts = (given.size(name) for name in ("rows", "k", "n", "experts"))
         dtype, leaves = given.dtype("dtype"), 1 if gradients else given.size("leaves", 1)
@@ -127,7 +129,8 @@ def _experts(gradients: bool) -> Callable[[str, Words], Grouped]:
             sides = _dense(dtype, pairs, n), _dense(dtype, pairs, k), _dense(dtype, experts, n, k)
         else:
             sides = _dense(dtype, pairs, k), None if given.flag("scattered") else matrix, _dense(dtype, pairs, n)
-        return Grouped(backend, -1, *sides, experts, leaves)
+        gathered = given.flag("gathered", "no" if op == "moe_products" else "yes")
+        return Grouped(backend, -1, *sides, experts, leaves, pairs, gathered)
 
     return described
 
@@ -140,9 +143,7 @@ DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
     "head_gradient": _gradient,
     "head_products": _products,
     "gated_delta_rule": _delta,
-    "moe_products": _experts(gradients=False),
-    "moe_gated": _experts(gradients=False),
-    "moe_gradients": _experts(gradients=True),
+    **{op: _experts(op) for op in ("moe_products", "moe_gated", "moe_gradients")},
 }
 """Ops of which the kernel depends on the problem."""
 

@@ -7,8 +7,10 @@ bf16, the widths of Qwen3-30B-A3B: hidden 2048, 128 experts of 768, 8 a token. T
     "alignkit"; "each", its products expert by expert; "torch", torch._grouped_mm; "vllm", its Triton experts. One that is not
     installed or fails is named, and the others go on.
 ``pass``
-    "gate_up", "down", "wgrad": a product of all experts, of rows that lie in the order of experts; "layer": all of the experts'
-    forward pass, from the ids on. Of up to 256 tokens as a CUDA graph, but for "each", for which the host waits.
+    "gate_up", "down", "wgrad": a product of all experts, of rows that lie in the order of experts; but ours and that of "each"
+    gathers the rows of gate_up, and computes silu(gate) * up of them. "layer": all of the experts' forward pass, from the ids
+    on. "layer_backward": that and its gradients. Of up to 256 tokens as a CUDA graph, but for "each", for which the host
+    waits, and with gradients.
 ``tokens``, ``routing``
     "uniform"; "zipf": the i-th expert is chosen as if with a weight of 1 / i.
 ``us``, ``tflops``
@@ -32,16 +34,17 @@ from lib.stopwatch import Stopwatch
 
 from alignkit.contract import k_leaves
 from alignkit.ops import moe_experts
-from alignkit.ops.moe_experts import each, grouped
 from alignkit.ops.moe_experts.pairs import pairs
-from alignkit.ops.moe_experts.problem import Matrices
+from alignkit.ops.moe_experts.problem import Grouped, Matrices
+from alignkit.runtime import dispatch
+from alignkit.runtime.operands import operand
 
 HIDDEN, FEATURES, EXPERTS, TOP_K = 2048, 768, 128, 8
 DECODE = (1, 4, 16, 64, 256)
 MANY = (8192, 32768, 131072)
 KEY = ("impl", "pass", "tokens", "routing")
-PEER = {"gate_up": "torch", "down": "torch", "wgrad": "torch", "layer": "vllm"}
-OPERATIONS = {"gate_up": 4, "down": 2, "wgrad": 4, "layer": 6}
+PEER = {"gate_up": "torch", "down": "torch", "wgrad": "torch", "layer": "vllm", "layer_backward": "torch"}
+OPERATIONS = {"gate_up": 4, "down": 2, "wgrad": 4, "layer": 6, "layer_backward": 18}
 """Of a pair, times HIDDEN times FEATURES."""
 
 
@@ -77,18 +80,29 @@ class Problem:
         self.a = self.h[:, :FEATURES].contiguous()
 
 
-def _by(module) -> dict[str, Callable]:
-    """Our products by `module`."""
+def _products(only: str = "") -> dict[str, Callable]:
+    """Ours; `only`: by that way of computing them."""
+
+    def ways(op: str, p: Grouped):
+        return next(k for k in dispatch.kernels(op, p.backend) if only in ("", k.name) and k.refuses(p) is None).load()
+
+    def of(p: Problem, op: str, a, row, b, out, leaves: int = 1):
+        like = operand(b) if op == "moe_gradients" else b.operand()
+        name = dispatch.name(a.device)
+        described = Grouped(name, 0, operand(a), like, operand(out), EXPERTS, leaves, p.ids.numel(), row is not None)
+        return ways(op, described)
 
     def gate_up(p: Problem):
-        module.products(p.sorted, None, Matrices(p.weights.gate_up), p.pairs.offsets, 1, torch.empty_like(p.h))
+        b = Matrices(p.weights.gate_up)
+        of(p, "moe_gated", p.x, p.pairs.row, b, None).gated(p.x, p.pairs.row, b, p.pairs.offsets, None)
 
     def down(p: Problem):
-        leaves = k_leaves(FEATURES)
-        module.products(p.a, None, Matrices(p.weights.down), p.pairs.offsets, leaves, torch.empty_like(p.sorted))
+        b, out, leaves = Matrices(p.weights.down), torch.empty_like(p.sorted), k_leaves(FEATURES)
+        of(p, "moe_products", p.a, None, b, out, leaves).products(p.a, None, b, p.pairs.offsets, leaves, out)
 
     def wgrad(p: Problem):
-        module.gradients(p.h, None, p.sorted, None, p.pairs.offsets, torch.empty_like(p.weights.gate_up))
+        out = torch.empty_like(p.weights.gate_up)
+        of(p, "moe_gradients", p.h, None, p.sorted, out).gradients(p.h, None, p.sorted, None, p.pairs.offsets, out)
 
     return {"gate_up": gate_up, "down": down, "wgrad": wgrad}
 
@@ -97,12 +111,30 @@ def _alignkit() -> dict[str, Callable]:
     def layer(p: Problem):
         moe_experts(p.x, p.ids, p.w, p.weights.gate_up, p.weights.down)
 
-    return _by(grouped) | {"layer": layer}
+    def layer_backward(p: Problem):
+        leaves = [t.detach().requires_grad_() for t in (p.x, p.w, p.weights.gate_up, p.weights.down)]
+        with torch.enable_grad():
+            out = moe_experts(leaves[0], p.ids, *leaves[1:])
+        torch.autograd.grad(out, leaves, p.x)
+
+    return _products() | {"layer": layer, "layer_backward": layer_backward}
 
 
 def _torch() -> dict[str, Callable]:
     product = torch._grouped_mm
+
+    def layer_backward(p: Problem):
+        """The products that there must be, of operands that are there; nothing between them."""
+        up, down = p.weights.gate_up, p.weights.down
+        product(p.sorted, up.mT, offs=p.ends)
+        y = product(p.a, down.mT, offs=p.ends)
+        product(y, down, offs=p.ends)
+        product(p.h, up, offs=p.ends)
+        product(p.h.t(), p.sorted, offs=p.ends)
+        product(y.t(), p.a, offs=p.ends)
+
     return {
+        "layer_backward": layer_backward,
         "gate_up": lambda p: product(p.sorted, p.weights.gate_up.mT, offs=p.ends),
         "down": lambda p: product(p.a, p.weights.down.mT, offs=p.ends),
         "wgrad": lambda p: product(p.h.t(), p.sorted, offs=p.ends),
@@ -113,8 +145,10 @@ def _vllm() -> dict[str, Callable]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import fused_experts
 
+    config = VllmConfig()
+
     def layer(p: Problem):
-        with set_current_vllm_config(VllmConfig()):
+        with set_current_vllm_config(config):
             fused_experts(p.x, p.weights.gate_up, p.weights.down, p.w, p.ids.to(torch.int32))
 
     return {"layer": layer}
@@ -122,7 +156,7 @@ def _vllm() -> dict[str, Callable]:
 
 IMPLS: dict[str, Callable[[], dict[str, Callable]]] = {
     "alignkit": _alignkit,
-    "each": lambda: _by(each),
+    "each": lambda: _products("each"),
     "torch": _torch,
     "vllm": _vllm,
 }
@@ -139,10 +173,10 @@ def loaded(names: list[str]) -> dict[str, dict[str, Callable]]:
     return found
 
 
-def prepared(call: Callable, name: str, problem: Problem) -> Callable[[], object]:
+def prepared(call: Callable, name: str, which: str, problem: Problem) -> Callable[[], object]:
     """What is timed; it has run once. `each` waits for the host, which no graph can hold."""
     call(problem)
-    if len(problem.x) > DECODE[-1] or name == "each":
+    if len(problem.x) > DECODE[-1] or name == "each" or which == "layer_backward":
         return lambda: call(problem)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -156,7 +190,7 @@ def measure(problem: Problem, routing: str, which: str, impls: dict, watch: Stop
     for name, passes in impls.items():
         if which in passes:
             try:
-                runs[name] = prepared(passes[which], name, problem)
+                runs[name] = prepared(passes[which], name, which, problem)
                 runs[name]()
                 watch.synchronize()
             except Exception as e:  # as in loaded()

@@ -16,7 +16,7 @@ OPS = ("moe_products", "moe_gated", "moe_gradients")
 def problem(b, *, a_dtype=torch.bfloat16, out=None, experts=4):
     a = torch.empty(8, 32, dtype=a_dtype, device="meta")
     out = torch.empty(8, 64, dtype=a_dtype, device="meta") if out is None else out
-    return Grouped(families.TRITON, 0, operand(a), Matrices(b).operand(), operand(out), experts, 1)  # pyright: ignore[reportArgumentType]
+    return Grouped(families.TRITON, 0, operand(a), Matrices(b).operand(), operand(out), experts, 1, 8, False)  # pyright: ignore[reportArgumentType]
 
 
 def weights(*shape, dtype=torch.bfloat16):

@@ -49,14 +49,32 @@ class Ranks(NamedTuple):
         return self.ep.tree_sum(parts)
 
 
-def _choose(op: str, a: torch.Tensor, b: Operand | None, out: torch.Tensor | None, experts: int, leaves: int = 1):
-    p = Grouped(dispatch.name(a.device), a.get_device(), operand(a), b, operand(out), experts, leaves)  # pyright: ignore[reportArgumentType]
+def _choose(
+    op: str,
+    a: torch.Tensor,
+    row: torch.Tensor | None,
+    b: Operand | None,
+    out: torch.Tensor | None,
+    experts: int,
+    leaves: int = 1,
+):
+    p = Grouped(
+        dispatch.name(a.device),
+        a.get_device(),
+        operand(a),  # pyright: ignore[reportArgumentType]
+        b,
+        operand(out),
+        experts,
+        leaves,
+        len(a if row is None else row),
+        row is not None,
+    )
     return dispatch.choose(op, p).load()
 
 
 def _products(a, row, b: Matrices, offsets: torch.Tensor, leaves: int, out: torch.Tensor) -> None:
     if out.numel():
-        _choose("moe_products", a, b.operand(), out, len(b), leaves).products(a, row, b, offsets, leaves, out)
+        _choose("moe_products", a, row, b.operand(), out, len(b), leaves).products(a, row, b, offsets, leaves, out)
 
 
 def _product(
@@ -79,13 +97,13 @@ def _product(
 def _gated(a: torch.Tensor, b: Matrices, pairs: Pairs, keep: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Gate and up of each pair, if they are kept, and silu_mul of these."""
     h = torch.empty(len(pairs.row), b.shape[0], dtype=a.dtype, device=a.device) if keep else None
-    return h, _choose("moe_gated", a, b.operand(), h, len(b)).gated(a, pairs.row, b, pairs.offsets, h)
+    return h, _choose("moe_gated", a, pairs.row, b.operand(), h, len(b)).gated(a, pairs.row, b, pairs.offsets, h)
 
 
 def _gradients(a, a_row, b, b_row, pairs: Pairs, like: Matrices) -> torch.Tensor:
     """[experts, N, K], of matrices `like` those."""
     out = torch.empty(len(like), *like.shape, dtype=a.dtype, device=a.device)
-    _choose("moe_gradients", a, operand(b), out, len(like)).gradients(a, a_row, b, b_row, pairs.offsets, out)
+    _choose("moe_gradients", a, a_row, operand(b), out, len(like)).gradients(a, a_row, b, b_row, pairs.offsets, out)
     return out
 
 

@@ -4,7 +4,7 @@ activation, those of the gradients of matrices, and what is done with rows."""
 from __future__ import annotations
 
 from ...runtime.dispatch import PLAIN, Kernel
-from ...runtime.families import NATIVE, REFERENCE, TRITON
+from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
 
 _PRODUCTS = (
     Kernel("grouped", TRITON, "grouped", rule="refuses"),
@@ -13,8 +13,8 @@ _PRODUCTS = (
 
 ORDER = {
     "moe_pairs": (Kernel("triton", TRITON, "ranked"), *(Kernel("torch", b, "pairs") for b in (NATIVE, REFERENCE))),
-    "moe_products": _PRODUCTS,
-    "moe_gated": _PRODUCTS,
+    "moe_products": (Kernel("many", CUDA, "cuda", rule="products_refuses"), *_PRODUCTS),
+    "moe_gated": (Kernel("many", CUDA, "cuda", rule="gated_refuses"), *_PRODUCTS),
     "moe_gradients": _PRODUCTS,
     "moe_rows": PLAIN,
 }

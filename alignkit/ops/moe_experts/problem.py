@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,10 +64,15 @@ class Matrices:
         addresses, and 0."""
         if isinstance(self.given, torch.Tensor):
             return self.given, self.given.stride(0)
-        return _table(self.given[0].device, tuple(w.data_ptr() for w in self.given)), 0
+        addresses = tuple(w.data_ptr() for w in self.given)
+        return on_device(self.given[0].device, addresses, lambda: torch.tensor(addresses, dtype=torch.int64)), 0
 
     def operand(self) -> Operand | None:
         """Of all of them, if they lie in memory alike: what a table of their addresses leaves open. Else None."""
+        if isinstance(self.given, torch.Tensor):
+            first = operand(self.given[0])
+            apart = self.given.stride(0) * self.given.itemsize % 16 and len(self) > 1
+            return None if first is None else (*first[:3], first[3] and not apart)
         seen = {operand(w) for w in self.given}
         return seen.pop() if len(seen) == 1 else None
 
@@ -77,10 +82,10 @@ _captured: list[torch.Tensor] = []
 """Tables that a graph reads whenever it is replayed."""
 
 
-def _table(device: torch.device, addresses: tuple[int, ...]) -> torch.Tensor:
-    """int64 [..]: `addresses`."""
+def on_device(device: torch.device, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `make` gives on the host, which `key` determines, on `device`; copied there once."""
     capturing = not families.on_host(device) and torch.cuda.is_current_stream_capturing()
-    found = _tables.get((device, addresses))
+    found = _tables.get((device, key))
     if found is None:
         if capturing:
             raise UnsupportedError(
@@ -88,7 +93,7 @@ def _table(device: torch.device, addresses: tuple[int, ...]) -> torch.Tensor:
             )
         if len(_tables) >= MOST:
             _tables.clear()
-        found = _tables[device, addresses] = torch.tensor(addresses, dtype=torch.int64, device=device)
+        found = _tables[device, key] = make().to(device)
     if capturing:
         _captured.append(found)
     return found
@@ -108,3 +113,7 @@ class Grouped(NamedTuple):
     """For gradients [experts, N, K]. None: it is not asked for."""
     experts: int
     leaves: int
+    pairs: int
+    """As many rows as there may be."""
+    gathered: bool
+    """Whether it is said of each pair which of a's rows is its own; else they lie in the order of pairs."""

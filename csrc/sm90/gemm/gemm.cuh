@@ -151,16 +151,17 @@ __device__ __forceinline__ void set_quad(float (&sums)[128], const Place& p, int
   sums[at + 5] = odd ? d : y;
 }
 
-// Sums, rounded, to out [m, width], whose rows follow each other; width is a multiple of 8. Four lanes hold two neighbours
-// each of eight columns; they trade until each has all eight of its own, 16 bytes.
-__device__ __forceinline__ void store_rows(const float (&sums)[128], const Place& p, __nv_bfloat16* out, int64_t width,
-                                           int first_column) {
+// Sums of 2 kCount columns, rounded, to out [m, width], rows `pitch` elements apart; both are multiples of 8. Four lanes hold two
+// neighbours each of eight columns; they trade until each has all eight of its own, 16 bytes.
+template <int kCount>
+__device__ __forceinline__ void store_rows(const float (&sums)[kCount], const Place& p, __nv_bfloat16* out, int64_t pitch,
+                                           int64_t width, int first_column) {
   bool odd = p.lane & 1, high = p.lane & 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    __nv_bfloat16* row = out + (p.row + 8 * h) * width + first_column;
+    __nv_bfloat16* row = out + (p.row + 8 * h) * pitch + first_column;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kCount / 16; ++i) {
       uint32_t w[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

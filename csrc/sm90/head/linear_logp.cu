@@ -228,7 +228,7 @@ struct Gradient : FromZero {
       by_products<true>(s, z, p, of, at);
     else
       by_products<false>(s, z, p, of, at);
-    store_rows(z, p, dz, width, first_id);
+    store_rows(z, p, dz, width, width, first_id);
   }
 
   // kSpecial: a target is here, or what does not count.
@@ -265,7 +265,7 @@ struct Gradient : FromZero {
   // Zeros for rows that do not count.
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_id) const {
     float zeros[128] = {};
-    store_rows(zeros, Place(s.m, group_row, first_id), dz, width, first_id);
+    store_rows(zeros, Place(s.m, group_row, first_id), dz, width, width, first_id);
   }
 };
 

@@ -106,7 +106,7 @@ struct Rounded : FromZero {
   __nv_bfloat16* out;  // [m, n], n a multiple of 8
 
   __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
-    store_rows(sums, Place(s.m, group_row, first_column), out, s.n, first_column);
+    store_rows(sums, Place(s.m, group_row, first_column), out, s.n, s.n, first_column);
   }
 
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_column) const {

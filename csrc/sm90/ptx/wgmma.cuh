@@ -102,6 +102,29 @@ ALIGNKIT_MULTIPLY(32, 64, 32, 33, 34, 35, 36)
 ALIGNKIT_MULTIPLY(64, 128, 64, 65, 66, 67, 68)
 ALIGNKIT_MULTIPLY(128, 256, 128, 129, 130, 131, 132)
 
+// begin: the same without what d held before, which the compiler need not keep.
+
+#define ALIGNKIT_E4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
+#define ALIGNKIT_E8(i) ALIGNKIT_E4(i), ALIGNKIT_E4(i + 4)
+#define ALIGNKIT_E16(i) ALIGNKIT_E8(i), ALIGNKIT_E8(i + 8)
+#define ALIGNKIT_E32(i) ALIGNKIT_E16(i), ALIGNKIT_E16(i + 16)
+#define ALIGNKIT_E64(i) ALIGNKIT_E32(i), ALIGNKIT_E32(i + 32)
+#define ALIGNKIT_BEGIN(count, columns, a_, b_, a_transposed_, b_transposed_)                                        \
+  template <bool kATransposed, bool kBTransposed>                                                                   \
+  __device__ __forceinline__ void begin(float (&d)[count], uint64_t a, uint64_t b) {                                \
+    asm volatile(                                                                                                   \
+        "{\n"                                                                                                       \
+        ".reg .pred add;\n"                                                                                         \
+        "mov.pred add, 0;\n"                                                                                        \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" ALIGNKIT_L##count "}, %" #a_ ", %" #b_     \
+        ", add, 1, 1, %" #a_transposed_ ", %" #b_transposed_ ";\n"                                                  \
+        "}\n"                                                                                                       \
+        : ALIGNKIT_E##count(0)                                                                                      \
+        : "l"(a), "l"(b), "n"(kATransposed), "n"(kBTransposed));                                                    \
+  }
+
+ALIGNKIT_BEGIN(64, 128, 64, 65, 66, 67)
+
 // multiply: d [64, n] = a [64, 16] . b [n, 16]^T, plus d if `add`; kNegated: minus the product. Of a, a thread holds
 // the pairs at columns 2 (lane % 4) of rows lane / 4 and lane / 4 + 8 of its warp's 16, then those 8 columns further:
 // as it holds 16 columns of d.

@@ -1,0 +1,136 @@
+"""CUDA: products of many rows an expert (csrc/sm90/experts): gate and up with their activation, of rows that are gathered, and
+chains or k-trees of rows that lie in the order of experts. Few rows, and the gradients of matrices, are Triton's: the same
+bits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ...errors import BackendError
+from ...runtime import cuda
+from ...runtime.operands import Operand, copied
+from .problem import Grouped, Matrices, on_device
+
+FEW = 64
+"""Up to so many rows an expert on average, tiles of 128 would be mostly empty."""
+MOST_EXPERTS = 1024
+"""Their tiles are counted in shared memory."""
+MAP = 128
+"""Bytes of a matrix's map, by which the copy engine knows it."""
+
+
+def _unfit(p: Grouped) -> str | None:
+    if p.b is None:
+        return "the experts' matrices differ in strides or alignment"
+    if {p.a[2], p.b[2]} != {torch.bfloat16}:
+        return "operands other than bf16"
+    if p.pairs <= FEW * p.experts:
+        return f"{p.pairs} rows for {p.experts} experts, of more than {FEW} each"
+    if p.experts > MOST_EXPERTS:
+        return f"there are more than {MOST_EXPERTS} experts"
+    if p.pairs >= 2**31:
+        return "2^31 rows or more"
+    if not (copied(p.a) and copied(p.b)):
+        return "strides or addresses that the copy engine does not take"
+    return None
+
+
+def _stored(out: Operand) -> bool:
+    """Whether rows of it can be written 16 bytes at a time."""
+    return copied(out) and out[0][1] * out[2].itemsize % 16 == 0
+
+
+def gated_refuses(p: Grouped) -> str | None:
+    if not p.gathered:
+        return "rows that lie in the order of experts: it gathers them"
+    if (why := _unfit(p)) is not None:
+        return why
+    if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - `_unfit` asked
+        return "features that are no multiple of 8"
+    return None if p.out is None or p.out[1][0] == p.out[0][1] else "a result whose rows are apart"
+
+
+def products_refuses(p: Grouped) -> str | None:
+    if p.gathered:
+        return "rows that are gathered: it takes those that lie in the order of experts"
+    if p.leaves not in (1, 2, 4, 8):
+        return f"{p.leaves} leaves: it computes chains, and trees of 2, 4 or 8"
+    if p.leaves > 1 and p.a[0][1] % (16 * p.leaves):
+        return f"leaves of {p.a[0][1] // p.leaves} k, no multiple of 16"
+    if (why := _unfit(p)) is not None:
+        return why
+    return None if p.out is not None and _stored(p.out) else "a result that cannot be written 16 bytes at a time"
+
+
+def _maps(b: Matrices) -> torch.Tensor:
+    (rows, k), pitch = b.shape, b[0].stride(0)
+    addresses = tuple(w.data_ptr() for w in b.given)
+
+    def made() -> torch.Tensor:
+        maps = bytearray(MAP * len(addresses))
+        buffer = (ctypes.c_char * len(maps)).from_buffer(maps)
+        for i, address in enumerate(addresses):
+            name, place = "alignkit_experts_map", ctypes.byref(buffer, MAP * i)
+            error = cuda.library().alignkit_experts_map(place, ctypes.c_void_p(address), ctypes.c_int64(pitch), rows, k)
+            cuda.check(error, name)
+        return torch.frombuffer(maps, dtype=torch.uint8)
+
+    return on_device(b[0].device, ("maps", rows, k, pitch, addresses), made)
+
+
+def _matrices(b: Matrices) -> tuple[torch.Tensor | None, ctypes.c_int64, torch.Tensor | None]:
+    """The first and its pitch, if they lie one behind the other; else maps of each."""
+    pitch = b[0].stride(0)
+    if isinstance(b.given, torch.Tensor) and b.given.stride(0) == b.shape[0] * pitch:
+        return b.given, ctypes.c_int64(pitch), None
+    return None, ctypes.c_int64(pitch), _maps(b)
+
+
+def gated(
+    a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, h: torch.Tensor | None
+) -> torch.Tensor:
+    """As each.py's, and the next one."""
+    if row is None:
+        raise BackendError("moe_gated: rows that are not gathered are not for this kernel")
+    features, k = b.shape[0] // 2, a.shape[1]
+    out = torch.empty(len(row), features, dtype=a.dtype, device=a.device)
+    cuda.call(
+        "alignkit_experts_gate_up",
+        a.device,
+        a,
+        ctypes.c_int64(a.stride(0)),
+        row,
+        *_matrices(b),
+        offsets,
+        len(b),
+        h,
+        out,
+        len(row),
+        features,
+        k,
+    )
+    return out
+
+
+def products(
+    a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, leaves: int, out: torch.Tensor
+) -> None:
+    if row is not None:
+        raise BackendError("moe_products: rows that are gathered are not for this kernel")
+    cuda.call(
+        "alignkit_experts_down",
+        a.device,
+        a,
+        ctypes.c_int64(a.stride(0)),
+        *_matrices(b),
+        offsets,
+        len(b),
+        out,
+        ctypes.c_int64(out.stride(0)),
+        int(out.dtype == torch.bfloat16),
+        *out.shape,
+        a.shape[1],
+        leaves,
+    )

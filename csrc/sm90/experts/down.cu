@@ -1,0 +1,228 @@
+// Rows in the order of experts, each by its expert's matrix: a chain over ascending k, or the balanced tree of 2, 4 or 8 chains
+// over leaves of k.
+//
+// A block takes 128 rows by 128 columns. One warp copies operands to shared memory, through the ends of leaves and tiles
+// without a pause; two groups of four warps multiply 64 rows each. A leaf may end wherever 16 of k do.
+#include "experts.cuh"
+
+namespace alignkit {
+namespace {
+
+constexpr int kDownColumns = 128;
+constexpr int kSlices = kStep / 16;  // of a stage
+
+struct DownStage {
+  __nv_bfloat16 a[kRows * kStep];
+  __nv_bfloat16 b[kDownColumns * kStep];
+};
+
+constexpr int kDownBytes = sizeof(DownStage);
+
+struct DownShared {
+  DownStage stage[kStages];
+  float four[2][64 * 128];  // a group's sums of four leaves, which wait for the next four
+  Rows rows;
+  uint64_t full[kStages], empty[kStages];
+};
+
+struct Down {
+  void* out;
+  int64_t pitch;
+  bool round;
+  int columns, k, leaf;
+  Matrices weights;
+  Experts experts;
+};
+
+__device__ __forceinline__ void copy_down(DownShared& sh, const CUtensorMap* a, const CUtensorMap* all, const Down& p) {
+  int stage = 0, phase = 0;
+  Tile t;
+  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+    const CUtensorMap* map = p.weights.map(all, t.expert);
+    int column = p.weights.first_row(t.expert) + t.column * kDownColumns;
+#pragma unroll 1
+    for (int k = 0; k < p.k; k += kStep, step<kStages>(stage, phase)) {
+      barrier_wait(&sh.empty[stage], phase ^ 1);
+      barrier_expect(&sh.full[stage], kDownBytes);
+      copy_box(sh.stage[stage].b, map, k, column, &sh.full[stage]);
+      copy_box(sh.stage[stage].a, a, k, t.row, &sh.full[stage]);  // of rows of the next expert nothing is stored
+    }
+  }
+}
+
+// Where a group of warps is in the ring of stages.
+struct Reader {
+  DownShared& sh;
+  uint64_t a, b;  // operands in the first stage
+  int stage = 0, phase = 0, slice = 0;
+  int before = -1;  // a stage of which products may still be under way
+
+  __device__ Reader(DownShared& sh, int group)
+      : sh(sh), a(operand<false>(sh.stage[0].a + group * kGroupRows * kStep)), b(operand<false>(sh.stage[0].b)) {}
+
+  __device__ void free(int which) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(&sh.empty[which]);
+  }
+
+  template <bool kFirst>
+  __device__ void slice_of(float (&sums)[64]) {
+    if (slice == 0) barrier_wait(&sh.full[stage], phase);
+    int at = stage * (kDownBytes >> 4) + slice * kNext<false>;
+    products_begin();
+    if (kFirst)
+      begin<false, false>(sums, a + at, b + at);
+    else
+      multiply<false, false>(sums, a + at, b + at, true);
+    products_end();
+    if (++slice == kSlices) {
+      products_wait<kSlices>();  // all but this stage's
+      if (before >= 0) free(before);
+      before = stage;
+      next_stage();
+    }
+  }
+
+  // A chain over the next `slices` of 16.
+  __device__ void chain(float (&sums)[64], int slices) {
+    slice_of<true>(sums);
+#pragma unroll 1
+    for (int i = 1; i < slices; ++i) slice_of<false>(sums);
+    products_wait<0>();
+    products_taken(sums);
+    if (before >= 0) free(before);
+    before = -1;
+  }
+
+  // The rest of the last stage of a tile has nothing.
+  __device__ void end() {
+    if (slice == 0) return;
+    free(stage);
+    next_stage();
+  }
+
+  __device__ void next_stage() {
+    slice = 0;
+    step<kStages>(stage, phase);
+  }
+};
+
+__device__ __forceinline__ void add(float (&to)[64], const float (&a)[64], const float (&b)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) to[i] = a[i] + b[i];
+}
+
+template <int kLeaves>
+__device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0), slices = (p.leaf + 15) / 16;
+  float* four = sh.four[group] + threadIdx.x % 128;
+  Reader reader(sh, group);
+  Tile t;
+  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+    float sums[64];
+    if (kLeaves == 1) {
+      reader.chain(sums, slices);
+    } else {
+      float one[64], two[64];  // sums of one leaf and of two, which wait for the next one, and the next two
+#pragma unroll 1
+      for (int pair = 0; pair < kLeaves / 2; ++pair) {
+        reader.chain(one, slices);
+        reader.chain(sums, slices);
+        if (kLeaves > 2 && pair % 2 == 0) {
+          add(two, one, sums);
+          continue;
+        }
+        add(sums, one, sums);
+        if (kLeaves > 2) add(sums, two, sums);
+        if (kLeaves < 8) continue;
+        if (pair == 1) {
+#pragma unroll
+          for (int i = 0; i < 64; ++i) four[i * 128] = sums[i];
+        } else {
+#pragma unroll
+          for (int i = 0; i < 64; ++i) sums[i] = four[i * 128] + sums[i];
+        }
+      }
+    }
+    reader.end();
+    int column = t.column * kDownColumns;
+    Place place(t.end, t.row + group * kGroupRows, column);
+    if (p.round) {
+      store_rows(sums, place, static_cast<__nv_bfloat16*>(p.out), p.pitch, p.columns, column);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 64; i += 2) {
+      int h = i / 2 % 2, j = place.column + i / 4 * 8;
+      if (place.here[h] && j < p.columns)
+        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + (place.row + 8 * h) * p.pitch + j) =
+            make_float2(sums[i], sums[i + 1]);
+    }
+  }
+}
+
+template <int kLeaves>
+__global__ void __launch_bounds__(kThreads, 1)
+    down(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap weights, const Down p) {
+  extern __shared__ uint8_t raw[];
+  DownShared& sh = *reinterpret_cast<DownShared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&sh.full[i], 1);
+      barrier_init(&sh.empty[i], 8);  // warps that multiply
+    }
+    barrier_init_done();
+  }
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  if (threadIdx.x < 32) count_tiles(sh.rows, p.experts);
+  __syncthreads();
+  if (threadIdx.x / 128 == 2) {
+    registers_down<24>();
+    if (threadIdx.x == 2 * 128) copy_down(sh, &a, &weights, p);
+  } else {
+    registers_up<240>();
+    multiply_down<kLeaves>(sh, p);
+  }
+}
+
+template <int kLeaves>
+cudaError_t launch_down(const CUtensorMap& a, const CUtensorMap& weights, const Down& p, int pairs,
+                        cudaStream_t stream) {
+  constexpr auto kernel = down<kLeaves>;
+  constexpr int bytes = sizeof(DownShared) + 1024;
+  int processors;
+  if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
+  return launch_early(kernel, blocks_of(pairs, p.experts, processors), kThreads, bytes, stream, a, weights, p);
+}
+
+}  // namespace
+}  // namespace alignkit
+
+using namespace alignkit;
+
+// out [pairs, n], bf16 if `round`, else fp32, = a [pairs, k] by the matrices [n, k] of the rows' experts, which lie as those of
+// alignkit_experts_gate_up. 1, 2, 4 or 8 leaves. Returns a cudaError_t.
+extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void* weights, int64_t pitch,
+                                     const void* each, const int64_t* offsets, int experts, void* out, int64_t out_pitch,
+                                     int round, int pairs, int n, int k, int leaves, cudaStream_t stream) {
+  if (experts > kMostExperts) return cudaErrorInvalidValue;
+  CUtensorMap maps[2] = {};
+  if (cudaError_t e = map_of(&maps[0], {a, a_pitch}, Layout::kPlain, pairs, k, kRows)) return e;
+  if (!each)
+    if (cudaError_t e = map_of_all(&maps[1], {weights, pitch}, experts, n, k)) return e;
+  Down p = {out,
+            out_pitch,
+            round != 0,
+            n,
+            k,
+            leaves > 1 ? k / leaves : k,
+            {static_cast<const CUtensorMap*>(each), n},
+            {offsets, experts, (n + kDownColumns - 1) / kDownColumns}};
+  switch (leaves) {
+    case 1: return launch_down<1>(maps[0], maps[1], p, pairs, stream);
+    case 2: return launch_down<2>(maps[0], maps[1], p, pairs, stream);
+    case 4: return launch_down<4>(maps[0], maps[1], p, pairs, stream);
+    case 8: return launch_down<8>(maps[0], maps[1], p, pairs, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}

@@ -1,0 +1,101 @@
+// Products of rows that are dealt out to experts, those of each by a matrix of its own: which rows and columns a block of
+// threads takes, and where the matrices lie.
+#pragma once
+#include "../gemm/gemm.cuh"
+
+namespace alignkit {
+namespace {
+
+constexpr int kMostExperts = 1024;
+constexpr int kBandRows = 16;  // tiles of rows that take turns over the same columns
+
+// Pairs of a row and an expert lie in the order of experts.
+struct Experts {
+  const int64_t* offsets;  // the first pair of each; at last, how many there are
+  int count;
+  int across;  // tiles of columns
+};
+
+// For each expert: its first pair, and how many tiles of rows come before its own. Likewise behind the last one.
+struct Rows {
+  int pair[kMostExperts + 1];
+  int tiles[kMostExperts + 1];
+};
+
+// By a whole warp.
+__device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
+  int lane = threadIdx.x % 32, before = 0;
+  for (int i = 0; i <= e.count; i += 32) {
+    int expert = i + lane;
+    int pair = static_cast<int>(e.offsets[min(expert, e.count)]);
+    int tiles = (static_cast<int>(e.offsets[min(expert + 1, e.count)]) - pair + kRows - 1) / kRows, sum = tiles;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      int other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    if (expert <= e.count) {
+      rows.pair[expert] = pair;
+      rows.tiles[expert] = before + sum - tiles;
+    }
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+struct Tile {
+  int expert;
+  int row, end;  // the first pair, and the one behind the expert's last
+  int column;    // a tile's
+};
+
+// The tiles of a block, one after the other.
+struct Walk {
+  const Rows& rows;
+  const Experts& experts;
+  int i, expert = 0;
+
+  __device__ Walk(const Rows& rows, const Experts& experts) : rows(rows), experts(experts), i(blockIdx.x) {}
+
+  __device__ bool next(Tile& t) {
+    int down = rows.tiles[experts.count];
+    if (i >= down * experts.across) return false;
+    int first = i / (kBandRows * experts.across) * kBandRows, band = min(kBandRows, down - first);
+    int j = i - first * experts.across, r = first + j % band;
+    while (rows.tiles[expert + 1] <= r) ++expert;
+    while (rows.tiles[expert] > r) --expert;
+    t.expert = expert;
+    t.row = rows.pair[expert] + (r - rows.tiles[expert]) * kRows;
+    t.end = rows.pair[expert + 1];
+    t.column = j / band;
+    i += gridDim.x;
+    return true;
+  }
+};
+
+// The experts' matrices, bf16, as the copy engine knows them: all of them one behind the other, or each by itself.
+struct Matrices {
+  const CUtensorMap* each;  // in memory; null: there is one for all
+  int rows;                 // of a matrix
+
+  __device__ const CUtensorMap* map(const CUtensorMap* all, int expert) const {
+    if (!each) return all;
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(each + expert) : "memory");
+    return each + expert;
+  }
+  __device__ int first_row(int expert) const { return each ? 0 : expert * rows; }
+};
+
+constexpr int kBoxRows = 128;  // of a matrix, that are copied together
+
+// Host: where the matrices begin, or the maps of each.
+inline cudaError_t map_of_all(CUtensorMap* map, const Matrix& first, int experts, int rows, int k) {
+  return map_of(map, first, Layout::kPlain, static_cast<int64_t>(experts) * rows, k, kBoxRows);
+}
+
+// As many blocks as there may be tiles, or as the device holds.
+inline unsigned blocks_of(int64_t pairs, const Experts& e, int processors) {
+  return static_cast<unsigned>(std::min<int64_t>((pairs / kRows + e.count) * e.across, processors));
+}
+
+}  // namespace
+}  // namespace alignkit

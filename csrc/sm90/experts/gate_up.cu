@@ -1,0 +1,197 @@
+// Gate and up of the rows that chose an expert, and silu(gate) * up from the registers of the product.
+//
+// A block takes 128 rows by 128 features: 256 columns, those of gate and those of up. A group of four warps gathers the rows
+// into shared memory, and one of its threads has the copy engine bring the matrices; two groups multiply 64 rows each.
+// Each output is one chain over ascending k.
+#include "experts.cuh"
+
+namespace alignkit {
+namespace {
+
+constexpr int kFeatures = kColumns / 2;  // of a tile
+constexpr int kLag = 2;  // copies that are on their way when one is waited for
+
+struct GatedShared {
+  Stage stage[kStages];
+  Rows rows;
+  uint64_t full[kStages], empty[kStages];
+};
+
+struct GateUp {
+  const __nv_bfloat16* x;
+  int64_t x_pitch;
+  const int64_t* row;  // of x, a pair
+  __nv_bfloat16 *h, *y;
+  int features, k;
+  Matrices weights;
+  Experts experts;
+};
+
+__device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* all, const GateUp& p) {
+  constexpr int eighths = kStep / 8, at_once = 128 / eighths, each = kRows / at_once;  // rows of 8 vectors
+  int thread = threadIdx.x - 2 * 128, lane = thread % 32, column = thread % eighths * 8, at = thread / eighths;
+  // Rows of 128 bytes, whose vectors are swizzled.
+  int to = at * kStep + (thread % eighths ^ at % 8) * 8;
+  int stage = 0, phase = 0, pending = 0, announced = 0;
+  auto announce = [&] {
+    shared_written();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&sh.full[announced]);
+    if (++announced == kStages) announced = 0;
+  };
+  Tile t;
+  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+    const __nv_bfloat16* from[each];
+    int pairs = t.end - t.row;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      int r = at + i * at_once;
+      from[i] = p.x + (r < pairs ? p.row[t.row + r] : 0) * p.x_pitch + column;
+    }
+    const CUtensorMap* map = p.weights.map(all, t.expert);
+    int gate = p.weights.first_row(t.expert) + t.column * kFeatures;
+#pragma unroll 1
+    for (int k = 0; k < p.k; k += kStep, step<kStages>(stage, phase)) {
+      barrier_wait(&sh.empty[stage], phase ^ 1);
+      if (thread == 0) {
+        barrier_expect(&sh.full[stage], sizeof(Stage::b));
+        copy_box(sh.stage[stage].b, map, k, gate, &sh.full[stage]);
+        copy_box(sh.stage[stage].b + kFeatures * kStep, map, k, gate + p.features, &sh.full[stage]);
+      }
+#pragma unroll
+      for (int i = 0; i < each; ++i)
+        copy_vector(sh.stage[stage].a + to + i * at_once * kStep, from[i] + k,
+                    at + i * at_once < pairs && k + column < p.k);
+      copies_end();
+      if (pending < kLag) {
+        ++pending;
+      } else {
+        copies_wait<kLag>();
+        announce();
+      }
+    }
+  }
+  copies_wait<0>();
+  for (; pending; --pending) announce();
+}
+
+__device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
+
+__device__ __forceinline__ float exponential(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+
+__device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p) {
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, stage = 0, phase = 0;
+  bool late = group == 1, first = true;
+  uint64_t a0 = operand<false>(sh.stage[0].a + group * kGroupRows * kStep), b0 = operand<false>(sh.stage[0].b);
+  int steps = (p.k + kStep - 1) / kStep;
+  float sums[128];
+  Tile t;
+  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+    if (first && late) named_barrier_sync(1, 256);
+    int before = 0;
+#pragma unroll 1
+    for (int k = 0; k < steps; ++k) {
+      barrier_wait(&sh.full[stage], phase);
+      uint64_t a = a0 + stage * (kStageBytes >> 4), b = b0 + stage * (kStageBytes >> 4);
+      products_begin();
+#pragma unroll
+      for (int j = 0; j < kStep / 16; ++j)
+        multiply<false, false>(sums, a + j * kNext<false>, b + j * kNext<false>, k + j > 0);
+      products_end();
+      if (first && !late && k == min(kBehind, steps) - 1) named_barrier_arrive(1, 256);
+      if (k > 0) {
+        products_wait<1>();
+        if (lane == 0) barrier_arrive(&sh.empty[before]);
+      }
+      before = stage;
+      step<kStages>(stage, phase);
+    }
+    products_wait<0>();
+    products_taken(sums);
+    if (lane == 0) barrier_arrive(&sh.empty[before]);
+    first = false;
+    Place place(t.end, t.row + group * kGroupRows, 0);
+#pragma unroll
+    for (int i = 0; i < 64; i += 16) {  // 32 features at a time
+      float gate[16], up[16];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        gate[j] = rounded(sums[i + j]);
+        up[j] = rounded(sums[64 + i + j]);
+      }
+      int column = t.column * kFeatures + 2 * i;
+      if (p.h) {
+        store_rows(gate, place, p.h, 2 * p.features, p.features, column);
+        store_rows(up, place, p.h + p.features, 2 * p.features, p.features, column);
+      }
+#pragma unroll
+      for (int j = 0; j < 16; ++j) gate[j] = __fdiv_rn(gate[j], 1.0f + exponential(-gate[j])) * up[j];
+      store_rows(gate, place, p.y, p.features, p.features, column);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) gate_up(const __grid_constant__ CUtensorMap weights, const GateUp p) {
+  extern __shared__ uint8_t raw[];
+  GatedShared& sh = *reinterpret_cast<GatedShared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&sh.full[i], 1 + 4);  // the copy engine's bytes, and warps that gather
+      barrier_init(&sh.empty[i], 8);     // warps that multiply
+    }
+    barrier_init_done();
+  }
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  if (threadIdx.x < 32) count_tiles(sh.rows, p.experts);
+  __syncthreads();
+  if (threadIdx.x / 128 == 2) {
+    registers_down<56>();
+    gather(sh, &weights, p);
+  } else {
+    registers_up<224>();
+    multiply_gated(sh, p);
+  }
+}
+
+}  // namespace
+}  // namespace alignkit
+
+using namespace alignkit;
+
+// y [pairs, features] = silu(gate) * up, and, unless it is null, h [pairs, 2 features] = gate | up: rows `row` of x [.., k] by the
+// matrices [2 features, k] of their experts. Those lie behind each other from `weights` on, rows `pitch` elements apart; or
+// `each` has their maps. Returns a cudaError_t.
+extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const int64_t* row, const void* weights,
+                                        int64_t pitch, const void* each, const int64_t* offsets, int experts, void* h,
+                                        void* y, int pairs, int features, int k, cudaStream_t stream) {
+  if (experts > kMostExperts) return cudaErrorInvalidValue;
+  CUtensorMap map = {};
+  if (!each)
+    if (cudaError_t e = map_of_all(&map, {weights, pitch}, experts, 2 * features, k)) return e;
+  constexpr int bytes = sizeof(GatedShared) + 1024;
+  int processors;
+  if (cudaError_t e = prepare<gate_up>(bytes, 1, &processors)) return e;
+  GateUp p = {static_cast<const __nv_bfloat16*>(x),
+              x_pitch,
+              row,
+              static_cast<__nv_bfloat16*>(h),
+              static_cast<__nv_bfloat16*>(y),
+              features,
+              k,
+              {static_cast<const CUtensorMap*>(each), 2 * features},
+              {offsets, experts, (features + kFeatures - 1) / kFeatures}};
+  return launch_early(gate_up, blocks_of(pairs, p.experts, processors), kThreads, bytes, stream, map, p);
+}
+
+// The map of a matrix [rows, k], 128 bytes, for `each`.
+extern "C" int alignkit_experts_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
+  alignas(64) CUtensorMap made;
+  if (cudaError_t e = map_of(&made, {matrix, pitch}, Layout::kPlain, rows, k, kBoxRows)) return e;
+  std::copy_n(reinterpret_cast<const char*>(&made), sizeof(made), static_cast<char*>(map));
+  return cudaSuccess;
+}

@@ -1,0 +1,151 @@
+"""Mixture of experts by the CUDA kernels for many rows: the bytes of the Triton kernels, for drawn shapes and routings."""
+
+import random
+
+import pytest
+import torch
+
+from alignkit import ops
+from alignkit.runtime import dispatch
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU, randn
+
+pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
+if not CPU:
+    from alignkit.ops.moe_experts import cuda, grouped, ranked
+    from alignkit.ops.moe_experts.problem import Matrices
+
+BF16 = torch.bfloat16
+SEEDS = range(24)
+
+
+def routed(generator: random.Random, rows: int, experts: int, k: int) -> torch.Tensor:
+    """Ids [rows, k]: evenly, a few experts that have most, or one that has all it can; some experts have none, some ids are -1."""
+    z = torch.rand(rows, experts)
+    how = generator.choice(("even", "few", "one"))
+    if how == "few":
+        z[:, : max(experts // 8, k)] += generator.random()
+    if how == "one":
+        z[:, 0] += 1
+    if experts > k + 2:
+        z[:, generator.randrange(experts)] = -1.0
+    ids = z.topk(k).indices
+    ids[torch.rand(rows, k) < generator.choice((0.0, 0.1, 0.9))] = -1
+    return ids
+
+
+def laid_out(generator: random.Random, experts: int, n: int, k: int) -> torch.Tensor | list[torch.Tensor]:
+    """Matrices one behind the other, apart, of wider rows, or each by itself."""
+    how = generator.choice(("stacked", "apart", "wide", "listed", "listed"))
+    if how == "listed":
+        return [randn(n, k, dtype=BF16, scale=k**-0.5) for _ in range(experts)]
+    more = {"stacked": (0, 0), "apart": (3, 0), "wide": (0, 16)}[how]
+    return randn(experts, n + more[0], k + more[1], dtype=BF16, scale=k**-0.5)[:, :n, :k]
+
+
+class Drawn:
+    """A problem of which each expert's rows are many, on average."""
+
+    def __init__(self, seed: int):
+        generator = random.Random(seed)
+        torch.manual_seed(seed)
+        self.experts = generator.choice((1, 2, 3, 8, 60, 128, 160))
+        self.top = generator.randint(1, min(self.experts, 8))
+        self.h = 8 * generator.randint(1, 80)
+        self.leaves = generator.choice((1, 2, 4, 8, 8))
+        self.f = 16 * self.leaves * generator.randint(1, 12) if self.leaves > 1 else 8 * generator.randint(1, 99)
+        self.rows = generator.choice((1, 70, 300)) * self.experts + generator.randrange(100)
+        self.ids = routed(generator, self.rows, self.experts, self.top)
+        self.pairs = ranked.pairs(self.ids, 0, self.experts)
+        self.count = int(self.pairs.offsets[-1])
+        self.x = randn(self.rows, self.h + 8, dtype=BF16)[:, : self.h]
+        self.gate_up = laid_out(generator, self.experts, 2 * self.f, self.h)
+        self.down = laid_out(generator, self.experts, self.h, self.f)
+
+    def __str__(self):
+        return f"{self.rows} rows, {self.top} of {self.experts} experts, {self.h} x {self.f}, {self.leaves} leaves"
+
+
+def filled(*shape, dtype=BF16):
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gate_and_up(seed):
+    """What lies behind the last pair is not written."""
+    p = Drawn(seed)
+    weights, many = Matrices(p.gate_up), p.ids.numel()
+    for keep in (True, False):
+        h, h_want = (filled(many, 2 * p.f) if keep else None for _ in range(2))
+        got = cuda.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h)
+        want = grouped.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h_want)
+        assert_bitwise_equal(got[: p.count], want[: p.count], f"{p}")
+        if keep:
+            assert_bitwise_equal(h, h_want, f"gate and up of {p}")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_down(seed):
+    p = Drawn(seed)
+    weights, a = Matrices(p.down), randn(p.ids.numel(), p.f, dtype=BF16)
+    a[p.count :] = float("nan")
+    for dtype in (BF16, torch.float32):
+        got, want = (filled(p.ids.numel(), p.h, dtype=dtype) for _ in range(2))
+        cuda.products(a, None, weights, p.pairs.offsets, p.leaves, got)
+        grouped.products(a, None, weights, p.pairs.offsets, p.leaves, want)
+        assert_bitwise_equal(got, want, f"{p}, {dtype}")
+
+
+def test_a_nan_stays_in_its_row():
+    p = Drawn(5)
+    p.x[3] = float("nan")
+    got = cuda.gated(p.x, p.pairs.row, Matrices(p.gate_up), p.pairs.offsets, None)[: p.count]
+    assert torch.equal(got.isnan().any(1), p.pairs.row[: p.count] == 3)
+
+
+@pytest.mark.parametrize("rows", [1500, 8000])
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_op(monkeypatch, rows, listed):
+    """Forward and backward, at the widths of Qwen3-30B-A3B with fewer experts: as without these kernels."""
+    n, k, h, f = 32, 8, 2048, 768
+    torch.manual_seed(rows)
+    ids, weights = torch.rand(rows, n).topk(k).indices, torch.rand(rows, k)
+    x, dout = randn(rows, h, dtype=BF16), randn(rows, h, dtype=BF16)
+    matrices = randn(n, 2 * f, h, dtype=BF16, scale=h**-0.5), randn(n, h, f, dtype=BF16, scale=f**-0.5)
+
+    def run():
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weights, *matrices)]
+        of_experts = [[*t.unbind()] if listed else t for t in leaves[2:]]
+        out = ops.moe_experts(leaves[0], ids, leaves[1], *of_experts)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    got = run()
+    with monkeypatch.context() as patch:
+        for rule in ("gated_refuses", "products_refuses"):
+            patch.setattr(cuda, rule, lambda p: "the test has it so")
+        dispatch.choose.cache_clear()
+        want = run()
+    dispatch.choose.cache_clear()
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise_equal(a, b, f"result {i}")
+
+
+def test_a_graph_is_replayed_with_other_routing():
+    rows, n, k, h, f = 4000, 32, 4, 256, 192
+    gate_up, down = [randn(2 * f, h, dtype=BF16) for _ in range(n)], randn(n, h, f, dtype=BF16)
+    gate, x = randn(n, h, dtype=BF16), randn(rows, h, dtype=BF16)
+
+    def run():
+        weights, ids = ops.moe_router(ops.linear(x, gate, out_dtype=torch.float32), k)
+        return ops.moe_experts(x, ids, weights, gate_up, down)
+
+    with torch.no_grad():
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        for i in range(4):
+            x.copy_(randn(rows, h, dtype=BF16) if i else randn(1, h, dtype=BF16).expand(rows, h))  # first all alike
+            graph.replay()
+            assert_bitwise_equal(out, run(), f"replay {i}")
