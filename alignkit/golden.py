@@ -182,19 +182,6 @@ CASES = {
     for f in (linears, norms, elementwise, scaled_tables, attention, head, large_head, gated_delta_rule, mixtures)
     for dtype in DTYPES
 }
-PENDING = {mixtures: (families.SM90,)}
-"""Cases that these families' files do not hold yet: `write` adds them, and then their line goes. Till then adapters refuse
-models that need them there."""
-
-
-def kept(function: Callable, family: Family) -> bool:
-    """Whether the family's file holds the bits of a case."""
-    return family not in PENDING.get(function, ())
-
-
-def cases(family: Family) -> list[str]:
-    """Those that its file holds."""
-    return [case for case, (function, _) in CASES.items() if kept(function, family)]
 
 
 def path(family: Family) -> Path:
@@ -225,7 +212,7 @@ def difference(device: torch.device, backend: str) -> str | None:
     family = families.of_type(device)
     assert family is not None  # it has a backend
     kept = load(family)
-    for case in cases(family):
+    for case in CASES:
         if (
             backend == families.REFERENCE and CASES[case][0] is large_head
         ):  # minutes, for the arithmetic that head has too

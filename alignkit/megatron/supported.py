@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-from alignkit import golden
 from alignkit.contract.rope import Llama3, Scaling, Yarn, plain, yarn_attention_factor
 from alignkit.dist import strict
 from alignkit.errors import BackendError, UnsupportedError
@@ -220,8 +219,6 @@ def _narrower(config, of_model) -> bool:
 def check_mixture(path: str, layer, runs: bool) -> None:
     """UnsupportedError for a MoELayer whose attributes are not what its configuration says. runs: not while it is built."""
     config, router = layer.config, layer.router
-    if runs and not golden.kept(golden.mixtures, family := dispatch.family(next(layer.parameters()).device)):
-        raise UnsupportedError(f"{path}: mixture of experts (MoE): there are no golden bits of it on {family.name} yet")
     if runs and layer.training and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UnsupportedError(
             "sequence_parallel: False is not supported in training a mixture of experts (MoE) with tensor parallelism, "

@@ -9,7 +9,6 @@ import os
 
 import torch
 
-from alignkit import golden
 from alignkit.contract import k_leaves
 from alignkit.contract.experts import ExpertTree
 from alignkit.convert import Architecture
@@ -103,8 +102,6 @@ def _reading_reasons(model_config, parallel) -> list[str]:
 
 def _expert_reasons(read: Architecture, parallel) -> list[str]:
     """Ranks that cannot share the sums that the contract makes of an expert's features, or of the experts."""
-    if not golden.kept(golden.mixtures, family := installed().family):
-        return [f"mixture of experts (there are no golden bits of it on {family.name} yet)"]
     ranks = parallel.tensor_parallel_size
     if parallel.enable_expert_parallel:
         what, parts = f"{read.experts} experts", ExpertTree.of(read.experts).groups

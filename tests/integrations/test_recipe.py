@@ -109,6 +109,36 @@ def test_what_is_refused_of_verl(setting, reason, tmp_path):
     assert str(refused[0]).startswith(f"{path}:")
 
 
+MIXTURE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B").replace(
+    "enabled: true,", "enabled: true, expert_model_parallel_size: 8, moe_token_dispatcher_type: alltoall,"
+)
+
+
+@pytest.mark.parametrize(
+    "model, more, refused",
+    [
+        ("Qwen/Qwen3-30B-A3B", "", None),
+        ("Qwen/Qwen3-30B-A3B", "expert_parallel_size: 2", None),
+        ("Qwen/Qwen3-30B-A3B", "expert_parallel_size: 8", "data parallelism inside vLLM"),
+        ("Qwen/Qwen3-30B-A3B", "expert_model_parallel_size: 6", "a power of two that divides the 128 experts"),
+        ("mistralai/Mixtral-8x7B-v0.1", "expert_model_parallel_size: 16", "a power of two that divides the 8 experts"),
+        ("Qwen/Qwen3-30B-A3B", "moe_enable_routing_replay: true", "routing replay"),
+        ("Qwen/Qwen3-8B", "moe_enable_routing_replay: true", None),  # no module of a dense model reads it
+    ],
+)
+def test_mixtures(model, more, refused, tmp_path):
+    text = MIXTURE.replace("Qwen/Qwen3-30B-A3B", model)
+    if more.startswith("expert_parallel_size"):
+        text = text.replace("tensor_parallel_size", f"{more}, tensor_parallel_size")
+    elif more.startswith("expert_model"):
+        text = text.replace("expert_model_parallel_size: 8", more)
+    elif more:
+        text = text.replace("enabled: true,", f"enabled: true, {more},")
+    recipe = recipes.read(write(tmp_path / "run.yaml", text))
+    found = [f.why for f in recipes.examine(recipe) if f.verdict == REFUSED]
+    assert not found if refused is None else len(found) == 1 and refused in found[0], found
+
+
 def test_the_line_that_is_missing(tmp_path):
     text = VERL.replace("actor_rollout_ref.model.external_lib=alignkit.integrations.verl", "")
     said = found(
@@ -142,7 +172,7 @@ def test_slime_is_refused_for_its_rollout(tmp_path):
     text = 'source "${SCRIPT_DIR}/models/m.sh"\nARGS=(\n   --tensor-model-parallel-size 2\n   --hf-checkpoint /models/m\n)\n'
     said = found(recipes.read(write(tmp_path / "run.sh", text)))
     assert said["rollout"][0] == REFUSED
-    assert said["--num-experts"] == (REFUSED, "2")
+    assert said["--num-experts"] == (PASSES, "2")
     assert said["--tensor-model-parallel-size"] == (PASSES, "3")
 
 

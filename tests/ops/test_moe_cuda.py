@@ -23,7 +23,26 @@ if not CPU:
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
 """Experts, top k, hidden and intermediate."""
-SCHEDULES = ({}, {"BLOCK_M": 16, "BLOCK_N": 32}, {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4})
+OWN = ({},)
+OTHERS = ({"BLOCK_M": 16, "BLOCK_N": 32}, {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4})
+"""Schedules: those that the kernels choose, and two that they do not."""
+PRODUCTS = [  # width, rows, type, a list of matrices, schedules
+    ("few", 1, BF16, True, OWN),
+    ("few", 7, BF16, False, OWN),
+    ("few", 100, BF16, True, OWN),
+    ("few", 5000, BF16, False, OWN),
+    ("odd", 1, BF16, False, OWN),
+    ("odd", 7, BF16, True, OWN),
+    ("odd", 300, BF16, False, (*OWN, *OTHERS)),
+    ("odd", 5000, BF16, True, OWN),
+    ("qwen", 1, BF16, True, OWN),
+    ("qwen", 300, BF16, False, OWN),
+    ("few", 300, FP32, True, OWN),
+    ("odd", 1, FP32, True, OWN),
+    ("odd", 300, FP32, False, OWN),
+]
+"""Most of the time goes to compilers: each width, as few and as many rows as an expert may have, each type, lists and not, but
+not all of them with each other."""
 
 
 def draw(rows, n, k, *, skew=False, absent=0.1, dtype=torch.int64):
@@ -62,15 +81,10 @@ def test_pairs(rows, n, k, first, own, dtype):
     assert torch.equal(got.place.view(-1)[got.choice[:count]], torch.arange(count))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", [1, 7, 300, 5000])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("listed", [False, True])
-def test_products(width, rows, dtype, listed):
+@pytest.mark.parametrize("width,rows,dtype,listed,schedules", PRODUCTS)
+def test_products(width, rows, dtype, listed, schedules):
     """Whatever the tiles; pairs behind the last are not written."""
     n, k, h, f = WIDTHS[width]
-    if width == "qwen" and (dtype == FP32 or rows > 300):
-        pytest.skip("many products of each expert's own")
     ids = draw(rows, n, k, skew=True)
     p = pairs.pairs(ids, 0, n)
     count, many = int(p.offsets[-1]), ids.numel()
@@ -78,33 +92,41 @@ def test_products(width, rows, dtype, listed):
     a[count:] = float("nan")
     gate_up, down = matrices(n, 2 * f, h, dtype, listed), matrices(n, h, f, dtype, listed, by_k=False)
     cases = [(x, p.row, gate_up, 1, dtype), (a, None, down, k_leaves(f), dtype), (x, p.row, down.t(), 1, FP32)]
-    for schedule in SCHEDULES:
-        for i, (left, row, right, leaves, out_dtype) in enumerate(cases):
-            got, want = (torch.full((many, right.shape[0]), float("nan"), dtype=out_dtype) for _ in range(2))
+    for i, (left, row, right, leaves, out_dtype) in enumerate(cases):
+        got, want = (torch.full((many, right.shape[0]), float("nan"), dtype=out_dtype) for _ in range(2))
+        each.products(left, row, right, p.offsets, leaves, want)
+        for schedule in schedules:
+            got.fill_(float("nan"))
             grouped.products(left, row, right, p.offsets, leaves, got, **schedule)
-            each.products(left, row, right, p.offsets, leaves, want)
             assert_bitwise_equal(got[:count], want[:count], f"product {i}, {schedule}")
             assert bool(got[count:].isnan().all())
-        h_got, h_want = (torch.empty(many, 2 * f, dtype=dtype) for _ in range(2))
-        got = grouped.gated(x, p.row, gate_up, p.offsets, h_got, **schedule)
-        want = each.gated(x, p.row, gate_up, p.offsets, h_want)
+    h_got, h_want = (torch.empty(many, 2 * f, dtype=dtype) for _ in range(2))
+    want = each.gated(x, p.row, gate_up, p.offsets, h_want)
+    for schedule in schedules:
+        got = grouped.gated(x, p.row, gate_up, p.offsets, h_got.fill_(float("nan")), **schedule)
         assert_bitwise_equal(h_got[:count], h_want[:count], f"gate and up, {schedule}")
         assert_bitwise_equal(got[:count], want[:count], f"activation, {schedule}")
         got = grouped.gated(x, p.row, gate_up, p.offsets, None, **schedule)
         assert_bitwise_equal(got[:count], want[:count], f"activation alone, {schedule}")
-        for left, left_row, right, right_row in ((a, None, x, p.row), (x, p.row, a, None)):
-            got, want = (torch.full((n, left.shape[1], right.shape[1]), float("nan"), dtype=dtype) for _ in range(2))
-            grouped.gradients(left, left_row, right, right_row, p.offsets, got, **schedule)
-            each.gradients(left, left_row, right, right_row, p.offsets, want)
+    for left, left_row, right, right_row in ((a, None, x, p.row), (x, p.row, a, None)):
+        got, want = (torch.full((n, left.shape[1], right.shape[1]), float("nan"), dtype=dtype) for _ in range(2))
+        each.gradients(left, left_row, right, right_row, p.offsets, want)
+        for schedule in schedules:
+            grouped.gradients(left, left_row, right, right_row, p.offsets, got.fill_(float("nan")), **schedule)
             assert_bitwise_equal(got, want, f"gradients, {schedule}")
 
 
+RANKS = [(1, 1, 0, 1), (4, 2, 0, 4), (60, 4, 15, 15), (128, 8, 0, 128), (512, 10, 0, 512)]
+"""Experts, top k, the first of a rank and how many it has."""
+TYPES = [(BF16, FP32), (FP32, FP32)]
+
+
 @pytest.mark.parametrize(
-    "n,k,first,own", [(1, 1, 0, 1), (4, 2, 0, 4), (60, 4, 15, 15), (128, 8, 0, 128), (512, 10, 0, 512)]
+    "ranks,types,weighted",
+    [(r, (BF16, BF16), True) for r in RANKS] + [(r, t, w) for r in RANKS[2:4] for t in TYPES for w in (True, False)],
 )
-@pytest.mark.parametrize("dtype,out_dtype", [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_combine(n, k, first, own, dtype, out_dtype, weighted):
+def test_combine(ranks, types, weighted):
+    (n, k, first, own), (dtype, out_dtype) = ranks, types
     ids = draw(50, n, k)
     p = pairs.pairs(ids, first, own)
     y = randn(ids.numel(), 1032, dtype=dtype)
@@ -129,8 +151,7 @@ def test_weigh(f, dtype):
     "n,k,groups,top", [(1, 1, 1, 1), (60, 4, 1, 1), (128, 8, 1, 1), (256, 8, 8, 4), (12, 2, 12, 3)]
 )
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("normalize,scale", [(True, 1.0), (False, 2.5)])
 def test_router(n, k, groups, top, score, normalize, scale):
     sigmoid = score == "sigmoid"
     how = Routing(k, sigmoid, normalize, groups if sigmoid else 1, top if sigmoid else 1, scale)
@@ -158,12 +179,14 @@ def both_ways(monkeypatch, run):
     return got, want
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
-def test_experts(monkeypatch, width, dtype, listed, ids_dtype):
+@pytest.mark.parametrize(
+    "width,dtype,listed",
+    [(width, BF16, listed) for width in WIDTHS for listed in (False, True)]
+    + [("few", FP32, False), ("odd", FP32, True)],
+)
+def test_experts(monkeypatch, width, dtype, listed):
     n, k, h, f = WIDTHS[width]
+    ids_dtype = torch.int32 if listed else torch.int64
     x, ids, weights = randn(200, h, dtype=dtype), draw(200, n, k, skew=True, dtype=ids_dtype), torch.rand(200, k)
     gate_up, down = matrices(n, 2 * f, h, dtype, listed).given, matrices(n, h, f, dtype, listed).given
     dout = randn(200, h, dtype=dtype)
@@ -177,12 +200,12 @@ def test_experts(monkeypatch, width, dtype, listed, ids_dtype):
 
     for i, (got, want) in enumerate(zip(*both_ways(monkeypatch, run), strict=True)):
         assert_bitwise_equal(got, want, f"result {i}")
+    want = run()[0]
     with torch.no_grad():
-        assert_bitwise_equal(ops.moe_experts(x, ids, weights, gate_up, down), run()[0], "without a backward pass")
+        assert_bitwise_equal(ops.moe_experts(x, ids, weights, gate_up, down), want, "without a backward pass")
 
 
-@pytest.mark.parametrize("rows", [1, 16, 256, 3000])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("rows,listed", [(1, False), (16, True), (256, False), (3000, True)])
 def test_a_graph_is_replayed_with_other_routing(rows, listed):
     n, k, h, f = 32, 4, 256, 128
     gate_up, down = matrices(n, 2 * f, h, BF16, listed).given, matrices(n, h, f, BF16, listed).given

@@ -351,21 +351,6 @@ def test_models_refused(spare, small, tmp_path, change, name):
         spare(configure, str(model), {})
 
 
-def without_golden_bits(state, model):
-    from unittest import mock
-
-    from alignkit import golden
-    from alignkit.runtime.families import CPU
-
-    with mock.patch.dict(golden.PENDING, {golden.mixtures: (CPU,)}):
-        configure(state, model, {})
-
-
-def test_without_golden_bits_it_is_refused(spare, small):
-    with pytest.raises(UnsupportedError, match="mixture of experts .there are no golden bits of it on cpu yet"):
-        spare(without_golden_bits, small())
-
-
 def simulated(state, model):
     import os
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from alignkit import golden
 from alignkit.errors import AlignkitError
 from alignkit.megatron import policy as megatron
 from alignkit.models import ARCHITECTURES
 from alignkit.models.config import read_architecture
-from alignkit.runtime.families import SM90
 from alignkit.vllm import policy as vllm
 
 AT_DEFAULT = (None, False, 0, "", "none", [], {}, (), "None")
@@ -21,17 +19,13 @@ DEFAULTS: dict[str, Any] = {"expert_model_parallel_size": 1, "batch_p2p_comm": T
 """Defaults of Megatron's that are none of these."""
 
 
-MIXTURES = golden.kept(golden.mixtures, SM90)
-"""Whether mixtures of experts are aligned on the GPUs that recipes are for."""
-NO_MIXTURES = "mixture of experts: there are no golden bits of it on sm90 yet"
-
-
 def megatron_refusal(field: str, value: Any, others: dict[str, Any]) -> str | None:
-    """Why a field of Megatron's TransformerConfig may not be `value`. others: what is asked for of further fields."""
-    if field == "num_moe_experts" and value and not MIXTURES:
-        return NO_MIXTURES
+    """Why a field of Megatron's TransformerConfig may not be `value`. others: what is asked for of further fields; of them
+    `num_moe_experts` is 0 for a dense model, and None or left out where nothing is known of the model."""
     policy = megatron.POLICY
     context = SimpleNamespace(**(LAYOUT | others))
+    if field.startswith("moe_") and context.num_moe_experts == 0:
+        return None  # a dense model's modules do not read it
     for row in policy.over([field], DEFAULTS.get):
         judged = field in policy.judged
         if field in OF_THE_MODEL or (not judged and (value in AT_DEFAULT or value == DEFAULTS.get(field, AT_DEFAULT))):
@@ -46,6 +40,8 @@ LAYOUT = {
     "pipeline_model_parallel_size": 1,
     "recompute_granularity": None,
     "num_moe_experts": None,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
 }
 """Fields that Megatron's rows look at beside their own, with its defaults."""
 OF_THE_MODEL = frozenset("context_parallel_size num_query_groups params_dtype pipeline_dtype activation_func".split())
@@ -111,30 +107,40 @@ _OTHER = {
 }
 
 
-def model_refusal(name: Any) -> tuple[bool | None, str]:
-    """(whether a model is supported, or None if that cannot be told, and why): by the config.json in its folder if there is one
-    here, else by its name."""
+class Model(NamedTuple):
+    """What can be told of a model."""
+
+    supported: bool | None
+    """None: that cannot be told."""
+    why: str
+    experts: int | None
+    """0: it is dense. None: that cannot be told."""
+
+
+_EXPERTS = {"Qwen3MoeForCausalLM": 128, "MixtralForCausalLM": 8}
+"""Those of the models that are known by these names."""
+
+
+def model(name: Any) -> Model:
+    """By the config.json in its folder if there is one here, else by its name."""
     text = str(name)
     if Path(text).is_dir():
         try:
             found = read_architecture(text)
         except AlignkitError as e:
-            return False, str(e)
-        if found.experts and not MIXTURES:
-            return False, NO_MIXTURES
-        return True, f"{ARCHITECTURES_BY_FAMILY[found.family]} by its config.json"
+            return Model(False, str(e), None)
+        return Model(True, f"{ARCHITECTURES_BY_FAMILY[found.family]} by its config.json", found.experts or 0)
     last = text.rstrip("/").lower()
     last = "/".join(last.split("/")[-2:])
     for table in (_OTHER, _DENSE):
         for pattern, architecture in table.items():
             if re.search(pattern, last):
                 family = ARCHITECTURES.get(architecture)
-                if family is not None and family.experts is not None and not MIXTURES:
-                    return False, NO_MIXTURES
-                supported = family is not None
-                says = f"{architecture}, by the name" if supported else f"{architecture} is not supported"
-                return supported, says
-    return None, "not known by its name: its config.json decides when the run starts"
+                if family is None:
+                    return Model(False, f"{architecture} is not supported", None)
+                experts = _EXPERTS.get(architecture) if family.experts else 0
+                return Model(True, f"{architecture}, by the name", experts)
+    return Model(None, "not known by its name: its config.json decides when the run starts", None)
 
 
 ARCHITECTURES_BY_FAMILY = {family.name: architecture for architecture, family in ARCHITECTURES.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import megatron_refusal, model_refusal, vllm_refusal
+from .engines import megatron_refusal, model, vllm_refusal
 from .reading import Recipe, Setting
 
 LINE = ("PYTHONPATH", "$(python -m alignkit.integrations.startup):$PYTHONPATH")
@@ -19,7 +19,6 @@ MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "policy.generation.top_p": ((1, 1.0), "its logprobs cannot be recomputed from the tokens alone", "set it to 1.0"),
     "policy.generation.top_k": ((None, -1), "its logprobs cannot be recomputed from the tokens alone", "set it to null"),
     "policy.generation.vllm_cfg.precision": (("bfloat16", "float32"), "quantization", "set it to ${policy.precision}"),
-    "policy.generation.vllm_cfg.expert_parallel_size": ((1,), "expert parallelism", ""),
     "policy.generation.quant_cfg": ((None,), "quantization", "leave it out"),
     "policy.draft.enabled": ((False,), "speculative decoding", "leave it out"),
     "policy.quant_cfg": ((None,), "quantization", "leave it out"),
@@ -40,7 +39,7 @@ FREE = re.compile(
     r"enabled|(optimizer|scheduler|distributed_data_parallel_config|checkpoint|peft|fp8_cfg|env_vars)\..*|env_vars|"
     r"force_reconvert_from_hf|empty_unused_memory_level|activation_checkpointing|freeze_moe_router|use_gloo_process_groups|"
     r"fused_linear_logprobs_chunk_size|converter_type|train_iters|offload_modules|force_overwrite_initial_ckpt|"
-    r"expert_tensor_parallel_size|defer_fp32_logits|track_moe_metrics|clear_memory_caches_before_refit|moe_.*|model_overrides|gradient_accumulation_fusion|force_.*|cuda_graph_(modules|scope|warmup_steps)"
+    r"defer_fp32_logits|track_moe_metrics|clear_memory_caches_before_refit|model_overrides|gradient_accumulation_fusion|force_.*|cuda_graph_(modules|scope|warmup_steps)"
 )
 SERVING = re.compile(
     r"use_tqdm|enable_vllm_metrics_logger|vllm_metrics_logger_interval|expose_http_server|http_server_.*|reasoning_parser_plugin|"
@@ -53,14 +52,16 @@ _MEGATRON, _VLLM = "policy.megatron_cfg.", re.compile(r"policy\.generation\.vllm
 
 def judge(recipe: Recipe) -> Iterator[Finding]:
     """See `examine`."""
+    experts = None
     if "policy.model_name" in recipe.settings:
         setting = recipe.settings["policy.model_name"]
-        supported, why = model_refusal(setting.value)
-        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[supported], why)
+        found = model(setting.value)
+        experts = found.experts
+        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
     for key in ("policy.megatron_cfg.enabled", "policy.generation.backend"):
         if key not in recipe.settings:
             yield Finding(Setting(key, None), REFUSED, MUST_BE[key][1], MUST_BE[key][2])
-    others = {
+    others = {"num_moe_experts": experts} | {
         key.removeprefix(_MEGATRON): setting.value
         for key, setting in recipe.settings.items()
         if key.startswith(_MEGATRON)
@@ -72,6 +73,11 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
             allowed, why, change = MUST_BE[key]
             good = setting.value in allowed
             yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why, change)
+        elif key == "policy.generation.vllm_cfg.expert_parallel_size":
+            ranks = recipe.get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
+            good = setting.value in (1, ranks)
+            why = f"data parallelism inside vLLM: more ranks than the {ranks} of tensor_parallel_size"
+            yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
         elif key == "policy.generation.temperature":
             mode = "policy.generation.vllm_cfg.logprobs_mode"
             raw = setting.value != 1 and recipe.get(mode) != "processed_logprobs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import PASSES, REFUSED, UNKNOWN, Finding
-from .engines import megatron_refusal, model_refusal
+from .engines import megatron_refusal, model
 from .reading import Recipe, Setting
 
 _SAMPLED = {"--rollout-top-p": (1, 1.0), "--rollout-top-k": (-1,)}
@@ -23,8 +23,8 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
     """See `examine`."""
     yield Finding(Setting("rollout", "sglang"), REFUSED, "slime samples with SGLang; only vLLM is aligned")
     if (setting := recipe.settings.get("--hf-checkpoint")) is not None:
-        supported, why = model_refusal(setting.value)
-        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[supported], why)
+        found = model(setting.value)
+        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
     others = {key[2:].replace("-", "_"): setting.value for key, setting in recipe.settings.items()}
     for key, setting in recipe.settings.items():
         if key in _SAMPLED:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import megatron_refusal, model_refusal, vllm_refusal
+from .engines import megatron_refusal, model, vllm_refusal
 from .reading import Recipe, Setting
 
 LINE = ("actor_rollout_ref.model.external_lib", "alignkit.integrations.verl")
@@ -76,11 +76,12 @@ FREE = re.compile(
 def judge(recipe: Recipe) -> Iterator[Finding]:
     """See `examine`."""
     yield _strategy(recipe)
+    others = {}
     if _MODEL + "path" in recipe.settings:
         setting = recipe.settings[_MODEL + "path"]
-        supported, why = model_refusal(setting.value)
-        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[supported], why)
-    others = {}
+        found = model(setting.value)
+        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
+        others["num_moe_experts"] = found.experts
     for key, setting in recipe.settings.items():
         if (match := TRAINING.fullmatch(key)) and not key.startswith("critic."):
             others[match[1].removeprefix("override_transformer_config.")] = setting.value
@@ -125,7 +126,7 @@ def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterat
         why = "raw logprobs are those at temperature 1" if raw else "it must be positive"
         yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
     elif key == _ROLLOUT + "expert_parallel_size":
-        why = megatron_refusal("expert_model_parallel_size", value, {})
+        why = megatron_refusal("expert_model_parallel_size", value, {"num_moe_experts": others.get("num_moe_experts")})
         yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
     elif key.startswith(_ENGINE_KWARGS) or key.removeprefix(_ROLLOUT) in VLLM:
         field = key.removeprefix(_ENGINE_KWARGS)
