@@ -64,28 +64,28 @@ def products_refuses(p: Grouped) -> str | None:
     return None if p.out is not None and _stored(p.out) else "a result that cannot be written 16 bytes at a time"
 
 
-def _maps(b: Matrices) -> torch.Tensor:
+def _maps(b: Matrices, function: str) -> torch.Tensor:
     (rows, k), pitch = b.shape, b[0].stride(0)
     addresses = tuple(w.data_ptr() for w in b.given)
 
     def made() -> torch.Tensor:
         maps = bytearray(MAP * len(addresses))
         buffer = (ctypes.c_char * len(maps)).from_buffer(maps)
+        make = getattr(cuda.library(), function)
         for i, address in enumerate(addresses):
-            name, place = "alignkit_experts_map", ctypes.byref(buffer, MAP * i)
-            error = cuda.library().alignkit_experts_map(place, ctypes.c_void_p(address), ctypes.c_int64(pitch), rows, k)
-            cuda.check(error, name)
+            place = ctypes.byref(buffer, MAP * i)
+            cuda.check(make(place, ctypes.c_void_p(address), ctypes.c_int64(pitch), rows, k), function)
         return torch.frombuffer(maps, dtype=torch.uint8)
 
-    return on_device(b[0].device, ("maps", rows, k, pitch, addresses), made)
+    return on_device(b[0].device, (function, rows, k, pitch, addresses), made)
 
 
-def _matrices(b: Matrices) -> tuple[torch.Tensor | None, ctypes.c_int64, torch.Tensor | None]:
-    """The first and its pitch, if they lie one behind the other; else maps of each."""
+def _matrices(b: Matrices, kernel: str) -> tuple[torch.Tensor | None, ctypes.c_int64, torch.Tensor | None]:
+    """The first and its pitch, if they lie one behind the other; else maps of each, as the kernel takes them."""
     pitch = b[0].stride(0)
     if isinstance(b.given, torch.Tensor) and b.given.stride(0) == b.shape[0] * pitch:
         return b.given, ctypes.c_int64(pitch), None
-    return None, ctypes.c_int64(pitch), _maps(b)
+    return None, ctypes.c_int64(pitch), _maps(b, f"{kernel}_map")
 
 
 def gated(
@@ -102,7 +102,7 @@ def gated(
         a,
         ctypes.c_int64(a.stride(0)),
         row,
-        *_matrices(b),
+        *_matrices(b, "alignkit_experts_gate_up"),
         offsets,
         len(b),
         h,
@@ -124,7 +124,7 @@ def products(
         a.device,
         a,
         ctypes.c_int64(a.stride(0)),
-        *_matrices(b),
+        *_matrices(b, "alignkit_experts_down"),
         offsets,
         len(b),
         out,

@@ -1,15 +1,18 @@
 // Rows in the order of experts, each by its expert's matrix: a chain over ascending k, or the balanced tree of 2, 4 or 8 chains
 // over leaves of k.
 //
-// A block takes 128 rows by 128 columns. One warp copies operands to shared memory, through the ends of leaves and tiles
-// without a pause; two groups of four warps multiply 64 rows each. A leaf may end wherever 16 of k do.
+// A block takes 128 rows by 96 columns: of so many, a thread's registers hold the sums of a leaf and those of one and two leaves
+// that wait for as many more; those of four wait in shared memory. One warp copies operands there, through the ends of leaves
+// and tiles without a pause; two groups of four warps multiply 64 rows each. A leaf may end wherever 16 of k do.
 #include "experts.cuh"
 
 namespace alignkit {
 namespace {
 
-constexpr int kDownColumns = 128;
-constexpr int kSlices = kStep / 16;  // of a stage
+constexpr int kDownColumns = 96;
+constexpr int kSums = kDownColumns / 2;  // of a thread
+constexpr int kDepth = 6;                // stages
+constexpr int kSlices = kStep / 16;      // of a stage
 
 struct DownStage {
   __nv_bfloat16 a[kRows * kStep];
@@ -19,10 +22,10 @@ struct DownStage {
 constexpr int kDownBytes = sizeof(DownStage);
 
 struct DownShared {
-  DownStage stage[kStages];
-  float four[2][64 * 128];  // a group's sums of four leaves, which wait for the next four
+  DownStage stage[kDepth];
+  float four[2][kSums * 128];  // of the threads of a group
   Rows rows;
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kDepth], empty[kDepth];
 };
 
 struct Down {
@@ -41,7 +44,7 @@ __device__ __forceinline__ void copy_down(DownShared& sh, const CUtensorMap* a, 
     const CUtensorMap* map = p.weights.map(all, t.expert);
     int column = p.weights.first_row(t.expert) + t.column * kDownColumns;
 #pragma unroll 1
-    for (int k = 0; k < p.k; k += kStep, step<kStages>(stage, phase)) {
+    for (int k = 0; k < p.k; k += kStep, step<kDepth>(stage, phase)) {
       barrier_wait(&sh.empty[stage], phase ^ 1);
       barrier_expect(&sh.full[stage], kDownBytes);
       copy_box(sh.stage[stage].b, map, k, column, &sh.full[stage]);
@@ -53,7 +56,7 @@ __device__ __forceinline__ void copy_down(DownShared& sh, const CUtensorMap* a, 
 // Where a group of warps is in the ring of stages.
 struct Reader {
   DownShared& sh;
-  uint64_t a, b;  // operands in the first stage
+  uint64_t a, b;  // operands of the next 16 of k
   int stage = 0, phase = 0, slice = 0;
   int before = -1;  // a stage of which products may still be under way
 
@@ -64,26 +67,8 @@ struct Reader {
     if (threadIdx.x % 32 == 0) barrier_arrive(&sh.empty[which]);
   }
 
-  template <bool kFirst>
-  __device__ void slice_of(float (&sums)[64]) {
-    if (slice == 0) barrier_wait(&sh.full[stage], phase);
-    int at = stage * (kDownBytes >> 4) + slice * kNext<false>;
-    products_begin();
-    if (kFirst)
-      begin<false, false>(sums, a + at, b + at);
-    else
-      multiply<false, false>(sums, a + at, b + at, true);
-    products_end();
-    if (++slice == kSlices) {
-      products_wait<kSlices>();  // all but this stage's
-      if (before >= 0) free(before);
-      before = stage;
-      next_stage();
-    }
-  }
-
   // A chain over the next `slices` of 16.
-  __device__ void chain(float (&sums)[64], int slices) {
+  __device__ void chain(float (&sums)[kSums], int slices) {
     slice_of<true>(sums);
 #pragma unroll 1
     for (int i = 1; i < slices; ++i) slice_of<false>(sums);
@@ -91,6 +76,25 @@ struct Reader {
     products_taken(sums);
     if (before >= 0) free(before);
     before = -1;
+  }
+
+  template <bool kFirst>
+  __device__ void slice_of(float (&sums)[kSums]) {
+    if (slice == 0) barrier_wait(&sh.full[stage], phase);
+    products_begin();
+    if (kFirst)
+      begin<false, false>(sums, a, b);
+    else
+      multiply<false, false>(sums, a, b, true);
+    products_end();
+    a += kNext<false>;
+    b += kNext<false>;
+    if (++slice == kSlices) {
+      products_wait<kSlices>();  // all but this stage's
+      if (before >= 0) free(before);
+      before = stage;
+      next_stage();
+    }
   }
 
   // The rest of the last stage of a tile has nothing.
@@ -101,15 +105,53 @@ struct Reader {
   }
 
   __device__ void next_stage() {
+    constexpr int size = kDownBytes >> 4;
+    int past = slice * kNext<false>;
+    a += size - past;
+    b += size - past;
     slice = 0;
-    step<kStages>(stage, phase);
+    step<kDepth>(stage, phase);
+    if (stage == 0) {
+      a -= kDepth * size;
+      b -= kDepth * size;
+    }
   }
 };
 
-__device__ __forceinline__ void add(float (&to)[64], const float (&a)[64], const float (&b)[64]) {
+__device__ __forceinline__ void add(float (&to)[kSums], const float (&other)[kSums]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) to[i] = a[i] + b[i];
+  for (int i = 0; i < kSums; ++i) to[i] = to[i] + other[i];
 }
+
+// The balanced tree over the next kLeaves leaves.
+template <int kLeaves>
+struct Tree {
+  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float* four) {
+    Tree<kLeaves / 2>::sum(reader, sums, slices, four);
+    float right[kSums];
+    Tree<kLeaves / 2>::sum(reader, right, slices, four);
+    add(sums, right);
+  }
+};
+
+template <>
+struct Tree<8> {
+  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float* four) {
+    Tree<4>::sum(reader, sums, slices, four);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) four[i * 128] = sums[i];
+    Tree<4>::sum(reader, sums, slices, four);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = four[i * 128] + sums[i];
+  }
+};
+
+template <>
+struct Tree<1> {
+  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float*) {
+    reader.chain(sums, slices);
+  }
+};
 
 template <int kLeaves>
 __device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
@@ -118,31 +160,8 @@ __device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
   Reader reader(sh, group);
   Tile t;
   for (Walk walk(sh.rows, p.experts); walk.next(t);) {
-    float sums[64];
-    if (kLeaves == 1) {
-      reader.chain(sums, slices);
-    } else {
-      float one[64], two[64];  // sums of one leaf and of two, which wait for the next one, and the next two
-#pragma unroll 1
-      for (int pair = 0; pair < kLeaves / 2; ++pair) {
-        reader.chain(one, slices);
-        reader.chain(sums, slices);
-        if (kLeaves > 2 && pair % 2 == 0) {
-          add(two, one, sums);
-          continue;
-        }
-        add(sums, one, sums);
-        if (kLeaves > 2) add(sums, two, sums);
-        if (kLeaves < 8) continue;
-        if (pair == 1) {
-#pragma unroll
-          for (int i = 0; i < 64; ++i) four[i * 128] = sums[i];
-        } else {
-#pragma unroll
-          for (int i = 0; i < 64; ++i) sums[i] = four[i * 128] + sums[i];
-        }
-      }
-    }
+    float sums[kSums];
+    Tree<kLeaves>::sum(reader, sums, slices, four);
     reader.end();
     int column = t.column * kDownColumns;
     Place place(t.end, t.row + group * kGroupRows, column);
@@ -151,7 +170,7 @@ __device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
       continue;
     }
 #pragma unroll
-    for (int i = 0; i < 64; i += 2) {
+    for (int i = 0; i < kSums; i += 2) {
       int h = i / 2 % 2, j = place.column + i / 4 * 8;
       if (place.here[h] && j < p.columns)
         *reinterpret_cast<float2*>(static_cast<float*>(p.out) + (place.row + 8 * h) * p.pitch + j) =
@@ -166,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ uint8_t raw[];
   DownShared& sh = *reinterpret_cast<DownShared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < kDepth; ++i) {
       barrier_init(&sh.full[i], 1);
       barrier_init(&sh.empty[i], 8);  // warps that multiply
     }
@@ -209,7 +228,7 @@ extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void*
   CUtensorMap maps[2] = {};
   if (cudaError_t e = map_of(&maps[0], {a, a_pitch}, Layout::kPlain, pairs, k, kRows)) return e;
   if (!each)
-    if (cudaError_t e = map_of_all(&maps[1], {weights, pitch}, experts, n, k)) return e;
+    if (cudaError_t e = map_of(&maps[1], {weights, pitch}, Layout::kPlain, static_cast<int64_t>(experts) * n, k, kDownColumns)) return e;
   Down p = {out,
             out_pitch,
             round != 0,
@@ -225,4 +244,9 @@ extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void*
     case 8: return launch_down<8>(maps[0], maps[1], p, pairs, stream);
     default: return cudaErrorInvalidValue;
   }
+}
+
+// The map of a matrix [n, k], 128 bytes, for `each`.
+extern "C" int alignkit_experts_down_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
+  return write_map(map, {matrix, pitch}, rows, k, kDownColumns);
 }

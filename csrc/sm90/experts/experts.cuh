@@ -85,16 +85,19 @@ struct Matrices {
   __device__ int first_row(int expert) const { return each ? 0 : expert * rows; }
 };
 
-constexpr int kBoxRows = 128;  // of a matrix, that are copied together
-
-// Host: where the matrices begin, or the maps of each.
-inline cudaError_t map_of_all(CUtensorMap* map, const Matrix& first, int experts, int rows, int k) {
-  return map_of(map, first, Layout::kPlain, static_cast<int64_t>(experts) * rows, k, kBoxRows);
-}
+// Host.
 
 // As many blocks as there may be tiles, or as the device holds.
 inline unsigned blocks_of(int64_t pairs, const Experts& e, int processors) {
   return static_cast<unsigned>(std::min<int64_t>((pairs / kRows + e.count) * e.across, processors));
+}
+
+// The map of one matrix, to memory of the caller.
+inline cudaError_t write_map(void* to, const Matrix& matrix, int rows, int k, int box_rows) {
+  CUtensorMap map;
+  cudaError_t e = map_of(&map, matrix, Layout::kPlain, rows, k, box_rows);
+  if (!e) std::copy_n(reinterpret_cast<const char*>(&map), sizeof(map), static_cast<char*>(to));
+  return e;
 }
 
 }  // namespace

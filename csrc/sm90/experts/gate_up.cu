@@ -172,7 +172,7 @@ extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const in
   if (experts > kMostExperts) return cudaErrorInvalidValue;
   CUtensorMap map = {};
   if (!each)
-    if (cudaError_t e = map_of_all(&map, {weights, pitch}, experts, 2 * features, k)) return e;
+    if (cudaError_t e = map_of(&map, {weights, pitch}, Layout::kPlain, int64_t{2} * experts * features, k, kFeatures)) return e;
   constexpr int bytes = sizeof(GatedShared) + 1024;
   int processors;
   if (cudaError_t e = prepare<gate_up>(bytes, 1, &processors)) return e;
@@ -188,10 +188,7 @@ extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const in
   return launch_early(gate_up, blocks_of(pairs, p.experts, processors), kThreads, bytes, stream, map, p);
 }
 
-// The map of a matrix [rows, k], 128 bytes, for `each`.
-extern "C" int alignkit_experts_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
-  alignas(64) CUtensorMap made;
-  if (cudaError_t e = map_of(&made, {matrix, pitch}, Layout::kPlain, rows, k, kBoxRows)) return e;
-  std::copy_n(reinterpret_cast<const char*>(&made), sizeof(made), static_cast<char*>(map));
-  return cudaSuccess;
+// The map of a matrix [2 features, k], 128 bytes, for `each`.
+extern "C" int alignkit_experts_gate_up_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
+  return write_map(map, {matrix, pitch}, rows, k, kFeatures);
 }
