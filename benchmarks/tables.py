@@ -57,18 +57,18 @@ STOCK, ALIGNED, GREY = "#c2410c", "#1d4ed8", "#9ca3af"
 
 def check(rows: list[dict], run: dict) -> str:
     """The drift check: stock and patched side by side."""
-    by = {(r["dtype"], r["rollout"], r["training"], r["patched"]): r for r in rows}
+    by = {(r.get("model", ""), r["dtype"], r["rollout"], r["training"], r["patched"]): r for r in rows}
     lines = [
         "| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference "
         "| patched: bit-equal |",
         "|---|---|---|---|---|---|",
     ]
-    for (dtype, rollout, training, patched), row in by.items():
+    for (model, dtype, rollout, training, patched), row in by.items():
         if not patched:
             continue
-        stock = by[dtype, rollout, training, False]
+        stock = by[model, dtype, rollout, training, False]
         lines.append(
-            f"| {dtype} | {rollout} | {training} | {stock['bit_equal']} of {stock['tokens']} | "
+            f"| {dtype}{f', {model}' if model else ''} | {rollout} | {training} | {stock['bit_equal']} of {stock['tokens']} | "
             f"{stock['max_abs']:.1e} | **{row['bit_equal']} of {row['tokens']}** |"
         )
     return "\n".join([_made_on([run]), "", *lines])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ DTYPES = ("bfloat16", "float32")
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 """Shorter and longer than a chunk, and on its borders; the long ones fill cached blocks."""
 CHUNK = 64
+MIXTURE = "qwen3_moe"
+"""Family of the mixture of experts of `mixture_rows`."""
 _KINDS = ("chunked", "eager", "v1", "ep")
 """Rollouts whose batch is sampled by an engine of their own."""
 
@@ -25,15 +27,24 @@ class Row:
     one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others; ``tp2-ep``: each rank has whole experts.
     training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ``tp1-ep2`` and ``tp2-sp-ep2`` (expert parallelism), ..., then
     ``-one``, ``-padded`` or ``-packed``.
+    model: family of a model beside the one that the check is of; "": of that one.
     """
 
     dtype: str
     rollout: str
     training: str
     patched: bool
+    model: str = ""
 
     def __str__(self) -> str:
-        return f"{self.dtype} {_state(self.patched)}: {self.rollout} against {self.training}"
+        of = f"{self.model} " if self.model else ""
+        return f"{of}{self.dtype} {_state(self.patched)}: {self.rollout} against {self.training}"
+
+    @property
+    def named(self) -> str:
+        """How names of its engines and files begin."""
+        of = f"{self.model}-" if self.model else ""
+        return f"{of}{self.dtype}-{_state(self.patched)}"
 
     @property
     def rollout_tp(self) -> int:
@@ -79,10 +90,10 @@ class Job:
 
 def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
     """Names of the rollouts; tp: the largest tensor-parallel size. On a GPU vLLM compiles and captures CUDA
-    graphs, and one rollout does neither; on a CPU none does, nor in a model with experts."""
+    graphs, and one rollout does neither; on a CPU none does."""
     return (
         ["batch", "one", "chunked", "prefix", "prompt_logprobs"]
-        + (["eager"] if gpu and not experts else [])
+        + (["eager"] if gpu else [])
         + ([f"tp{tp}"] if tp > 1 else [])
         + ([f"tp{tp}-ep"] if tp > 1 and experts else [])
     )
@@ -117,14 +128,29 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: boo
     ]
 
 
+def mixture_rows(dtype: str) -> list[Row]:
+    """The few of a mixture of experts beside the rows of a dense model."""
+    pairs = (("batch", "tp1-padded"), ("one", "tp1-one"))
+    return [Row(dtype, *pair, patched, MIXTURE) for patched in (False, True) for pair in pairs]
+
+
 def rollout_file(out: Path, row: Row) -> Path:
-    return out / "logprobs" / f"{row.dtype}-{_state(row.patched)}-rollout-{row.rollout}.safetensors"
+    return out / "logprobs" / f"{row.named}-rollout-{row.rollout}.safetensors"
 
 
 def training_file(out: Path, row: Row) -> Path:
-    return (
-        out / "logprobs" / (f"{row.dtype}-{_state(row.patched)}-training-{row.training}-of-{row.rollout}.safetensors")
-    )
+    return out / "logprobs" / f"{row.named}-training-{row.training}-of-{row.rollout}.safetensors"
+
+
+def routed(row: Row) -> bool:
+    """Whether the choices of both sides' routers can be saved, in a model that has any."""
+    tp, _, mode = _rollout(row.rollout)
+    return _routed(tp, mode) and row.training in ("tp1-one", "tp1-padded")
+
+
+def _routed(tp: int, mode: str) -> bool:
+    """Of a rollout; from a warm prefix cache not all tokens are computed."""
+    return tp == 1 and mode != "prefix"
 
 
 def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
@@ -148,34 +174,40 @@ def jobs(
     prefix: str = "",
     experts: bool = False,
 ) -> list[Job]:
-    """The engines that `wanted` needs, each once, rollouts first, those on more ranks before the others.
+    """The engines that `wanted`, rows of one model, needs, each once, rollouts first, those on more ranks before the others.
 
     models: HF directory by dtype. chunk: tokens in a chunk of a ``chunked`` prefill. micro_batch: tokens, with
-    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models, which then run eagerly.
+    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models; then, on a CPU, the
+    choices of their routers are saved where rollout and training are on one rank.
     """
     first: list[Job] = []
     second: list[Job] = []
+    routing = experts and not gpu  # hooks see nothing in a CUDA graph
     for dtype, patched in dict.fromkeys((row.dtype, row.patched) for row in wanted):
         mine = [row for row in wanted if (row.dtype, row.patched) == (dtype, patched)]
         common = {"model": str(models[dtype]), "dtype": dtype, "patched": patched}
-        named = f"{prefix}{dtype}-{_state(patched)}"
+        named = f"{prefix}{mine[0].named}"
 
         engines: dict[str, dict[str, str]] = {}
         for name in dict.fromkeys(row.rollout for row in mine):
             tp, kind, mode = _rollout(name)
             runs = engines.setdefault(f"tp{tp}" + (f"-{kind}" if kind else ""), {})
             if mode == "prompt_logprobs":  # it evaluates the tokens sampled there
-                runs.setdefault("batch", str(_batch_file(out, dtype, tp, patched)))
-            runs[mode] = str(rollout_file(out, Row(dtype, name, "", patched)))
+                batch = replace(mine[0], rollout=f"tp{tp}" if tp > 1 else "batch")
+                runs.setdefault("batch", str(rollout_file(out, batch)))
+            runs[mode] = str(rollout_file(out, replace(mine[0], rollout=name)))
         for engine, runs in engines.items():
             tp, kind, _ = _rollout(engine)
             spec = common | {
                 "tp": tp,
                 "expert_parallel": kind == "ep",
-                "eager": not gpu or experts or kind == "eager",
+                "eager": not gpu or kind == "eager",
                 "runner": "v2" if gpu and kind != "v1" else "v1",
                 "max_num_batched_tokens": chunk if kind == "chunked" else None,
-                "runs": [{"mode": mode, "out": path} for mode, path in runs.items()],
+                "runs": [
+                    {"mode": mode, "out": path} | ({"routing": True} if routing and _routed(tp, mode) else {})
+                    for mode, path in runs.items()
+                ],
                 "prompts": prompts,
                 "max_tokens": max_tokens,
                 "temperature": temperature,
@@ -192,6 +224,7 @@ def jobs(
                     "in": str(rollout_file(out, row)),
                     "out": str(training_file(out, row)),
                 }
+                | ({"routing": True} if routing and routed(row) else {})
                 for row in of_engine
             ]
             spec = common | {
@@ -225,7 +258,3 @@ def _rollout(name: str) -> tuple[int, str, str]:
     tp, rest = re.fullmatch(r"(?:tp(\d+)(?:-|$))?(.*)", name).groups()
     kind = rest if rest in _KINDS else ""
     return int(tp or 1), kind, "batch" if kind or not rest else rest
-
-
-def _batch_file(out: Path, dtype: str, tp: int, patched: bool) -> Path:
-    return rollout_file(out, Row(dtype, f"tp{tp}" if tp > 1 else "batch", "", patched))

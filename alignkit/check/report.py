@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,22 +48,25 @@ def table(result: Result) -> Table:
     previous = None
     for stock, patched in _lines(result):
         row = patched.row
-        if previous not in (None, row.dtype):
+        if previous not in (None, (row.dtype, row.model)):
             view.add_section()
-        previous = row.dtype
+        previous = row.dtype, row.model
         style = "green" if patched.report.all_equal else "bold red"
         view.add_row(
-            SHORT_DTYPES[row.dtype],
+            SHORT_DTYPES[row.dtype] + "*" * bool(row.model),
             row.rollout,
             row.training,
             *_cells(stock),
             *(Text(cell, style=style) for cell in _cells(patched)[:2]),
         )
+    if previous and previous[1]:
+        view.caption, view.caption_justify = f"* of a small mixture of experts ({previous[1]})", "left"
     return view
 
 
 def headline(result: Result) -> str:
-    """``Patched: 512 of 512 logprobs are bit-equal (1 of 1 rows). Stock: 3 of 512.``"""
+    """``Patched: 512 of 512 logprobs are bit-equal (1 of 1 rows). Stock: 3 of 512.`` And of a mixture of experts ``Tokens that
+    had other experts in training: patched 0 of 900, stock 41 of 900.``"""
 
     def counts(patched: bool) -> tuple[int, int, int, int]:
         reports = [c.report for c in result.compared if c.row.patched == patched]
@@ -76,10 +79,25 @@ def headline(result: Result) -> str:
 
     equal, tokens, good, rows = counts(True)
     stock_equal, stock_tokens, _, _ = counts(False)
-    return (
+    said = (
         f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). "
         f"Stock: {stock_equal} of {stock_tokens}."
     )
+    if _routed(result):
+        other, stock_other = (_rerouted([c for c in result.compared if c.row.patched == p]) for p in (True, False))
+        said += f" Tokens that had other experts in training: patched {other}, stock {stock_other}."
+    return said
+
+
+def _routed(result: Result) -> bool:
+    """Whether it is known of any row which experts its tokens had."""
+    return any(c.routing for c in result.compared)
+
+
+def _rerouted(rows: list[Compared | None]) -> str:
+    """``41 of 900``, of all these together."""
+    known = [c.routing for c in rows if c is not None and c.routing]
+    return f"{sum(n for n, _ in known)} of {sum(n for _, n in known)}" if known else ""
 
 
 def write_html(result: Result, path: Path) -> None:
@@ -89,6 +107,7 @@ def write_html(result: Result, path: Path) -> None:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("alignkit.check", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    routed = _routed(result)
     beside_stock = list(dict.fromkeys(stock.row.dtype for stock, _ in _pairs(result)))
     path.write_text(
         environment.get_template("report.html.j2").render(
@@ -97,9 +116,14 @@ def write_html(result: Result, path: Path) -> None:
             failures=result.failures,
             info=result.info,
             pairs=[
-                (patched.row, _cells(stock), _cells(patched), patched.report.all_equal)
+                (
+                    patched.row,
+                    *((*_cells(c), *[_rerouted([c])] * routed) for c in (stock, patched)),
+                    patched.report.all_equal,
+                )
                 for stock, patched in _lines(result)
             ],
+            routed=routed,
             sections=[_section(result, dtype) for dtype in beside_stock],
         )
     )
@@ -148,13 +172,13 @@ def _section(result: Result, dtype: str) -> _Section:
 
 def _lines(result: Result) -> list[tuple[Compared | None, Compared]]:
     """(stock, patched) of each pair of rollout and training, in the order of the rows; None where stock has no such row."""
-    stock = {(c.row.dtype, c.row.rollout, c.row.training): c for c in result.compared if not c.row.patched}
-    return [(stock.get((c.row.dtype, c.row.rollout, c.row.training)), c) for c in result.compared if c.row.patched]
+    stock = {c.row: c for c in result.compared if not c.row.patched}
+    return [(stock.get(replace(c.row, patched=False)), c) for c in result.compared if c.row.patched]
 
 
 def _pairs(result: Result) -> list[tuple[Compared, Compared]]:
-    """Those lines that have both."""
-    return [(stock, patched) for stock, patched in _lines(result) if stock]
+    """Those lines of the check's own model that have both."""
+    return [(stock, patched) for stock, patched in _lines(result) if stock and not stock.row.model]
 
 
 def _cells(c: Compared | None) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ JOB: ``model`` (HF directory), ``dtype`` ("bfloat16" | "float32"), ``patched`` (
 ``eager`` (optional: true; false is vLLM's default, torch.compile and CUDA graphs), ``runner`` (optional: "v1",
 or "v2"; vLLM's model runner), ``max_num_batched_tokens`` (int, so that longer prompts are prefilled in chunks, or
 null), ``prompts`` (token ids), ``max_tokens``, ``temperature``, ``seed``, ``tokens_from`` (a logprob file, for
-"prompt_logprobs") and ``runs``, a list of ``{"mode", "out"}``. The modes:
+"prompt_logprobs") and ``runs``, a list of ``{"mode", "out"}``, in a model with experts also ``"routing": true``, to
+save what its routers say (eager, "v1", and not for "prefix"). The modes:
 
 - ``batch``: all prompts at once.
 - ``one``: one request at a time.
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from alignkit.check.routing import file_of
 from alignkit.convert import read_architecture
 from alignkit.drift import Logprobs, load, save
 from alignkit.errors import InputError
@@ -54,12 +56,20 @@ def run(job: dict) -> None:
     job = {"eager": True, "runner": "v1", "expert_parallel": False} | job
     _check(job)
     prepare(job)
-    llm = engine(job)
+    routing = any(spec.get("routing") for spec in job["runs"])
+    llm = engine(job, **({"worker_extension_cls": "alignkit.check.routing.Recording"} if routing else {}))
     for spec in job["runs"]:
         llm.reset_prefix_cache()
         mode = spec["mode"]
+        if spec.get("routing"):
+            longest = max(map(len, job["prompts"])) + job["max_tokens"] + 1
+            asked = _whole(job) if mode == "prompt_logprobs" else job["prompts"]
+            llm.collective_rpc("alignkit_watch_routers", args=(asked, longest))
         logprobs = _evaluate(llm, job) if mode == "prompt_logprobs" else _sample(llm, job, mode)
         logprobs.meta["mode"] = mode
+        if spec.get("routing"):
+            lengths = [len(p) + len(t) for p, t in zip(logprobs.prompts, logprobs.tokens, strict=True)]
+            llm.collective_rpc("alignkit_save_routing", args=(lengths, str(file_of(spec["out"]))))
         save(spec["out"], logprobs)
     shut_down(llm)
 
@@ -157,13 +167,18 @@ def _sample(llm, job: dict, mode: str) -> Logprobs:
     return _logprobs(llm, job, job["prompts"], tokens, steps)
 
 
+def _whole(job: dict) -> list[list[int]]:
+    """Prompts and sampled tokens of `tokens_from`."""
+    sampled = load(job["tokens_from"])
+    return [p + t for p, t in zip(sampled.prompts, sampled.tokens, strict=True)]
+
+
 def _evaluate(llm, job: dict) -> Logprobs:
     from vllm import SamplingParams
 
     sampled = load(job["tokens_from"])
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    whole = [{"prompt_token_ids": p + t} for p, t in zip(sampled.prompts, sampled.tokens, strict=True)]
-    outputs = llm.generate(whole, params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": whole} for whole in _whole(job)], params, use_tqdm=False)
     steps = [o.prompt_logprobs[len(prompt) :] for prompt, o in zip(sampled.prompts, outputs, strict=True)]
     return _logprobs(llm, job, sampled.prompts, sampled.tokens, steps)
 

@@ -22,6 +22,7 @@ from ..drift import DriftReport, Logprobs, compare, load
 from ..drift.compare import finite_or_none
 from ..errors import AlignkitError, InputError, UnsupportedError
 from . import plan
+from . import routing as routed
 from .machine import family, gpus, installed, machine
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
@@ -38,7 +39,8 @@ class WorkerError(AlignkitError, RuntimeError):
 @dataclass
 class Options:
     """out: directory for everything the check writes.
-    model: HF checkpoint directory; None makes a random-weight one for each dtype, of the `family`.
+    model: HF checkpoint directory; None makes a random-weight one for each dtype.
+    family: of the model that is made. None: a dense one, and one of experts beside it for a few rows.
     dtypes: from `plan.DTYPES`.
     tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
@@ -48,7 +50,7 @@ class Options:
 
     out: Path
     model: Path | None = None
-    family: str = "qwen3"
+    family: str | None = None
     dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
     tp: int = None  # pyright: ignore[reportAssignmentType] - the default is this machine's, below
     full: bool = False
@@ -70,6 +72,8 @@ class Compared:
     report: DriftReport
     rollout: Logprobs
     training: Logprobs
+    routing: tuple[int, int] | None = None
+    """Of a mixture of experts: how many tokens had other experts in training, and of how many that is known."""
 
     def to_json(self) -> dict:
         """A row of check.json."""
@@ -77,7 +81,8 @@ class Compared:
         numbers.pop("worst")
         head = ("tokens", "bit_equal", "max_abs", "mean_abs")
         return (
-            {
+            ({"model": self.row.model} if self.row.model else {})
+            | {
                 "dtype": self.row.dtype,
                 "rollout": self.row.rollout,
                 "training": self.row.training,
@@ -85,6 +90,7 @@ class Compared:
             }
             | {k: numbers[k] for k in head}
             | {k: v for k, v in numbers.items() if k not in head}
+            | ({} if self.routing is None else {"rerouted": self.routing[0], "routed": self.routing[1]})
         )
 
 
@@ -102,6 +108,10 @@ class Result:
             f"the first that is not: {c.report.first_difference}"
             for c in self.compared
             if c.row.patched and not c.report.all_equal
+        ] + [
+            f"{c.row}: {c.routing[0]} of {c.routing[1]} tokens had other experts in training"
+            for c in self.compared
+            if c.row.patched and c.routing and c.routing[0]
         ]
 
 
@@ -125,33 +135,38 @@ def run(options: Options, progress: Progress) -> Result:
     out = options.out
     prepare(out)
     started = time.monotonic()
-    models = {}
-    for dtype in options.dtypes:
-        models[dtype] = (
-            options.model.resolve()
-            if options.model
-            else make_checkpoint(
-                out / f"model-{dtype}", options.family, getattr(torch, dtype), seed=options.seed
-            ).resolve()
-        )
-    architecture = architecture or read_architecture(models[options.dtypes[0]])
-    prompts = plan.draw_prompts(architecture.vocab, options.seed)
     gpu = bool(gpus())
-    experts = architecture.experts > 0
-    rows = plan.rows(options.dtypes, options.tp, options.full, gpu, experts)
-    jobs = plan.jobs(
-        rows,
-        out.resolve(),
-        models,
-        prompts,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        gpu=gpu,
-        experts=experts,
-    )
+
+    def made(folder: str, family: str, dtypes: list[str]) -> dict[str, Path]:
+        """A model for each dtype."""
+        folders = {dtype: out / f"{folder}-{dtype}" for dtype in dtypes}
+        return {
+            dtype: make_checkpoint(path, family, getattr(torch, dtype), seed=options.seed).resolve()
+            for dtype, path in folders.items()
+        }
+
+    def planned(rows: list[Row], models: dict[str, Path]) -> tuple[list[Row], list[list[int]], list[Job]]:
+        """Rows, prompts and engines of one model."""
+        of = read_architecture(next(iter(models.values())))
+        prompts = plan.draw_prompts(of.vocab, options.seed)
+        sampling = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
+        jobs = plan.jobs(rows, out.resolve(), models, prompts, gpu=gpu, experts=of.experts > 0, **sampling)
+        return rows, prompts, jobs
+
+    if options.model:
+        models = dict.fromkeys(options.dtypes, options.model.resolve())
+    else:
+        models = made("model", options.family or "qwen3", options.dtypes)
+    architecture = architecture or read_architecture(models[options.dtypes[0]])
+    rows = plan.rows(options.dtypes, options.tp, options.full, gpu, architecture.experts > 0)
+    parts = [planned(rows, models)]
+    if options.model is None and options.family is None:
+        few = plan.mixture_rows(options.dtypes[0])
+        parts.append(planned(few, made(plan.MIXTURE, plan.MIXTURE, options.dtypes[:1])))
+    jobs = [job for *_, jobs in parts for job in jobs]
+    jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
     seconds, _ = execute(jobs, out, options.timeout, progress)
-    compared = compare_rows(rows, out, prompts)
+    compared = [c for rows, prompts, _ in parts for c in compare_rows(rows, out, prompts)]
     info = machine() | {
         "contract": family().contract_id,
         "model": asdict(architecture),
@@ -167,9 +182,13 @@ def run(options: Options, progress: Progress) -> Result:
     return Result(compared, info)
 
 
-def bisect_command(options: Options, result: Result) -> str:
-    """The command that finds where the first patched row that is not equal begins to differ."""
-    row = next(c.row for c in result.compared if c.row.patched and not c.report.all_equal)
+def bisect_command(options: Options, result: Result) -> str | None:
+    """The command that finds where the first patched row that is not equal begins to differ; None if there is no such row of a
+    dense model."""
+    unequal = (c.row for c in result.compared if c.row.patched and not c.report.all_equal and not c.row.model)
+    row = next(unequal, None)
+    if row is None or result.info["model"]["experts"]:
+        return None
     rollout = "aligned-vllm" + (f":tp={row.rollout_tp}" if row.rollout_tp > 1 else "")
     mode = row.training.rpartition("-")[2]
     training = f"aligned-megatron:tp={row.training_tp},mode={mode}"
@@ -197,13 +216,15 @@ def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[C
     read: dict[Path, Logprobs] = {}
     compared = []
     for row in rows:
-        pair = []
-        for path in (plan.rollout_file(out, row), plan.training_file(out, row)):
+        pair, files = [], (plan.rollout_file(out, row), plan.training_file(out, row))
+        for path in files:
             if path not in read:
                 read[path] = _read(path, row.patched, prompts)
             pair.append(read[path])
         try:
-            compared.append(Compared(row, compare(*pair), *pair))
+            routing = [routed.file_of(path) for path in files]
+            seen = routed.rerouted(*routing) if all(path.exists() for path in routing) else None
+            compared.append(Compared(row, compare(*pair), *pair, seen))
         except InputError as e:
             raise WorkerError(f"{row}: {e}") from None
     return compared

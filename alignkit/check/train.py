@@ -4,7 +4,8 @@ JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "
 "sequence_parallel": bool, "ep": 1 | 2 | ... (optional: expert-parallel ranks, of which each has whole experts),
 "temperature": 1.0 (optional, patched only),
 "micro_batch": tokens in a micro-batch, with their padding (optional; null: everything in one),
-"runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path}, ...]}
+"runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path, "routing": false (optional; of a model
+with experts, on one rank and not packed: save what its routers choose)}, ...]}
 
 The model is built once, in `tp` or `ep` processes, as many as the greater says, and each run writes the logprobs of the
 tokens of its `in` file. With `ep` above `tp` ranks are data-parallel, and all compute the same tokens.
@@ -20,11 +21,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from alignkit.check.routing import Choices, file_of
 from alignkit.contract import contract_id
 from alignkit.convert import check_ep, read_architecture
 from alignkit.drift.files import Logprobs, load, save
@@ -152,14 +155,17 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
 
     for run in job["runs"]:
         given = load(run["in"])
-        logprobs = recompute(
-            model,
-            given,
-            run["mode"],
-            temperature=job.get("temperature", 1.0),
-            patched=job["patched"],
-            micro_batch=job.get("micro_batch"),
-        )
+        with Choices(model) if run.get("routing") else nullcontext() as choices:
+            logprobs = recompute(
+                model,
+                given,
+                run["mode"],
+                temperature=job.get("temperature", 1.0),
+                patched=job["patched"],
+                micro_batch=job.get("micro_batch"),
+            )
+        if choices is not None:
+            choices.save(given, _forwards(given, run["mode"], job.get("micro_batch")), file_of(run["out"]))
         if rank == 0:
             meta = {
                 "engine": f"megatron-core {megatron.core.__version__}",
@@ -230,6 +236,17 @@ def _micro_batches(pairs: Pairs, tokens: int | None) -> Iterator[Pairs]:
         part.append(pair)
         longest = length
     yield part
+
+
+def _forwards(given: Logprobs, mode: str, micro_batch: int | None) -> list[list[int]]:
+    """Which sequences each forward of `recompute` has."""
+    drawn = [i for i, tokens in enumerate(given.tokens) if tokens]
+    parts = [[i] for i in drawn] if mode == "one" else []
+    if mode == "padded":
+        left = iter(drawn)
+        pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
+        parts = [[next(left) for _ in part] for part in _micro_batches(pairs, micro_batch)]
+    return parts
 
 
 def _padded(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 import base64
 import html
 import html.parser
+import io
 import json
 import os
 import re
@@ -11,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from alignkit.check import plan, report, run
@@ -94,12 +97,12 @@ def test_on_a_cpu_every_engine_is_eager(tmp_path):
 
 def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, gpu=True, experts=True)
-    assert {r.rollout for r in rows} == ROLLOUTS | {"tp2-ep"}
+    assert {r.rollout for r in rows} == ROLLOUTS | {"eager", "tp2-ep"}
     jobs = plan.jobs(
         rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True, experts=True
     )
     rollouts = {job.name.rpartition("rollout-")[2]: job.spec for job in jobs if not job.needs}
-    assert all(spec["eager"] for spec in rollouts.values())
+    assert {name for name, spec in rollouts.items() if spec["eager"]} == {"tp1-eager"}
     assert {r.training for r in rows} == TRAININGS | {
         f"{engine}-ep2-{mode}" for engine in ("tp1", "tp2-sp") for mode in ("one", "padded")
     }
@@ -114,6 +117,56 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
     assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep"}
     assert not [r for r in plan.rows(["bfloat16"], 2, True, experts=True) if r.rollout_tp == 2 and not r.patched]
     assert rollouts["tp2-ep"]["tp"] == 2 and [run["mode"] for run in rollouts["tp2-ep"]["runs"]] == ["batch"]
+
+
+def test_choices_of_routers_are_saved_where_both_sides_have_all_tokens(tmp_path):
+    rows = plan.rows(["bfloat16"], 2, full=False, experts=True)
+    common = {"max_tokens": 4, "temperature": 1.0, "seed": 0}
+    for gpu, experts in ((False, True), (True, True), (False, False)):
+        jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], gpu=gpu, experts=experts, **common)
+        saved = {out["out"] for job in jobs for out in job.spec["runs"] if out.get("routing")}
+        expected = {
+            str(of(tmp_path, row))
+            for row in rows
+            for of in (plan.rollout_file, plan.training_file)
+            if (row.rollout, row.training.rpartition("-")[0]) in {(r, "tp1") for r in ROLLOUTS - {"prefix", "tp2"}}
+        }
+        assert saved == (expected if experts and not gpu else set())
+
+
+def test_a_few_rows_of_a_mixture_stand_beside_a_dense_model(tmp_path, monkeypatch):
+    """Unless the user says of which model the rows are to be."""
+
+    def planned(**options):
+        jobs = []
+
+        def execute(given, *_):
+            jobs.extend(given)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(run, "execute", execute)
+        with pytest.raises(KeyboardInterrupt):
+            run.run(run.Options(out=tmp_path, tp=1, dtypes=["bfloat16"], max_tokens=1, **options), run.Progress())
+        return jobs
+
+    jobs = planned()
+    mixture = [job for job in jobs if job.name.startswith("qwen3_moe-")]
+    assert [job.name.rpartition("bfloat16-")[2] for job in mixture] == [
+        "stock-rollout-tp1",
+        "patched-rollout-tp1",
+        "stock-training-tp1",
+        "patched-training-tp1",
+    ]
+    outputs = [path for job in jobs for path in job.outputs]
+    assert len(outputs) == len(set(outputs)) and [bool(job.needs) for job in jobs] == sorted(
+        map(bool, (j.needs for j in jobs))
+    )
+    models = {job.name.startswith("qwen3_moe-"): job.spec["model"] for job in jobs}
+    assert {k: json.loads((tmp_path / v / "config.json").read_text())["model_type"] for k, v in models.items()} == {
+        True: "qwen3_moe",
+        False: "qwen3",
+    }
+    assert not [job for job in planned(family="qwen3") if job.name.startswith("qwen3_moe-")]
 
 
 @pytest.mark.parametrize(
@@ -372,6 +425,43 @@ def test_nan_in_a_patched_row_is_a_failure():
 
 def test_headline():
     assert report.headline(_result()) == ("Patched: 4 of 4 logprobs are bit-equal (2 of 2 rows). Stock: 2 of 4.")
+
+
+def with_mixture(patched_routing=(0, 9)):
+    """A result with rows of a mixture beside it."""
+    result = _result()
+    for patched, routing in ((False, (4, 9)), (True, patched_routing)):
+        like = next(c for c in result.compared if c.row.patched == patched)
+        row = Row("bfloat16", "batch", "tp1-one", patched, "qwen3_moe")
+        result.compared.append(run.Compared(row, like.report, like.rollout, like.training, routing))
+    return result
+
+
+def test_what_is_said_of_routers(tmp_path):
+    result = with_mixture()
+    told = "Tokens that had other experts in training: patched 0 of 9, stock 4 of 9."
+    assert report.headline(result).endswith(told) and result.failures == []
+    row = result.compared[-2].to_json()
+    assert (row["model"], row["rerouted"], row["routed"]) == ("qwen3_moe", 4, 9)
+    assert not result.compared[0].to_json().keys() & {"model", "rerouted", "routed"}
+    shown = Console(width=80, file=io.StringIO())
+    shown.print(report.table(result))
+    assert "bf16*" in shown.file.getvalue() and "* of a small mixture of experts (qwen3_moe)" in shown.file.getvalue()
+    pytest.importorskip("matplotlib")
+    report.write_html(result, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "bfloat16 (qwen3_moe)" in text and text.count("tokens with other experts") == 2
+    assert "<td>4 of 9</td>" in text and '<td class="equal">0 of 9</td>' in text
+    report.write_html(_result(), tmp_path / "report.html")
+    assert "other experts" not in (tmp_path / "report.html").read_text()
+
+
+def test_another_expert_in_a_patched_row_is_a_failure():
+    result = with_mixture((1, 9))
+    assert result.failures == [
+        "qwen3_moe bfloat16 patched: batch against tp1-one: 1 of 9 tokens had other experts in training"
+    ]
+    assert run.bisect_command(run.Options(out=Path("out")), result) is None
 
 
 @pytest.mark.parametrize("training", [(-1.0, -2.0), (-1.0, -2.5), (-1.0, float("nan"))])

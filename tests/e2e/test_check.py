@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from alignkit.check import plan
+from alignkit.check import plan, run
 from alignkit.check.model import make_checkpoint
 from alignkit.cli import main
 
@@ -51,3 +51,15 @@ def test_every_pairing_is_bit_equal(tmp_path, monkeypatch, capfd):
     html = (out / "report.html").read_text()
     assert f"{8 * TOKENS * len(expected)} of {8 * TOKENS * len(expected)}" in html
     assert "http" not in html.replace("http://www.w3.org", "")
+
+
+def test_tokens_keep_their_experts(tmp_path, monkeypatch):
+    """Of stock engines some go to others."""
+    rows = [plan.Row("bfloat16", "batch", "tp1-padded", patched) for patched in (False, True)]
+    monkeypatch.setattr(plan, "rows", lambda *args: rows)
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe", torch.bfloat16, **SMALL | {"intermediate": 128})
+    options = run.Options(out=tmp_path / "out", model=model, dtypes=["bfloat16"], tp=1, max_tokens=TOKENS)
+    stock, patched = run.run(options, run.Progress()).compared
+    tokens = sum(plan.PROMPT_LENGTHS) + 8 * (TOKENS - 1)
+    assert patched.report.all_equal and patched.routing == (0, tokens)
+    assert not stock.report.all_equal and 0 < stock.routing[0] < stock.routing[1] == tokens

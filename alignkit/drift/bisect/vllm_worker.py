@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from alignkit.check.routing import rows_of_step
 from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
 from alignkit.runtime.families import on_host
@@ -100,18 +101,7 @@ class _Hooks:
 
     def _step(self, _, args, kwargs) -> None:
         """Which row each token of this step is."""
-        runner, batch = self._runner, self._runner.input_batch
-        positions = kwargs["positions"] if "positions" in kwargs else args[1]
-        if positions.dim() != 1:
-            raise UnsupportedError("positions: of several dimensions (M-RoPE)")
-        starts = np.asarray(runner.query_start_loc.np[: batch.num_reqs + 1])
-        index = np.full(positions.shape[0], -1, dtype=np.int64)  # behind the last request there may be padding
-        positions = positions.cpu().numpy()
-        for i, request in enumerate(batch.req_ids[: batch.num_reqs]):
-            first = self._first_row.get(tuple(runner.requests[request].prompt_token_ids))
-            if first is not None:
-                mine = slice(starts[i], starts[i + 1])
-                index[mine] = first + positions[mine]
+        index, starts = rows_of_step(self._runner, args, kwargs, self._first_row)
         self.recorder.index = index
         self._sampled = index[starts[1:] - 1]
 

@@ -1,0 +1,89 @@
+"""Whose experts a token had: which row is whose in both engines, and when two choices are other ones."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from alignkit.check import routing
+from alignkit.check.train import _forwards
+from alignkit.drift import Logprobs
+from alignkit.errors import InputError
+
+
+def given(*lengths):
+    """Sequences of a prompt of one token and so many sampled ones."""
+    return Logprobs([[1]] * len(lengths), [[2] * n for n in lengths], [torch.zeros(n) for n in lengths], "stock")
+
+
+def compared(tmp_path, logits, chosen):
+    a, b = tmp_path / "a", tmp_path / "b"
+    save_file({"logits": torch.tensor(logits)}, a)
+    save_file({"chosen": torch.tensor(chosen, dtype=torch.uint8)}, b)
+    return routing.rerouted(a, b)
+
+
+def test_a_token_is_rerouted_if_it_is_in_any_layer(tmp_path):
+    logits = [[[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]]] * 4
+    same, other = [[1, 1, 0], [0, 1, 1]], [[1, 1, 0], [1, 0, 1]]
+    assert compared(tmp_path, logits, [same, other, same, same]) == (1, 4)
+    assert compared(tmp_path, logits, [same] * 4) == (0, 4)
+
+
+def test_any_of_equal_logits_may_have_been_chosen(tmp_path):
+    logits = [[[2.0, 1.0, 1.0, 0.0]]] * 3
+    assert compared(tmp_path, logits, [[[1, 1, 0, 0]], [[1, 0, 1, 0]], [[1, 0, 0, 1]]]) == (1, 3)
+
+
+def test_what_was_not_computed_is_not_compared(tmp_path):
+    nan = float("nan")
+    assert compared(tmp_path, [[[nan, nan]], [[1.0, 0.0]]], [[[1, 0]], [[0, 1]]]) == (1, 1)
+
+
+def test_choices_of_other_tokens_are_refused(tmp_path):
+    with pytest.raises(InputError, match="choices of shape"):
+        compared(tmp_path, [[[1.0, 0.0]]], [[[1, 0]], [[0, 1]]])
+
+
+@pytest.mark.parametrize("mode, micro_batch", [("one", None), ("padded", None), ("padded", 6)])
+def test_rows_of_megatron(tmp_path, mode, micro_batch):
+    """Each token's expert has the number of its position in its sequence, and of its layer."""
+    router = pytest.importorskip("megatron.core.transformer.moe.router")
+
+    class Router(router.TopKRouter):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+        def forward(self, numbers):
+            return None, torch.nn.functional.one_hot(numbers, 64).bool()
+
+    routers, batch = torch.nn.ModuleList([Router(), Router()]), given(3, 5, 1)
+    forwards = _forwards(batch, mode, micro_batch)
+    assert sorted(i for sequences in forwards for i in sequences) == [0, 1, 2]
+    with routing.Choices(routers) as choices:
+        for sequences in forwards:
+            positions = max(len(batch.tokens[i]) for i in sequences)
+            numbers = torch.arange(positions)[:, None] + 10 * torch.tensor(sequences)  # Megatron's [s, b]
+            for layer, one in enumerate(routers):
+                one((numbers + layer).flatten())
+    routers[0](torch.zeros(1, dtype=torch.int64))  # outside
+    choices.save(batch, forwards, tmp_path / "chosen")
+    chosen = load_file(tmp_path / "chosen")["chosen"].argmax(dim=-1)
+    expected = [10 * i + p for i, n in enumerate((3, 5, 1)) for p in range(n)]
+    assert chosen.tolist() == [[e, e + 1] for e in expected]
+
+
+def test_rows_of_a_step():
+    """Two requests that are known, one of them in the middle of its prompt, one that is not, and padding."""
+    prompts = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(num_reqs=3, req_ids=["a", "c", "b", "gone"]),
+        query_start_loc=SimpleNamespace(np=[0, 2, 3, 5, 9]),
+        requests={name: SimpleNamespace(prompt_token_ids=ids) for name, ids in prompts.items()},
+    )
+    positions = torch.tensor([1, 2, 0, 4, 5, 7])
+    first = {(1, 2, 3): 100, (4, 5): 200}
+    for args, kwargs in (((None, positions), {}), ((), {"positions": positions})):
+        rows, starts = routing.rows_of_step(runner, args, kwargs, first)
+        assert rows.tolist() == [101, 102, -1, 204, 205, -1] and starts.tolist() == [0, 2, 3, 5]
