@@ -107,10 +107,16 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
         return [f"mixture of experts (there are no golden bits of it on {family.name} yet)"]
     ranks = parallel.tensor_parallel_size
     if parallel.enable_expert_parallel:
-        what, parts = f"{read.experts} experts", ExpertTree.of(read.experts).groups
+        cuts = {f"{read.experts} experts": ExpertTree.of(read.experts).groups}
     else:
-        what, parts = f"{read.intermediate} features of an expert", k_leaves(read.intermediate)
-    return [f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"] if parts % ranks else []
+        cuts = {f"{read.intermediate} features of an expert": k_leaves(read.intermediate)}
+    if read.shared_intermediate:
+        cuts[f"{read.shared_intermediate} features of a shared expert"] = k_leaves(read.shared_intermediate)
+    return [
+        f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"
+        for what, parts in cuts.items()
+        if parts % ranks
+    ]
 
 
 def request_reasons(params, logprobs_mode: str) -> list[str]:
@@ -151,6 +157,8 @@ def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str,
         name = type(module).__name__
         if type(module) in aligned:
             counts[name] = counts.get(name, 0) + 1
+            if not getattr(module, "reduce_results", True):
+                raise UnsupportedError(f"reduce_results=False ({path}): partial sums leave the layer")
         elif name not in STRUCTURE or not type(module).__module__.startswith(("vllm.", "torch.")):
             strangers.append(f"{path or 'the model'} ({name})")
     if strangers:
