@@ -26,6 +26,9 @@ STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExper
 )
 """Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
 
+_COUNTS = frozenset(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+"""Fields in which configurations say how many experts there are."""
+
 
 def refuse_config(config) -> None:
     """Raises UnsupportedError naming all that a `VllmConfig` asks for and alignkit cannot keep aligned."""
@@ -73,7 +76,7 @@ def _is_set(variable: str) -> bool:
 def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     architectures = tuple(hf.architectures or ())
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        moe = "mixture of experts, " if {"num_experts", "num_local_experts"} & vars(hf).keys() else ""
+        moe = "mixture of experts, " if _COUNTS & vars(hf).keys() else ""
         return [f"model architecture {', '.join(architectures)} ({moe}supported: {', '.join(ARCHITECTURES)})"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
