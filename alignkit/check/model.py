@@ -41,12 +41,13 @@ def make_checkpoint(
     rope_scaling: Mapping[str, Any] | None = None,
     experts: int = 16,
     top_k: int = 4,
-    normalize_top_k: bool = True,
+    normalize_top_k: bool | None = None,
+    shared_intermediate: int = 512,
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
     arch: a family of `alignkit.models`: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias), ``"llama"``, ``"qwen3_moe"``
-        (experts), ...
+        (experts), ``"qwen2_moe"`` (and one for all tokens), ...
     dtype: ``torch.bfloat16`` or ``torch.float32``. The same seed gives the same values, rounded to dtype.
     tied: the output layer is the embedding.
     std: standard deviation of the trunk's weights.
@@ -54,7 +55,8 @@ def make_checkpoint(
         the next token is well below log(vocab), and no token has all the mass.
     intermediate: width of an MLP, or of each expert's; None: 1536, or 256.
     rope_scaling: as config.json has it.
-    experts, top_k, normalize_top_k: of a family with experts, as in `Architecture`.
+    experts, top_k, normalize_top_k, shared_intermediate: of a family with experts, as in `Architecture`; None: as in the
+        published models.
     weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
 
     There is no tokenizer: prompts are token ids. Returns the directory.
@@ -72,7 +74,7 @@ def make_checkpoint(
     family = FAMILIES[arch]
     if family.experts and not 0 < top_k <= experts:
         raise InputError(f"top_k: {top_k}, of {experts} experts")
-    if family.experts and family.experts.normalize is None and not normalize_top_k:
+    if family.experts and family.experts.normalize is None and normalize_top_k is False:
         raise InputError(f"normalize_top_k: False, and {arch} always normalizes")
     if intermediate is None:
         intermediate = 256 if family.experts else 1536
@@ -107,7 +109,9 @@ def make_checkpoint(
     if family.experts:
         config |= {family.experts.count[0]: experts, family.experts.top_k: top_k}
         if family.experts.normalize:
-            config[family.experts.normalize] = normalize_top_k
+            config[family.experts.normalize] = family.experts.normalizes if normalize_top_k is None else normalize_top_k
+        if family.experts.shared:
+            config[family.experts.shared] = shared_intermediate
     if family.sliding_window == "must be null":
         config["sliding_window"] = None
     _write_json(path / "config.json", config)

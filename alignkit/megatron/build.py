@@ -74,6 +74,8 @@ def transformer_config(
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
         )
+    if arch.shared_intermediate:
+        fields |= dict(moe_shared_expert_intermediate_size=arch.shared_intermediate, moe_shared_expert_gate=True)
     config = TransformerConfig(**(fields | overrides))
     if isinstance(scaling := arch.rope_scaling, Yarn):  # GPTModel reads them there, though they are no fields
         config.yarn_rotary_scaling_factor = scaling.factor

@@ -32,6 +32,7 @@ _FIELDS = (
     "num_moe_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
     "moe_layer_freq",
     "moe_router_topk",
     "moe_router_score_function",

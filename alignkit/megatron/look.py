@@ -50,6 +50,8 @@ CHECKED = frozenset(
         "router_replay",
         "ep_group",
         "num_local_experts",
+        "use_shared_expert",
+        "use_shared_expert_gate",
     }
 )
 """Attributes of modules that `supported` and `fingerprint` look at; of TransformerEngine's also those that `te` says."""

@@ -99,7 +99,11 @@ COMMON = (
         ("moe_layer_recompute", "attn_tp_group"),
     ),
     Seam("transformer/moe/moe_layer.py", "MoELayer.route", ("hidden_states", "padding_mask")),
-    Seam("transformer/moe/moe_layer.py", "BaseMoELayer.__init__", mentions=("ep_group", "local_expert_indices")),
+    Seam(
+        "transformer/moe/moe_layer.py",
+        "BaseMoELayer.__init__",
+        mentions=("ep_group", "local_expert_indices", "use_shared_expert"),
+    ),
     Seam("transformer/moe/router.py", "TopKRouter.__init__", mentions=("topk", "score_function", "routing_type")),
     Seam("transformer/moe/router.py", "TopKRouter._apply_expert_bias", ("routing_map", "padding_mask")),
     Seam(
@@ -126,6 +130,7 @@ COMMON = (
     Seam("transformer/moe/experts.py", "SequentialMLP.__init__", mentions=("local_experts", "tp_group")),
     Seam("transformer/moe/experts.py", "TEGroupedMLP.__init__", mentions=("linear_fc1", "linear_fc2", "tp_group")),
     Seam("transformer/moe/shared_experts.py", "SharedExpertMLP.forward", ("hidden_states",), ("gate_weight",)),
+    Seam("transformer/moe/shared_experts.py", "SharedExpertMLP.__init__", mentions=("use_shared_expert_gate",)),
     Seam("tensor_parallel/mappings.py", "scatter_to_sequence_parallel_region", ("input_", "group")),
     Seam(
         "tensor_parallel/mappings.py",

@@ -240,8 +240,12 @@ def check_mixture(path: str, layer, runs: bool) -> None:
         "router.router_replay": (router.router_replay, None),
         "ep_group": (_ranks(layer.ep_group), config.expert_model_parallel_size),
         "experts.tp_group": (_ranks(layer.experts.tp_group), config.expert_tensor_parallel_size),
+        "use_shared_expert": (layer.use_shared_expert, config.moe_shared_expert_intermediate_size is not None),
         "num_local_experts": (layer.num_local_experts * config.expert_model_parallel_size, config.num_moe_experts),
     }
+    if layer.use_shared_expert:
+        gated = layer.shared_experts.use_shared_expert_gate
+        said["shared_experts.use_shared_expert_gate"] = gated, config.moe_shared_expert_gate
     for name, (value, wanted) in said.items():
         if value != wanted:
             raise UnsupportedError(f"{path}.{name}: {value!r}, where the configuration says {wanted!r}")

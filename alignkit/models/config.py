@@ -28,7 +28,8 @@ ROPE_TYPES = {
 class Architecture:
     """What an HF checkpoint is made of. Sizes are in elements; `vocab` is the true vocabulary size, `intermediate` the
     width of an MLP. With experts (`experts` of them; 0 in a dense model) every layer has them, `intermediate` is the width
-    of each, a token goes to `top_k`, and `normalize_top_k` says whether the weights of those sum up to 1."""
+    of each, a token goes to `top_k`, and `normalize_top_k` says whether the weights of those sum up to 1;
+    `shared_intermediate` is the width of an expert that all tokens go to, 0 without one."""
 
     family: str
     layers: int
@@ -46,6 +47,7 @@ class Architecture:
     experts: int = 0
     top_k: int = 0
     normalize_top_k: bool = False
+    shared_intermediate: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -60,10 +62,11 @@ class Architecture:
         return FAMILIES[self.family].qkv_bias
 
     def size(self, name: str) -> int:
-        """A size by its name in the tables of weights: `q` and `kv` are all heads together, others are fields."""
+        """A size by its name in the tables of weights: `q` and `kv` are all heads together, `one` is 1, others are
+        fields."""
         if name in ("q", "kv"):
             return self.head_dim * (self.heads if name == "q" else self.kv_heads)
-        return getattr(self, name)
+        return 1 if name == "one" else getattr(self, name)
 
     def weights(self) -> Iterator[tuple[Weight, dict[str, tuple[int, ...]], str]]:
         """Each weight, its HF tensors by their whole names, with shapes, and its whole name in Megatron."""
@@ -89,11 +92,15 @@ class Architecture:
 
     def check_tp(self, tp: int) -> None:
         """UnsupportedError unless every rank of `tp` gets the same whole number of heads and columns."""
-        for name, size in (
+        family = FAMILIES[self.family]
+        sizes = [
             ("num_key_value_heads", self.kv_heads),
             ("num_attention_heads", self.heads),
-            (FAMILIES[self.family].intermediate, self.intermediate),
-        ):
+            (family.intermediate, self.intermediate),
+        ]
+        if family.experts and family.experts.shared:
+            sizes.append((family.experts.shared, self.shared_intermediate))
+        for name, size in sizes:
             if tp < 1 or size % tp:
                 raise UnsupportedError(f"tp: {tp} ranks do not divide {name} = {size}")
 
@@ -129,13 +136,14 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     rope_base, rope_scaling = _rope(config, family)
-    experts, top_k, normalize_top_k = 0, 0, False
+    experts, top_k, normalize_top_k, shared_intermediate = 0, 0, False, 0
     if family.experts:
         counts = [size(field) for field in family.experts.count if field in config] or [size(family.experts.count[0])]
         if len(set(counts)) > 1:
             raise InputError(f"{' and '.join(family.experts.count)} are {counts}: which one is it?")
         experts, top_k = counts[0], size(family.experts.top_k)
         normalize_top_k = family.experts.normalize is None or _flag(path, config, family.experts.normalize)
+        shared_intermediate = size(family.experts.shared) if family.experts.shared else 0
     arch = Architecture(
         family=family.name,
         layers=size("num_hidden_layers"),
@@ -153,6 +161,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         experts=experts,
         top_k=top_k,
         normalize_top_k=normalize_top_k,
+        shared_intermediate=shared_intermediate,
     )
     if arch.top_k > arch.experts:
         raise InputError(f"num_experts_per_tok: {arch.top_k}, of {arch.experts} experts")
@@ -181,15 +190,16 @@ def _flag(path: Path, config: Mapping, field: str) -> bool:
 def _refuse_foreign(config: Mapping, family: Family) -> None:
     """Refuses by name what an engine may compute with and alignkit does not."""
     read = READ | family.experts.fields | {family.intermediate} if family.experts else READ
+    must_be = MUST_BE | dict(family.must_be)
     for field, value in config.items():
         if field in read:
             continue
-        if field in MUST_BE_OFF:
+        if field in must_be:
+            if value not in must_be[field]:
+                raise UnsupportedError(f"{field}: {value!r:.200} is not {must_be[field][0]!r}")
+        elif field in MUST_BE_OFF:
             if value:
                 raise UnsupportedError(f"{field}: {value!r:.200} is not supported for {family.name}")
-        elif field in MUST_BE:
-            if value not in MUST_BE[field]:
-                raise UnsupportedError(f"{field}: {value!r:.200} is not {MUST_BE[field][0]!r}")
         elif field not in HARMLESS and value is not None and value is not False and not isinstance(value, str):
             raise UnsupportedError(
                 f"{field}: {value!r:.200} is no field of {family.name} that alignkit knows, and an "

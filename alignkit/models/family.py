@@ -80,6 +80,21 @@ def experts_layer(router: str, expert: str, gate: str, up: str, down: str) -> tu
     )
 
 
+def shared_expert(expert: str, gate: str) -> tuple[Weight, ...]:
+    """What such a layer has beside these for an expert that all tokens go to. expert: HF's name of it; gate: of the weight
+    that makes a factor of its output, one for each token."""
+    parts = {f"{expert}.{part}_proj.weight": ("shared_intermediate", "hidden") for part in ("gate", "up")}
+    return (
+        Weight("mlp.shared_experts.gate_weight", {gate: ("one", "hidden")}, "whole"),
+        Weight("mlp.shared_experts.linear_fc1.weight", parts, "gate and up"),
+        Weight(
+            "mlp.shared_experts.linear_fc2.weight",
+            {f"{expert}.down_proj.weight": ("hidden", "shared_intermediate")},
+            "columns",
+        ),
+    )
+
+
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -102,16 +117,19 @@ QKV_BIASES = (
 @dataclass(frozen=True)
 class Experts:
     """The fields of config.json in which a family with experts says how many there are (either; transformers writes both
-    names), how many of them a token goes to, and whether the weights of those are normalized to sum up to 1; None: they
-    always are."""
+    names), how many of them a token goes to, whether the weights of those are normalized to sum up to 1; None: they
+    always are, and the width of an expert that all tokens go to, if there is one. normalizes: whether the published
+    models' are."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k: str = "num_experts_per_tok"
     normalize: str | None = None
+    normalizes: bool = True
+    shared: str | None = None
 
     @property
     def fields(self) -> frozenset[str]:
-        return frozenset(field for field in (*self.count, self.top_k, self.normalize) if field)
+        return frozenset(field for field in (*self.count, self.top_k, self.normalize, self.shared) if field)
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,8 @@ class Family:
     different ones. heads_fill_hidden: whether vLLM takes the head's size to be hidden_size / heads, whatever the config
     says. sliding_window: "unused" unless `use_sliding_window` asks for it; used unless it is "null", or absent; used
     unless the config says that it "must be null", as transformers' class has a window by default. intermediate: the field
-    with the width of an MLP, or of an expert's. experts: None of a dense family.
+    with the width of an MLP, or of an expert's. experts: None of a dense family. must_be: fields of its own class that an
+    engine computes with, and what they must be, if they are there.
 
     Of vLLM: file, its model's below `model_executor/models`. structure: classes of a built model that only arrange
     others. mlp: the attribute of a layer. off: attributes of its attention that must be false, each with the field of a config that turns it on.
@@ -142,6 +161,7 @@ class Family:
     heads_fill_hidden: bool = False
     intermediate: str = "intermediate_size"
     experts: Experts | None = None
+    must_be: tuple[tuple[str, tuple], ...] = ()
     mlp: str = "mlp"
     off: tuple[tuple[str, str], ...] = ()
 

@@ -191,6 +191,16 @@ def _sigmoid_mul(gate, x):
     return _sigmoid(gate, x)
 
 
+def _add(x, y):
+    if x is None or y is None:
+        _refuse_none(x=x, y=y)
+    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+        raise InputError(
+            f"y: {tuple(y.shape)} of {y.dtype} on {y.device} does not fit x, {tuple(x.shape)} of {x.dtype}"
+        )
+    return x + y
+
+
 linear = _define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _rows)
 linear_fp32 = _define(
     "linear_fp32(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
@@ -225,3 +235,5 @@ moe_experts = _define(
     _like,
 )
 sigmoid_mul = _define("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _sigmoid_mul, lambda gate, x: _like(x))
+add = _define("add(Tensor x, Tensor y) -> Tensor", _add, _like)
+"""``T(x + y)``, torch's own sum, which a compiler would be free to round later."""

@@ -86,3 +86,10 @@ def _expert_facts(runner: Any, read: Architecture) -> Iterator[tuple[str, Any, A
     own, features = read.experts // of.ep_size, read.intermediate // of.tp_size
     yield width, tuple(experts.w13_weight.shape), (own, 2 * features, read.hidden)
     yield width, tuple(experts.w2_weight.shape), (own, read.hidden, features)
+    shared = runner._shared
+    yield "a shared expert", shared is not None, bool(read.shared_intermediate)
+    if shared is not None:
+        yield "shared_expert_intermediate_size", shared.down_proj.input_size, read.shared_intermediate
+        yield "a gate of the shared expert", shared.expert_gate is not None, True
+        for linear in (shared.gate_up_proj, shared.down_proj, shared.expert_gate):
+            yield "biases of the shared expert", linear is not None and linear.bias is not None, False

@@ -21,6 +21,9 @@ from alignkit.vllm.parallel import GROUP
 ROUTERS = ("FusedTopKRouter", "CPURouter")
 """Those of vLLM that may be the plain choice of the best by softmax."""
 
+SHARED = ("Qwen2MoeMLP",)
+"""Those of vLLM's MLPs that a shared expert may be."""
+
 
 class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
     """The weights as they were loaded: no kernel of vLLM's is chosen, for which they would be padded, packed or
@@ -52,12 +55,15 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
 
 
 class AlignedMoERunner(MoERunner):
-    """The whole of a mixture: the router's logits, its choice, the experts and their sum over ranks."""
+    """The whole of a mixture: the router's logits, its choice, the experts and their sum over ranks, and the shared expert."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args, shared_experts: torch.nn.Module | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self._shared: Any = shared_experts
         if reasons := [reason for reason, present in _unknown(self) if present]:
             raise UnsupportedError(f"mixture of experts {self.layer_name}: {', '.join(reasons)}")
+        if self._shared is not None:
+            self._shared.down_proj.reduce_results = True
         ranks, experts = self.moe_config.moe_parallel_config, self.routed_experts
         self._experts = experts.global_num_experts
         self._first = ranks.ep_rank * experts.local_num_experts
@@ -68,7 +74,7 @@ class AlignedMoERunner(MoERunner):
             router_logits, _ = self.gate(hidden_states)
         experts = self.routed_experts
         weights, ids = library.moe_router(router_logits, experts.top_k, "softmax", experts.renormalize, None, 1, 1, 1.0)
-        return library.moe_experts(
+        output = library.moe_experts(
             hidden_states,
             ids,
             weights,
@@ -80,6 +86,14 @@ class AlignedMoERunner(MoERunner):
             self._ep,
             False,  # all ranks have all rows
         )
+        return output if self._shared is None else library.add(output, self._of_all_tokens(hidden_states))
+
+    def _of_all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """What the shared expert makes of x. vLLM would add each rank's part of it to that rank's part of the experts'
+        sum; here its second product is summed over ranks by itself, as a dense MLP's."""
+        shared = self._shared
+        output, _ = shared.down_proj(shared.act_fn(shared.gate_up_proj(x)[0]))
+        return output if shared.expert_gate is None else library.sigmoid_mul(shared.expert_gate(x)[0], output)
 
 
 def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
@@ -88,7 +102,10 @@ def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
     ranks, placement = config.moe_parallel_config, experts.expert_map_manager
     method = type(experts.quant_method)
     yield f"quantization ({method.__name__})", method is not AlignedExpertsMethod
-    yield "shared experts", runner.shared_experts is not None or runner.shared_expert_gate is not None
+    shared = type(runner._shared).__name__
+    yield f"shared experts of {shared}", runner._shared is not None and shared not in SHARED
+    yield "shared experts computed by vLLM", runner.shared_experts is not None
+    yield "a gate of shared experts outside of them", runner.shared_expert_gate is not None
     yield "fused shared experts", placement.num_fused_shared_experts > 0
     yield "transforms around the experts", (runner.routed_input_transform or runner.routed_output_transform) is not None
     yield f"activation {config.activation}", config.activation != MoEActivation.SILU

@@ -77,7 +77,7 @@ class _Linear:
 
 
 class _Router(_Linear):
-    """Mixin: a router's logits stay fp32. Stock they are rounded, and of kernels that change with the number of rows."""
+    """Mixin: the logits of a router or gate stay fp32. Stock they are rounded, and of kernels that change with the number of rows."""
 
     def forward(self: Any, x: torch.Tensor):
         logits = library.linear_fp32(x, self.weight, self.bias)
@@ -85,7 +85,8 @@ class _Router(_Linear):
 
 
 class AlignedReplicatedLinear(_Router, ReplicatedLinear):
-    """In the models that alignkit knows, only routers are replicated: vLLM 0.26 makes them of this class."""
+    """In the models that alignkit knows, only routers are replicated, which vLLM 0.26 makes of this class, and the gates of
+    shared experts."""
 
 
 class AlignedGateLinear(_Router, GateLinear):
@@ -105,10 +106,11 @@ class AlignedQKVParallelLinear(_Linear, QKVParallelLinear):
 
 
 class AlignedRowParallelLinear(_Linear, RowParallelLinear):
+    """Gives whole sums. One that was to give partial ones is refused once the model is built, unless it is of a shared
+    expert, whose mixture asks for the whole."""
+
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if not self.reduce_results:
-            raise UnsupportedError(f"reduce_results=False ({self.prefix}): partial sums leave the layer")
         self._group = GROUP if self.tp_size > 1 else ""
 
     def forward(self, input_):

@@ -25,6 +25,9 @@ STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExper
 )
 """Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
 
+_COUNTS = frozenset(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+"""Fields in which configurations say how many experts there are."""
+
 
 def refuse_config(config) -> None:
     """Raises UnsupportedError naming all that a `VllmConfig` asks for and alignkit cannot keep aligned."""
@@ -72,7 +75,7 @@ def _is_set(variable: str) -> bool:
 def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     architectures = tuple(hf.architectures or ())
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        moe = "mixture of experts, " if {"num_experts", "num_local_experts"} & vars(hf).keys() else ""
+        moe = "mixture of experts, " if _COUNTS & vars(hf).keys() else ""
         return [f"model architecture {', '.join(architectures)} ({moe}supported: {', '.join(ARCHITECTURES)})"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
@@ -104,10 +107,16 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
     """Ranks that cannot share the sums that the contract makes of an expert's features, or of the experts."""
     ranks = parallel.tensor_parallel_size
     if parallel.enable_expert_parallel:
-        what, parts = f"{read.experts} experts", ExpertTree.of(read.experts).groups
+        cuts = {f"{read.experts} experts": ExpertTree.of(read.experts).groups}
     else:
-        what, parts = f"{read.intermediate} features of an expert", k_leaves(read.intermediate)
-    return [f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"] if parts % ranks else []
+        cuts = {f"{read.intermediate} features of an expert": k_leaves(read.intermediate)}
+    if read.shared_intermediate:
+        cuts[f"{read.shared_intermediate} features of a shared expert"] = k_leaves(read.shared_intermediate)
+    return [
+        f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"
+        for what, parts in cuts.items()
+        if parts % ranks
+    ]
 
 
 def request_reasons(params, logprobs_mode: str) -> list[str]:
@@ -148,6 +157,8 @@ def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str,
         name = type(module).__name__
         if type(module) in aligned:
             counts[name] = counts.get(name, 0) + 1
+            if not getattr(module, "reduce_results", True):
+                raise UnsupportedError(f"reduce_results=False ({path}): partial sums leave the layer")
         elif name not in STRUCTURE or not type(module).__module__.startswith(("vllm.", "torch.")):
             strangers.append(f"{path or 'the model'} ({name})")
     if strangers:

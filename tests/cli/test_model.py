@@ -26,7 +26,8 @@ def test_is_what_it_says(tmp_path, arch, tied, dtype):
     assert {w.dtype for w in weights.values()} == {dtype}
     assert ("lm_head.weight" in weights) is not tied
     assert any("q_norm" in name for name in weights) is arch.startswith("qwen3")
-    assert any("q_proj.bias" in name for name in weights) is (arch == "qwen2")
+    assert any("q_proj.bias" in name for name in weights) is arch.startswith("qwen2")
+    assert any("shared_expert" in name for name in weights) is (arch == "qwen2_moe")
     for name, weight in weights.items():
         assert weight.float().std() > 0, name  # nothing that an engine could lose unnoticed
 

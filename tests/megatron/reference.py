@@ -1,4 +1,4 @@
-"""A dense Qwen2, Qwen3 or Llama, or a Qwen3-MoE, in plain float64 torch. Shares no code with what it judges."""
+"""A dense Qwen2, Qwen3 or Llama, or a Qwen2-MoE or Qwen3-MoE, in plain float64 torch. Shares no code with what it judges."""
 
 import torch
 
@@ -68,7 +68,11 @@ def logits(arch, w, tokens, chosen=None):
         for e in range(arch.experts):
             gate, up = (project(y, f"experts.{e}.{name}") for name in ("gate", "up"))
             out = out + share[:, e, None] * project(gate * gate.sigmoid() * up, f"experts.{e}.down")
-        return out
+        if not arch.shared_intermediate:
+            return out
+        gate, up = (project(y, f"shared_expert.{name}") for name in ("gate", "up"))
+        share = (y @ w[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].T).sigmoid()
+        return out + share * project(gate * gate.sigmoid() * up, "shared_expert.down")
 
     for i in range(arch.layers):
         p = f"model.layers.{i}."

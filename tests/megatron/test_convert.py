@@ -30,10 +30,11 @@ def test_round_trip(arch, tied, tp, checkpoint):
         assert torch.equal(tensor, weights[name]), name
 
 
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_experts_over_ranks(grouped, checkpoint):
+def test_experts_over_ranks(grouped, arch, checkpoint):
     """Each has neighbours of its own, cut as its expert-tensor-parallel rank says, whatever the other weights' cut is."""
-    path = checkpoint("qwen3_moe", experts=6, intermediate=64)
+    path = checkpoint(arch, experts=6, intermediate=64)
     shape, weights = read_architecture(path), Checkpoint(path)
     held = [
         to_megatron(
@@ -160,6 +161,7 @@ def transformers_reads(directory):
         "experts": getattr(config, "num_experts", 0),
         "top_k": getattr(config, "num_experts_per_tok", 0),
         "normalize_top_k": getattr(config, "norm_topk_prob", config.model_type == "mixtral"),
+        "shared_intermediate": getattr(config, "shared_expert_intermediate_size", 0),
         "vocab": config.vocab_size,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "max_position": config.max_position_embeddings,
@@ -217,7 +219,7 @@ def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change,
     }
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen2Moe", "Mixtral"])
 @pytest.mark.parametrize("diff", [True, False])
 def test_configs_that_transformers_saves(family, diff, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -328,6 +330,33 @@ def test_experts_refused(change, error, named, checkpoint, tmp_path):
     config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
     with pytest.raises(error, match=f"^{named}"):
         read(tmp_path, config | change)
+
+
+def test_a_shared_expert(checkpoint, tmp_path):
+    """It is cut as the MLP of a dense model, its gate is on all ranks."""
+    path = checkpoint("qwen2_moe", experts=6, top_k=3, intermediate=64, shared_intermediate=96)
+    arch, weights = read_architecture(path), Checkpoint(path)
+    assert (arch.shared_intermediate, arch.normalize_top_k, arch.qkv_bias, arch.qk_norm) == (96, False, True, False)
+    part = to_megatron(arch, weights, tp_rank=1, tp_size=2)
+    hf, megatron = "model.layers.1.mlp.shared_expert", "decoder.layers.1.mlp.shared_experts."
+    gate, up, down = (weights[f"{hf}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    assert torch.equal(part[megatron + "linear_fc1.weight"], torch.cat([gate[48:], up[48:]]))
+    assert torch.equal(part[megatron + "linear_fc2.weight"], down[:, 48:])
+    assert torch.equal(part[megatron + "gate_weight"], weights[hf + "_gate.weight"])
+    assert part[megatron + "gate_weight"].shape == (1, arch.hidden)
+    config = json.loads((path / "config.json").read_text())
+    assert read(tmp_path, config | {"qkv_bias": True, "mlp_only_layers": None, "decoder_sparse_step": 1}) == arch
+    for change, named in (
+        ({"qkv_bias": False}, "qkv_bias: False is not True"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers: "),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: "),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: 0"),
+    ):
+        with pytest.raises((InputError, UnsupportedError), match=f"^{named}"):
+            read(tmp_path, config | change)
+    odd = read(tmp_path, config | {"shared_expert_intermediate_size": 99})
+    with pytest.raises(UnsupportedError, match="^tp: 2 ranks do not divide shared_expert_intermediate_size = 99"):
+        odd.check_tp(2)
 
 
 def test_fields_of_llama_that_vllm_reads(checkpoint, tmp_path):

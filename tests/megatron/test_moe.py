@@ -14,6 +14,7 @@ from alignkit.testing import Failed, assert_bitwise_equal
 from tests.megatron import layouts, mixtures, reference, workers
 from tests.megatron.test_gradients import bound
 from tests.megatron.test_recompute import RECOMPUTED
+from tests.vllm import moe
 
 SIZES = dict(intermediate=128, experts=8, top_k=2)
 LAYOUTS = {
@@ -33,8 +34,8 @@ TRAINED = [name for name, (how, sp) in LAYOUTS.items() if how == dict(ep=2) or (
 
 @pytest.fixture(scope="module")
 def mixture(checkpoint):
-    def make(dtype=torch.bfloat16, **sizes):
-        return checkpoint("qwen3_moe", dtype, **(SIZES | sizes))
+    def make(dtype=torch.bfloat16, arch="qwen3_moe", **sizes):
+        return checkpoint(arch, dtype, **(SIZES | sizes))
 
     return make
 
@@ -70,6 +71,40 @@ def test_every_way_gives_the_same_bits(dtype, mixture, rows, alone, two):
                 assert_bitwise_equal(value, of_rows(expected[way], rows, which), f"{called}: {way}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_shared_expert_that_has_a_gate(dtype, mixture, rows, world, two):
+    """Qwen2-MoE, which vLLM's engine is compared with too: what its ops give on whole weights, in every layout."""
+    path = mixture(dtype, "qwen2_moe")
+    expected, _ = mixtures.every_way(None, path, dtype, rows, {})
+    composed = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
+    for way in ("one", "padded", "packed", "loss call"):
+        assert_bitwise_equal(expected[way], composed, way)
+    for called, (how, sequence_parallel) in LAYOUTS.items():
+        if dtype == torch.float32 and called not in TRAINED:
+            continue
+        for result, which in two.run(2, mixtures.every_way, path, dtype, rows, how, sequence_parallel):
+            for way in ("padded", "packed"):
+                assert_bitwise_equal(result[way], of_rows(composed, rows, which), f"{called}: {way}")
+
+
+def test_a_shared_expert_that_is_not_what_the_configuration_says(mixture, world):
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with patch_megatron(300), torch.no_grad():
+        model = mixtures.build(mixture(arch="qwen2_moe"), torch.bfloat16)
+        expected = model(tokens, None, None)
+        layer = model.decoder.layers[1].mlp
+        for owner, name, value in (
+            (layer, "use_shared_expert", False),
+            (layer.shared_experts, "use_shared_expert_gate", False),
+        ):
+            with (
+                workers._attribute(owner, name, value),
+                pytest.raises(UnsupportedError, match=rf"layers.1.mlp.*{name}"),
+            ):
+                model(tokens, None, None)
+        assert_bitwise_equal(model(tokens, None, None), expected)
+
+
 def test_stock_does_not(mixture, rows, alone, two):
     """So the test above can fail."""
     path, dtype = mixture(), torch.bfloat16
@@ -87,12 +122,19 @@ def test_experts_without_normalized_weights(mixture, rows, world, two):
         assert_bitwise_equal(result["packed"], of_rows(expected["one"], rows, which))
 
 
+def relative_error(gradient, wanted):
+    """Of an expert that no token goes to, 0 if it has none."""
+    return ((gradient.double() - wanted).norm() / wanted.norm()).item() if wanted.any() else float(gradient.any())
+
+
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_one_step_agrees_with_float64(dtype, mixture, rows, world, two):
+def test_one_step_agrees_with_float64(dtype, arch, mixture, rows, world, two):
     """The reference has the experts that were chosen; its own choice differs where two experts are as good."""
-    path = mixture(dtype)
+    path = mixture(dtype, arch)
     arch = read_architecture(path)
-    most = bound(dataclasses.replace(arch, intermediate=arch.top_k * arch.intermediate), dtype)
+    width = arch.top_k * arch.intermediate + arch.shared_intermediate
+    most = bound(dataclasses.replace(arch, intermediate=width), dtype)
     grads, chosen = mixtures.step(None, path, dtype, rows, {})
     again, _ = mixtures.step(None, path, dtype, rows, {})
     weights = reference.weights64(Checkpoint(path))
@@ -102,14 +144,14 @@ def test_one_step_agrees_with_float64(dtype, mixture, rows, world, two):
     (-torch.cat(logp).mean()).backward()
     for name, w in weights.items():
         assert_bitwise_equal(again[name], grads[name], name)
-        error = ((grads[name].double() - w.grad).norm() / w.grad.norm()).item()
+        error = relative_error(grads[name], w.grad)
         assert error < most, f"{name} is off by {error:.2e}, more than {most:.2e}"
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if called not in TRAINED:
             continue
         for other, _ in two.run(2, mixtures.step, path, dtype, rows, how, sequence_parallel):
             for name, w in weights.items():
-                error = ((other[name].double() - w.grad).norm() / w.grad.norm()).item()
+                error = relative_error(other[name], w.grad)
                 assert error < most, f"{called}: {name} is off by {error:.2e}, more than {most:.2e}"
 
 
@@ -244,8 +286,9 @@ def test_context_and_pipeline_parallelism(mixture, rows, alone, two):
     assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
 
 
-def test_weights_over_ranks(mixture, two):
-    path = mixture()
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+def test_weights_over_ranks(arch, mixture, two):
+    path = mixture(arch=arch)
     held = Checkpoint(path)
     for how in (dict(ep=2), dict(tp=2), dict(tp=2, ep=2, etp=1)):
         for weights in two.run(2, mixtures.whole_weights, path, torch.bfloat16, how):
@@ -254,9 +297,11 @@ def test_weights_over_ranks(mixture, two):
                 assert_bitwise_equal(weight, held[name], name)
 
 
-def test_distributed_checkpoints(mixture, two, tmp_path):
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+def test_distributed_checkpoints(arch, mixture, two, tmp_path):
     """Saved by expert-parallel ranks, loaded by tensor-parallel ones, and the other way round."""
-    path, held = mixture(), Checkpoint(mixture())
+    path = mixture(arch=arch)
+    held = Checkpoint(path)
     for i, (before, after) in enumerate([(dict(ep=2), dict(tp=2)), (dict(tp=2), dict(ep=2))]):
         folder = tmp_path / str(i)
         folder.mkdir()

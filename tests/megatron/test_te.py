@@ -35,10 +35,12 @@ def test_every_way_gives_the_bits_of_the_local_spec(name, checkpoint, rows, te, 
                     assert_bitwise_equal(value, expected[way], how)
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
-def test_mixtures_of_experts(grouped, checkpoint, rows, te, world):
+@pytest.mark.parametrize(
+    "arch, grouped", [("qwen3_moe", False), ("qwen2_moe", True)], ids=["one by one", "grouped, and a shared one"]
+)
+def test_mixtures_of_experts(arch, grouped, checkpoint, rows, te, world):
     """Of both kinds of experts: the bits, the gradients, and a model that is stock again."""
-    path = checkpoint("qwen3_moe", torch.bfloat16, intermediate=128, experts=8, top_k=2)
+    path = checkpoint(arch, torch.bfloat16, intermediate=128, experts=8, top_k=2)
     config = {"transformer_engine": True, "moe_grouped_gemm": grouped}
     alone, _ = mixtures.every_way(None, path, torch.bfloat16, rows, {})
     grads, _ = mixtures.step(None, path, torch.bfloat16, rows, {})

@@ -26,7 +26,9 @@ def logprobs(path, prompt, tokens, device="cpu"):
         else:
             x, residual = norm(x, of + "input_layernorm.weight", residual)
         q, k, v = (
-            ops.linear(x, weights[f"{of}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, arch.head_dim))
+            ops.linear(
+                x, weights[f"{of}self_attn.{name}_proj.weight"], weights.get(f"{of}self_attn.{name}_proj.bias")
+            ).unflatten(-1, (-1, arch.head_dim))
             for name in "qkv"
         )
         if arch.qk_norm:
@@ -49,4 +51,10 @@ def mixture(x, arch, weights):
     logits = ops.linear(x, weights[before + "gate.weight"], out_dtype=torch.float32)
     chosen, ids = ops.moe_router(logits, arch.top_k, normalize=arch.normalize_top_k)
     gate, up, down = ([weights[f"{before}experts.{e}.{name}.weight"] for e in range(arch.experts)] for name in names)
-    return ops.moe_experts(x, ids, chosen, [torch.cat(both) for both in zip(gate, up, strict=True)], down)
+    out = ops.moe_experts(x, ids, chosen, [torch.cat(both) for both in zip(gate, up, strict=True)], down)
+    if not arch.shared_intermediate:
+        return out
+    gate, up, down = (weights[f"mlp.shared_expert.{name}.weight"] for name in names)
+    shared = ops.row_parallel_linear(ops.silu_mul(ops.linear(x, gate), ops.linear(x, up)), down)
+    share = ops.linear(x, weights["mlp.shared_expert_gate.weight"], out_dtype=torch.float32)
+    return out + ops.sigmoid_mul(share, shared)

@@ -163,6 +163,23 @@ def changed(state):
     return seen, statuses(state)[0]["patched"]
 
 
+def changed_shared(state):
+    """The same of a shared expert."""
+    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    mlp = model.model.layers[1].mlp
+    seen = []
+    for owner, name, value in (
+        (mlp.experts, "_shared", None),
+        (mlp.shared_expert, "expert_gate", None),
+        (mlp.shared_expert_gate, "forward", lambda x: (x, None)),
+        (mlp.shared_expert.down_proj, "reduce_results", False),
+    ):
+        put_back = setting(owner, name, value)
+        seen.append(statuses(state)[0].get("replaced", ""))
+        put_back()
+    return seen, statuses(state)[0]["patched"]
+
+
 def configure(state, model, options):
     from vllm.engine.arg_utils import EngineArgs
 
@@ -235,13 +252,19 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
 
 
 @pytest.mark.parametrize(
-    "number_type, expert_parallel",
-    [("bfloat16", False), ("bfloat16", True), ("float32", True)],
-    ids=["bfloat16-tp2", "bfloat16-ep2", "float32-ep2"],
+    "arch, number_type, expert_parallel",
+    [
+        ("qwen3_moe", "bfloat16", False),
+        ("qwen3_moe", "bfloat16", True),
+        ("qwen3_moe", "float32", True),
+        ("qwen2_moe", "bfloat16", False),
+        ("qwen2_moe", "bfloat16", True),
+    ],
+    ids=["bfloat16-tp2", "bfloat16-ep2", "float32-ep2", "shared-bfloat16-tp2", "shared-bfloat16-ep2"],
 )
-def test_over_ranks(vllm_process, small, prompts, number_type, expert_parallel):
-    """Each rank has half of every expert, or half of the experts; whole prompts."""
-    process, path = vllm_process(**MULTIPROCESS), small(dtype=number_type)
+def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_parallel):
+    """Each rank has half of every expert, or half of the experts, and half of a shared one; whole prompts."""
+    process, path = vllm_process(**MULTIPROCESS), small(arch, dtype=number_type)
     options = {"dtype": number_type, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     process(start, path, options)
     workers = process(statuses)
@@ -250,7 +273,7 @@ def test_over_ranks(vllm_process, small, prompts, number_type, expert_parallel):
     assert_composed(found, path, prompts)
     tokens = [tokens for tokens, _ in found]
     assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), found)
-    process(reload, other := small(dtype=number_type, seed=1))
+    process(reload, other := small(arch, dtype=number_type, seed=1))
     assert_composed(process(generate, prompts[-1:]), other, prompts[-1:])
 
 
@@ -275,9 +298,10 @@ def test_replaced_parts_are_named(engine):
     assert patched
 
 
-def test_a_stock_engine_differs(vllm_process, small, prompts):
+@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe"])
+def test_a_stock_engine_differs(vllm_process, small, prompts, arch):
     """Without the patch the comparisons above fail: they do have something to find."""
-    path, process = small(dtype="float32"), vllm_process()
+    path, process = small(arch, dtype="float32"), vllm_process()
     process(start_stock, path, {"dtype": "float32"})
     stock = process(generate, prompts)
     for prompt, (tokens, found) in zip(prompts, stock, strict=True):
@@ -296,6 +320,20 @@ def test_a_stock_engine_differs(vllm_process, small, prompts):
 def test_other_mixtures(spare, small, prompts, arch, sizes):
     spare(start, path := small(arch, **sizes), {"dtype": "bfloat16"})
     assert_composed(spare(generate, prompts), path, prompts)
+
+
+def test_a_shared_expert(spare, small, prompts):
+    """Alone too, with weights updated in place, and not when a part of it is replaced."""
+    spare(start, path := small("qwen2_moe", experts=6), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
+    sampled = spare(generate, prompts)
+    assert_composed(sampled, path, prompts)
+    assert_same(spare(one_by_one, prompts), sampled)
+    spare(load_in_place, other := small("qwen2_moe", experts=6, seed=1))
+    assert_composed(spare(generate, prompts[1:2]), other, prompts[1:2])
+    seen, patched = spare(changed_shared)
+    wanted = ("a shared expert", "a gate of the shared expert", "forward is replaced", "reduce_results=False")
+    assert [name in said for name, said in zip(wanted, seen, strict=True)] == [True] * len(wanted), seen
+    assert patched
 
 
 @pytest.mark.parametrize(
@@ -321,6 +359,11 @@ def test_engine_options_refused(spare, small, name, part, field, value):
 @pytest.mark.parametrize(
     "sizes, expert_parallel, name",
     [
+        (
+            {"arch": "qwen2_moe", "experts": 8, "shared_intermediate": 32},
+            True,
+            "tensor_parallel_size 4 .the contract cuts 32 features of a shared expert into 2 parts",
+        ),
         ({"experts": 6, "top_k": 2}, True, "tensor_parallel_size 4 .the contract cuts 6 experts into 2 parts"),
         (
             {"intermediate": 32},

@@ -63,6 +63,7 @@ def test_compiled_is_eager_is_ops(backend):
             (drawn(3, 64), IDS, drawn(3, 2), drawn(4, 32, 64), drawn(4, 64, 16), 4, 0, "", "", False),
         ),
         (library.sigmoid_mul, (drawn(3, 1), drawn(3, 64).bfloat16())),
+        (library.add, (drawn(3, 64).bfloat16(), drawn(4, 64)[1:].bfloat16())),
     ],
     ids=lambda v: str(v).split(".")[1] if isinstance(v, torch._ops.OpOverload) else "",
 )
@@ -90,6 +91,8 @@ def test_rotated_together():
         lambda: library.add_rms_norm(drawn(3, 64), drawn(2, 64), drawn(64), 1e-6),
         lambda: library.rope_qk(drawn(3, 4, 16), drawn(2, 2, 16), torch.arange(3), TABLE),
         lambda: library.silu_mul(drawn(3, 8), drawn(3, 4)),
+        lambda: library.add(drawn(3, 8), drawn(1, 8)),
+        lambda: library.add(drawn(3, 8), drawn(3, 8).bfloat16()),
     ],
 )
 def test_shapes_that_do_not_fit(call):

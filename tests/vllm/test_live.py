@@ -131,7 +131,7 @@ def values(state):
 
 def setting(owner, name, value):
     """Sets it; what is returned puts it back."""
-    own = name in vars(owner)
+    own = name in vars(owner) or name in getattr(owner, "_modules", ())
     old = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, old) if own else delattr(owner, name)

@@ -223,14 +223,8 @@ def test_compilation_where_it_is_supported(process, name, chosen):
         ),
         (
             "qwen3",
-            "mixture of experts",
-            {
-                "architectures": ["Qwen2MoeForCausalLM"],
-                "model_type": "qwen2_moe",
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 64,
-            },
+            "Glm4MoeForCausalLM .mixture of experts",
+            {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 8},
         ),
         ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", "attention_factor", {"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}),

@@ -1,0 +1,29 @@
+"""Qwen2-MoE: Qwen2 with experts in place of every MLP, beside them one that all tokens go to."""
+
+from alignkit.models.family import QKV_BIASES, Experts, Family, experts_layer, shared_expert
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    may_be_absent=("head_dim",),
+    rope_base=None,
+    sliding_window="unused",
+    file="qwen2_moe.py",
+    structure=(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeModel",
+        "Qwen2MoeDecoderLayer",
+        "Qwen2MoeAttention",
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen2MoeMLP",
+    ),
+    layer=(
+        experts_layer("mlp.gate.weight", "mlp.experts.{expert}", "gate_proj", "up_proj", "down_proj")
+        + shared_expert("mlp.shared_expert", "mlp.shared_expert_gate.weight")
+        + QKV_BIASES
+    ),
+    heads_fill_hidden=True,
+    intermediate="moe_intermediate_size",
+    experts=Experts(normalize="norm_topk_prob", normalizes=False, shared="shared_expert_intermediate_size"),
+    must_be=(("qkv_bias", (True,)),),
+)
