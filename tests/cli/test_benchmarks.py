@@ -161,6 +161,19 @@ def test_training_rows(cost):
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
 
 
+def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cost, "installed", lambda name: name != "transformer_engine")
+    options = type("Options", (), {"out": tmp_path, "size": "small", "max_tokens": 1, "repeats": 1, "json": tmp_path})
+    options.only, options.shapes, options.engines = ["training"], [(2, 32)], ["stock", "stock_te", "aligned_te"]
+    bench, ran = cost.Bench(options), []
+    monkeypatch.setattr(bench, "run", lambda specs, module: ran.extend(specs) or {})
+    bench.training(tmp_path)
+    assert ran == ["training-stock"]
+    said = capsys.readouterr().out
+    for engine in ("stock_te", "aligned_te"):
+        assert f"training-{engine}: left out, TransformerEngine is not installed" in said
+
+
 def test_rollout_cases(cost):
     cases = cost.rollout_cases("large", [64, 256], 1500, measured=True, profiled=True)
     assert [(c["name"], len(c["lengths"]), c["profile"]) for c in cases] == [
@@ -882,6 +895,37 @@ def test_the_cost_table_says_its_noise(tables):
     )
     assert "| rollout, 64 requests | 2000 output tokens/s (0.50 to 2.00) |  | **0.50** (0.40 to 1.25) |" in text
     assert "| rollout, 64 requests | 2000 GiB, peak |  | **0.25** |" in text
+
+
+def test_the_cost_table_of_transformer_engine(tables):
+    """A table of its own, of shares of the stock engine with the same layer spec."""
+
+    def one(engine, value, unit, to_stock, seconds=None):
+        case = {
+            "what": "training",
+            "case": "8 x 1024 tokens",
+            "engine": engine,
+            "value": value,
+            "unit": unit,
+            "run": "a",
+        }
+        return case | {"ratio_to_stock": to_stock} | ({"seconds": seconds} if seconds else {})
+
+    rows = [
+        one("stock_te", 3000, "tokens/s", 3.0, [1.0, 2.0, 4.0]),
+        one("aligned_te", 6000, "tokens/s", 6.0, [0.8, 1.0, 2.0]),
+        one("stock_te", 10, "GiB, peak", 0.5),
+        one("aligned_te", 8, "GiB, peak", 0.4),
+    ]
+    alone = tables.cost({"runs": {"a": INFO}, "rows": rows})
+    assert alone == (
+        "| | stock, TransformerEngine | **aligned, TransformerEngine** |\n|---|---|---|\n"
+        "| training, 8 x 1024 tokens | 3000 tokens/s (0.50 to 2.00) | **2.00** (1.00 to 2.50) |\n"
+        "| training, 8 x 1024 tokens | 10.0 GiB, peak | **0.80** |"
+    )
+    both = tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0), *rows]})
+    assert both.endswith("\n\n" + alone) and both.count("| training, 8 x 1024 tokens |") == 3
+    assert "TransformerEngine" not in tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0)]})
 
 
 def test_the_table_of_gpu_tests(tables):

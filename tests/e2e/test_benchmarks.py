@@ -2,15 +2,25 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+TE_ON_CPU = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(ROOT / "tests/megatron/te_on_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
+    "TORCHDYNAMO_DISABLE": "1",  # stock fusions are compiled, which takes longer than all else
+}
 
-def benchmark(script, *arguments):
-    root = Path(__file__).parents[2]
+
+def benchmark(script, *arguments, env=None):
+    """env: more of it."""
     done = subprocess.run(
-        [sys.executable, root / "benchmarks" / script, "--size", "small", *map(str, arguments)],
+        [sys.executable, ROOT / "benchmarks" / script, "--size", "small", *map(str, arguments)],
+        env=os.environ | (env or {}),
         text=True,
         capture_output=True,
         timeout=600,
@@ -56,11 +66,14 @@ def test_the_end_to_end_benchmark(tmp_path):
 
 
 def test_the_cost_benchmark(tmp_path):
+    """TransformerEngine is the tests' own, without its kernels."""
     benchmark(
         "cost.py",
         "--engines",
         "stock",
         "aligned",
+        "stock_te",
+        "aligned_te",
         "--concurrency",
         2,
         "--longest",
@@ -75,9 +88,11 @@ def test_the_cost_benchmark(tmp_path):
         tmp_path,
         "--out",
         tmp_path / "out",
+        env=TE_ON_CPU,
     )
     cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
     both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
+    both |= {("training", "stock_te"), ("training", "aligned_te")}
     assert {(r["what"], r["engine"]) for r in cost} == both
     assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in cost if r["unit"] != "GiB, peak")
     profile = json.loads((tmp_path / "profile.json").read_text())["rows"]
