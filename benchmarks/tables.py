@@ -40,6 +40,7 @@ ENGINES = {
     "stock_te": "stock, TransformerEngine",
     "aligned_te": "**aligned, TransformerEngine**",
 }
+SPECS = {"local": "local", "te": "TransformerEngine"}
 DRIFT_PAIRS = {
     "stock": "stock vLLM, stock Megatron-core",
     "compiled": "vLLM as it comes, stock Megatron-core",
@@ -98,9 +99,9 @@ def gpu_test(results: dict) -> str:
 
 
 def e2e(results: dict) -> str:
-    """A line for each model and rollout, over all trainings that it was compared with."""
+    """A line for each model and rollout, over all trainings that it was compared with but those of `layouts`."""
     groups: dict[tuple[str, str], dict[bool, list[dict]]] = {}
-    for row in results["rows"]:
+    for row in filter(_plain, results["rows"]):
         groups.setdefault((row["model"], row["rollout"]), {True: [], False: []})[row["patched"]].append(row)
     lines = [
         "| model | rollout (vLLM) | trainings (Megatron-core) | aligned: bit-equal | stock: bit-equal "
@@ -114,7 +115,36 @@ def e2e(results: dict) -> str:
             f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} "
             f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) if groups else ""
+
+
+def layouts(results: dict) -> str:
+    """A line for each model and training with TransformerEngine's layer spec, pipeline stages or context parallelism."""
+    groups: dict[tuple, dict[bool, list[dict]]] = {}
+    for row in results["rows"]:
+        if not _plain(row):
+            tp = f"TP {row['training_tp']}{' SP' if row['sequence_parallel'] else ''}"
+            key = row["model"], SPECS[row["spec"]], tp, row["pp"], row["cp"]
+            groups.setdefault(key, {True: [], False: []})[row["patched"]].append(row)
+    lines = [
+        "| model | layer spec | TP | stages | CP | micro-batches | aligned: bit-equal | stock: bit-equal "
+        "| stock: max abs difference |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (model, spec, tp, pp, cp), by in sorted(groups.items()):
+        aligned, stock = by[True], by[False]
+        modes = dict.fromkeys(row["training"].rpartition("-")[2] for row in aligned or stock)
+        drift = f"{_equal(stock)} | {max(r['max_abs'] for r in stock):.1e}" if stock else " | "
+        lines.append(
+            f"| {model} | {spec} | {tp} | {pp} | {cp} | {', '.join(modes)} "
+            f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
+        )
+    return "\n".join(lines) if groups else ""
+
+
+def _plain(row: dict) -> bool:
+    """Whether a row is of Megatron-core's local spec without stages and context parallelism, as the first ones all were."""
+    return (row.get("spec", "local"), row.get("pp", 1), row.get("cp", 1)) == ("local", 1, 1)
 
 
 def _place(model: str, rollout: str) -> tuple[str, int]:
@@ -488,7 +518,8 @@ def _devices(gpus: list[str]) -> str:
 
 
 def e2e_plot(results: dict, path: Path) -> None:
-    """Rollout by training: the share of logprobs that are bit-equal, aligned and stock."""
+    """Rollout by training: the share of logprobs that are bit-equal, aligned and stock; of the rows of the table `e2e`."""
+    results = results | {"rows": list(filter(_plain, results["rows"]))}
     aligned = [r for r in results["rows"] if r["patched"]]
     models = list(dict.fromkeys(r["model"] for r in aligned))
     panels = [
@@ -671,6 +702,10 @@ def _read(name: str):
     return json.loads(path.read_text()) if path.exists() else None
 
 
+FILES = {"layouts": "e2e"}
+"""Of tables whose results are in a file of another name."""
+
+
 def tables() -> dict[str, str]:
     """The text of each table whose results are there."""
     made: dict[str, str] = {}
@@ -681,6 +716,7 @@ def tables() -> dict[str, str]:
     writers: dict[str, Callable[[dict], str]] = {
         "gpu_test": gpu_test,
         "e2e": e2e,
+        "layouts": layouts,
         "cost": cost,
         "profile": profile,
         "linear_logp": linear_logp,
@@ -691,11 +727,11 @@ def tables() -> dict[str, str]:
         "where_drift": where_drift,
     }
     for name, write in writers.items():
-        results = _read(f"h200/{name}.json")
+        results = _read(f"h200/{FILES.get(name, name)}.json")
         if results:
             apart = [(_made_on(part["runs"].values()), write(part)) for part in by_commit(results)]
             made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
-    return made
+    return {name: text for name, text in made.items() if text}
 
 
 def fill(text: str, made: dict[str, str]) -> str:

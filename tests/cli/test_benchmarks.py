@@ -64,13 +64,47 @@ def test_e2e_on_four_gpus_has_every_pair(e2e):
             assert {(rollout, f"{engine}-{m}") for m in ("padded", "packed")} <= got, (rollout, engine)
     stock = pairs(rows, False)
     assert {("batch", "tp1-one"), ("one", "tp1-one"), ("batch", "tp2-padded"), ("tp2", "tp1-padded")} <= stock
-    assert not [t for _, t in stock if t.endswith("packed")]  # stock Megatron takes none
+    assert not [t for _, t in stock if t.endswith("packed") and "-te-" not in t]  # stock Megatron's own spec takes none
 
 
 def test_e2e_on_one_gpu_has_no_tensor_parallel_rows(e2e):
     rows = e2e.rows(e2e.PARTS, 1)
     assert rows and all(r.rollout_tp == r.training_tp == 1 for r in rows)
     assert not [r for r in e2e.rows(e2e.PARTS, 2) if "tp4" in r.rollout + r.training]
+
+
+def test_e2e_has_the_other_layouts_that_the_gpus_suffice_for(e2e, tmp_path):
+    of = {n: [r for r in e2e.rows(["layouts"], n) if r.patched] for n in (1, 2, 4)}
+    assert {r.training for r in of[1]} == {"tp1-te-padded", "tp1-te-packed"}
+    for n, rows in of.items():
+        sizes = [(r.spec, r.training_tp * r.training_pp * r.training_cp) for r in rows]
+        assert max(size for _, size in sizes) == n and {r.rollout for r in rows} == {"batch"}
+        assert {r.training.rpartition("-")[2] for r in rows} == {"padded", "packed"}
+        every = e2e.rows(["layouts"], n)
+        given = dict(max_tokens=1, temperature=1.0, seed=0, gpu=True)
+        jobs = {job.name: job for job in e2e.plan.jobs(every, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], **given)}
+        for r in rows:
+            job = jobs[f"bfloat16-patched-training-{r.training.rpartition('-')[0]}"]
+            fields = {"tp": r.training_tp, "pp": r.training_pp, "cp": r.training_cp, "spec": r.spec}
+            assert {name: job.spec[name] for name in fields} == fields
+            assert job.slots == r.training_tp * r.training_pp * r.training_cp
+    two = {(r.spec, r.training_tp, r.training_pp, r.training_cp) for r in of[2]}
+    assert two == {
+        ("te", 1, 1, 1),
+        ("te", 2, 1, 1),
+        *((spec, 1, pp, cp) for spec in ("local", "te") for pp, cp in ((2, 1), (1, 2))),
+    }
+    assert {("te", 2, 2, 1), ("te", 2, 1, 2)} <= {(r.spec, r.training_tp, r.training_pp, r.training_cp) for r in of[4]}
+    stock = [r for r in e2e.rows(["layouts"], 4) if not r.patched]
+    assert stock and all(r.training_cp == 1 and (r.spec == "te" or not r.training.endswith("packed")) for r in stock)
+
+
+def test_e2e_leaves_rows_out_without_transformer_engine(e2e):
+    wanted = {model: e2e.rows(["layouts"], 2) for model in ("qwen3", "llama-tied")}
+    left_out = 2 * len([r for r in wanted["qwen3"] if r.spec == "te"])
+    assert e2e.leave_out_te(wanted) == left_out > 0
+    assert {r.training_pp * r.training_cp for rows in wanted.values() for r in rows} == {2}
+    assert e2e.leave_out_te(wanted) == 0
 
 
 def test_e2e_starts_each_engine_once(e2e, tmp_path):
@@ -895,6 +929,34 @@ def test_the_cost_table_says_its_noise(tables):
     )
     assert "| rollout, 64 requests | 2000 output tokens/s (0.50 to 2.00) |  | **0.50** (0.40 to 1.25) |" in text
     assert "| rollout, 64 requests | 2000 GiB, peak |  | **0.25** |" in text
+
+
+def test_the_table_of_layouts(tables):
+    """Rows of the same file, in a table of their own; older ones do not say what they have not."""
+    one = {
+        "model": "qwen3",
+        "rollout": "batch",
+        "training_tp": 1,
+        "sequence_parallel": False,
+        "patched": True,
+        "run": "a",
+    }
+    one |= {"tokens": 10, "bit_equal": 10, "max_abs": 0.0, "spec": "te", "pp": 2, "cp": 1}
+    old = {k: v for k, v in one.items() if k not in ("spec", "pp", "cp")} | {"training": "tp1-one"}
+    rows = [
+        one | {"training": "tp1-te-pp2-padded"},
+        one | {"training": "tp1-te-pp2-packed"},
+        one | {"training": "tp1-te-pp2-packed", "patched": False, "bit_equal": 1, "max_abs": 0.25},
+        one
+        | {"training": "tp2-sp-cp2-packed", "spec": "local", "pp": 1, "cp": 2, "training_tp": 2}
+        | {"sequence_parallel": True},
+    ]
+    assert tables.layouts({"rows": rows}).splitlines()[2:] == [
+        "| qwen3 | TransformerEngine | TP 1 | 2 | 1 | padded, packed | **20 of 20** | 1 of 10 | 2.5e-01 |",
+        "| qwen3 | local | TP 2 SP | 1 | 2 | packed | **10 of 10** |  |  |",
+    ]
+    assert tables.layouts({"rows": [old]}) == "" == tables.e2e({"rows": rows})
+    assert tables.e2e({"rows": [old, *rows]}) == tables.e2e({"rows": [old]})
 
 
 def test_the_cost_table_of_transformer_engine(tables):
