@@ -98,6 +98,25 @@ def gpu_test(results: dict) -> str:
     return "\n".join(lines)
 
 
+def versions(results: dict) -> str:
+    """A line for each pair of versions, with the commit that it was run at: what was run, not what may run."""
+    runs, order = results["runs"], ("device", "vllm", "megatron")
+    lines = [
+        "| vLLM | Megatron-core | device | Python, torch | pairs of rollout and training | logprobs bit-equal | commit, date |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(results["rows"], key=lambda row: [row[k] for k in order]):
+        run = runs[row["run"]]
+        equal = row["tokens"] and row["bit_equal"] == row["tokens"] and not row["failed"]
+        counts = f"{row['bit_equal']} of {row['tokens']}"
+        said = [f"**{counts}**" if equal else counts] + [f"{name} failed" for name in row["failed"]]
+        lines.append(
+            f"| {row['vllm']} | {row['megatron']} | {row['device']} | {row['python']}, {row['torch']} | {len(row['pairs'])} "
+            f"| {'; '.join(said)} | {run['commit'][:7]}, {run['date']} |"
+        )
+    return "\n".join(lines)
+
+
 def e2e(results: dict) -> str:
     """A line for each model and rollout, over all trainings that it was compared with but those of `layouts`."""
     groups: dict[tuple[str, str], dict[bool, list[dict]]] = {}
@@ -731,6 +750,8 @@ def tables() -> dict[str, str]:
         if results:
             apart = [(_made_on(part["runs"].values()), write(part)) for part in by_commit(results)]
             made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
+    if results := _read("versions.json"):
+        made["versions"] = versions(results)
     return {name: text for name, text in made.items() if text}
 
 
