@@ -14,7 +14,7 @@ FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -37,7 +37,7 @@ fuzz: setup
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -54,6 +54,10 @@ gpu-check:
 # Rollout against training, pair by pair, at a real size and TP up to 4.
 gpu-e2e:
 	$(GPU) benchmarks/e2e.py $(E2E_ARGS)
+
+# The installed versions of both engines against each other, small. It runs on a CPU too.
+gpu-versions:
+	$(GPU) benchmarks/versions.py $(VERSIONS_ARGS)
 
 # Rollout throughput and training step, stock and aligned, and where the time goes.
 gpu-cost:

@@ -8,7 +8,8 @@ fit on the GPU together and whose steps wait for the host, are measured by turns
 benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, and
 ``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
 Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
-fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned".
+fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned";
+"stock_te" and "aligned_te", Megatron with TransformerEngine's layer spec, left out where that is not installed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import time
 from pathlib import Path
 
 import torch
+from cost_training import TRANSFORMER_ENGINE
 from lib import profiles
 from lib.models import SIZES, draw_lengths
 from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
-from alignkit.check.machine import gpus
+from alignkit.check.machine import gpus, installed
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job
 from alignkit.check.run import Progress, execute, prepare
@@ -35,7 +37,7 @@ from alignkit.check.terminal import interrupted_by_sigterm
 
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
-TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned")
+TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned", *TRANSFORMER_ENGINE)
 UNWRITTEN = ("qwen3-8b",)
 """Sizes whose weights the engines make up for themselves, small and random: nothing is learnt from writing 16 GB."""
 SHORT = 32
@@ -130,7 +132,12 @@ class Bench:
         self.out = options.out.resolve()
         self.name = run_name()
         self.info = made_on(
-            size=options.size, max_tokens=options.max_tokens, repeats=options.repeats, seconds={}, engines={}
+            packages=("transformer-engine",),
+            size=options.size,
+            max_tokens=options.max_tokens,
+            repeats=options.repeats,
+            seconds={},
+            engines={},
         )
         self.failures: list[str] = []
 
@@ -178,6 +185,9 @@ class Bench:
         cases = [list(shape) for shape in options.shapes]
         results = {}
         for engine in [e for e in TRAINING_ENGINES if e in options.engines]:
+            if engine in TRANSFORMER_ENGINE and not installed("transformer_engine"):
+                print(f"training-{engine}: left out, TransformerEngine is not installed", flush=True)
+                continue
             spec = {
                 "engine": engine,
                 "model": str(model),
@@ -239,7 +249,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
     parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
     parser.add_argument(
-        "--shapes", nargs="+", type=_shape, default=[(4, 2048), (8, 1024)], help="micro-batches of training, as 4x2048"
+        "--shapes",
+        nargs="+",
+        type=_shape,
+        default=[(4, 2048), (8, 1024), (2, 4096)],
+        help="micro-batches of training, as 4x2048",
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
     parser.add_argument(

@@ -1,11 +1,13 @@
 """Forward and backward of a model, timed: ``cost.py`` runs ``python -m cost_training JOB.json``.
 
-JOB: ``engine`` ("stock" | "stock_fused" | "hf_compiled" | "aligned"), ``model`` (HF directory), ``cases`` (``[b, s]`` each),
-``repeats``, ``profile`` (bool) and ``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns
+JOB: ``engine`` ("stock" | "stock_fused" | "stock_te" | "hf_compiled" | "aligned" | "aligned_te"), ``model`` (HF directory),
+``cases`` (``[b, s]`` each), ``repeats``, ``profile`` (bool) and ``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns
 for its labels. A micro-batch that does not fit the memory is halved. OUT holds seconds and bytes for each case.
 
 "stock" is the local layer spec with Megatron-core's defaults; "stock_fused" switches on the fusions that it can run
-without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned". "hf_compiled" is the neighbour that people
+without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned". "stock_te" and "aligned_te" have
+TransformerEngine's layer spec, the stock one with every fusion that Megatron-core knows for it, and with the attention that
+TransformerEngine chooses. "hf_compiled" is the neighbour that people
 train with: Hugging Face's model with torch's scaled_dot_product_attention, the loss in fp32, all of it by torch.compile.
 """
 
@@ -22,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+TRANSFORMER_ENGINE = ("stock_te", "aligned_te")
+"""Engines with its layer spec."""
 _WARM_UP = 3
 
 
@@ -32,16 +36,16 @@ def run(job: dict) -> None:
     from alignkit.convert import read_architecture
 
     result = {"engine": job["engine"], "cases": [], "profiles": []}
-    vocab = read_architecture(job["model"]).vocab
+    vocab, masked = read_architecture(job["model"]).vocab, job["engine"] not in TRANSFORMER_ENGINE
     with _hugging_face(job) if job["engine"] == "hf_compiled" else _megatron(job, vocab) as model:
         for b, s in job["cases"]:
-            while (measured := _measure(model, b, s, vocab, job["repeats"])) is None:
+            while (measured := _measure(model, b, s, vocab, job["repeats"], masked)) is None:
                 if b == 1:
                     raise RuntimeError(f"a micro-batch of one sequence of {s} tokens does not fit the memory")
                 b //= 2
             result["cases"].append({"b": b, "s": s} | measured)
             if job["profile"] and not result["profiles"]:
-                step = _step(model, b, s, vocab)
+                step = _step(model, b, s, vocab, masked)
                 _seconds(step)
                 running = profiles.start()
                 seconds = _seconds(step)
@@ -64,10 +68,25 @@ def _megatron(job: dict, vocab: int) -> Iterator[torch.nn.Module]:
         parallel_state.initialize_model_parallel()
         if gpu:
             tensor_parallel.model_parallel_cuda_manual_seed(0)
-        if job["engine"] == "aligned":
+        if job["engine"] in ("aligned", "aligned_te"):
             patch_megatron(vocab)
-        yield gpt_model(job["model"], torch.bfloat16, **(FUSIONS if job["engine"] == "stock_fused" else {})).train()
+        yield gpt_model(
+            job["model"],
+            torch.bfloat16,
+            transformer_engine=job["engine"] in TRANSFORMER_ENGINE,
+            **_fusions(job["engine"]),
+        ).train()
     dist.destroy_process_group()
+
+
+def _fusions(engine: str) -> dict[str, bool]:
+    """Fields of the TransformerConfig."""
+    if engine == "stock_te":
+        from megatron.core.models.common.embeddings import rope_utils
+
+        rope = rope_utils.fused_apply_rotary_pos_emb is not None  # TransformerEngine's, on a GPU alone
+        return FUSIONS | {"apply_rope_fusion": rope, "cross_entropy_loss_fusion": True}
+    return FUSIONS if engine == "stock_fused" else {}
 
 
 class _HuggingFace(torch.nn.Module):
@@ -94,13 +113,14 @@ def _hugging_face(job: dict) -> Iterator[torch.nn.Module]:
     yield torch.compile(model.train(), dynamic=False)
 
 
-def _step(model, b: int, s: int, vocab: int) -> Callable[[], None]:
-    """Forward and backward of one micro-batch, its gradients fresh."""
+def _step(model, b: int, s: int, vocab: int, masked: bool) -> Callable[[], None]:
+    """Forward and backward of one micro-batch, its gradients fresh. masked: with a causal mask, which Megatron's own
+    attention takes; TransformerEngine's knows that it is causal."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(b * s)
     tokens, labels = (torch.randint(vocab, (b, s), generator=generator).to(device) for _ in range(2))
     positions = torch.arange(s, device=device).expand(b, s)
-    mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)  # True hides
+    mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1) if masked else None  # True hides
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -109,10 +129,10 @@ def _step(model, b: int, s: int, vocab: int) -> Callable[[], None]:
     return step
 
 
-def _measure(model, b: int, s: int, vocab: int, repeats: int) -> dict | None:
+def _measure(model, b: int, s: int, vocab: int, repeats: int, masked: bool) -> dict | None:
     """Seconds of each step and the most memory in use; None if it did not fit."""
     gpu = torch.cuda.is_available()
-    step = _step(model, b, s, vocab)
+    step = _step(model, b, s, vocab, masked)
     try:
         for _ in range(_WARM_UP):
             step()

@@ -4,8 +4,8 @@ Real vLLM and Megatron-core engines, each in a process of its own, on random-wei
 of 5 to 1500 tokens, 128 tokens sampled for each, bf16. The rows go to benchmarks/results/h200/e2e.json as they are
 made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
 
-The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``training_tp``, ``sequence_parallel`` and
-``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
+The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``training_tp``, ``sequence_parallel``, of the training
+too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``pp`` and ``cp``, and ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
 from alignkit.check import plan
-from alignkit.check.machine import gpus
+from alignkit.check.machine import gpus, installed
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job, Row
 from alignkit.check.run import Compared, WorkerError, compare_rows, execute, prepare
@@ -31,9 +31,16 @@ from alignkit.convert import read_architecture
 
 DTYPE = "bfloat16"
 MODELS = {"qwen3": {"arch": "qwen3"}, "llama-tied": {"arch": "llama", "tied": True}}
-PARTS = ("modes", "tp", "stock")
-"""Every mode of rollout and training on one rank; the tensor-parallel sizes crossed; some pairs of stock engines, for
-one model unless asked for."""
+PARTS = ("modes", "tp", "layouts", "stock")
+"""Every mode of rollout and training on one rank; the tensor-parallel sizes crossed; TransformerEngine's layer spec, pipeline
+stages and context parallelism, stock too where that can be; some pairs of stock engines, for one model unless asked for."""
+LAYOUTS = {
+    1: ("tp1-te",),
+    2: ("tp2-sp-te", "tp1-pp2", "tp1-te-pp2", "tp1-cp2", "tp1-te-cp2"),
+    4: ("tp2-sp-te-pp2", "tp2-sp-te-cp2", "tp1-te-pp2-cp2"),
+}
+"""Those of the trainings, by the GPUs that they need."""
+STOCK_LAYOUTS = {1: ("tp1-te-padded", "tp1-te-packed"), 2: ("tp1-pp2-padded", "tp1-te-pp2-packed")}
 CHUNK = 256
 MICRO_BATCH = 16384
 """Tokens with padding: stock Megatron keeps the logits of a micro-batch, 10 GB in fp32."""
@@ -41,7 +48,7 @@ KEY = ("model", "dtype", "rollout", "training", "patched")
 
 
 def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
-    """The pairs of `parts`, with tensor-parallel sizes up to `tp`."""
+    """The pairs of `parts`, with tensor-parallel sizes up to `tp`, and other layouts of as many ranks."""
     sizes = [n for n in (2, 4) if n <= tp]
     modes = ("one", "padded", "packed")
     chosen: list[tuple[str, str, bool]] = []
@@ -56,6 +63,11 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
                     continue
                 few = r != "batch" and engine != "tp1"
                 chosen += [(r, f"{engine}-{mode}", True) for mode in (modes[1:] if few else modes)]
+    if "layouts" in parts:
+        chosen += [
+            ("batch", f"{t}-{m}", True) for n, some in LAYOUTS.items() for t in some for m in modes[1:] if n <= tp
+        ]
+        chosen += [("batch", t, False) for n, some in STOCK_LAYOUTS.items() for t in some if n <= tp]
     if "stock" in parts:
         chosen += [(r, f"tp1-{mode}", False) for r in ("batch", "one", "prompt_logprobs") for mode in modes[:2]]
         if sizes:
@@ -71,7 +83,18 @@ def to_json(model: str, compared: Compared) -> dict:
         "rollout_tp": row.rollout_tp,
         "training_tp": row.training_tp,
         "sequence_parallel": row.sequence_parallel,
+        "spec": row.spec,
+        "pp": row.training_pp,
+        "cp": row.training_cp,
     } | compared.to_json()
+
+
+def leave_out_te(wanted: dict[str, list[Row]]) -> int:
+    """Takes the rows with TransformerEngine's layer spec from `wanted`; how many those were."""
+    every = sum(map(len, wanted.values()))
+    for model, some in wanted.items():
+        wanted[model] = [row for row in some if row.spec != "te"]
+    return every - sum(map(len, wanted.values()))
 
 
 class Harvest(Terminal):
@@ -115,7 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; stock for the first model only")
     parser.add_argument("--rollouts", nargs="+", help="only rows of these, as in the file; default: all")
-    parser.add_argument("--tp", type=int, default=min(4, len(gpus()) or 1), help="largest tensor-parallel size")
+    parser.add_argument("--trainings", nargs="+", help="likewise")
+    parser.add_argument("--tp", type=int, default=min(4, len(gpus()) or 1), help="largest number of ranks")
     parser.add_argument("--size", choices=SIZES, default="large", help="of the models")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
@@ -131,15 +155,17 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out.resolve()
     prepare(out)
     prompts = plan.draw_prompts(SIZES[options.size]["vocab"], 0, draw_lengths(options.prompts, options.longest))
-    parts = {model: options.parts or (PARTS if model == next(iter(MODELS)) else PARTS[:2]) for model in options.models}
+    parts = {model: options.parts or (PARTS if model == next(iter(MODELS)) else PARTS[:-1]) for model in options.models}
     wanted = {
         model: [
             row
             for row in rows(parts[model], options.tp, bool(gpus()))
             if row.rollout in (options.rollouts or [row.rollout])
+            and row.training in (options.trainings or [row.training])
         ]
         for model in options.models
     }
+    left_out = 0 if installed("transformer_engine") else leave_out_te(wanted)
     jobs, shapes = [], {}
     for model in options.models:
         path = make_checkpoint(
@@ -165,8 +191,10 @@ def main(arguments: list[str] | None = None) -> int:
     screen.print(
         f"{' and '.join(options.models)}: {sum(map(len, wanted.values()))} rows; the models are made "
         f"({time.monotonic() - started:.0f} s)"
+        + (f"; TransformerEngine is not installed: {left_out} rows are left out" if left_out else "")
     )
     info = made_on(
+        packages=("transformer-engine",),
         models=shapes,
         parts=parts,
         tp=options.tp,

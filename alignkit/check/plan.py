@@ -26,7 +26,8 @@ class Row:
     rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``; on more than
     one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others; ``tp2-ep``: each rank has whole experts.
     training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ``tp1-ep2`` and ``tp2-sp-ep2`` (expert parallelism), ..., then
-    ``-one``, ``-padded`` or ``-packed``.
+    of ``-te`` (TransformerEngine's layer spec), ``-pp2`` (pipeline stages) and ``-cp2`` (context parallelism) what there is, in
+    this order, then ``-one``, ``-padded`` or ``-packed``.
     model: family of a model beside the one that the check is of; "": of that one.
     """
 
@@ -57,7 +58,25 @@ class Row:
     @property
     def training_ep(self) -> int:
         """Expert-parallel ranks of the training."""
-        found = re.search(r"-ep(\d+)-", self.training)
+        return self._size("ep")
+
+    @property
+    def training_pp(self) -> int:
+        """Pipeline stages of the training."""
+        return self._size("pp")
+
+    @property
+    def training_cp(self) -> int:
+        """Ranks of the training that share each sequence."""
+        return self._size("cp")
+
+    @property
+    def spec(self) -> str:
+        """The layer spec of the training, as of a job."""
+        return "te" if "-te-" in self.training else "local"
+
+    def _size(self, of: str) -> int:
+        found = re.search(rf"-{of}(\d+)-", self.training)
         return 1 if found is None else int(found[1])
 
     @property
@@ -77,7 +96,7 @@ class Job:
     @property
     def slots(self) -> int:
         """Processes it computes in."""
-        return max(self.spec["tp"], self.spec.get("ep", 1))
+        return max(self.spec["tp"] * self.spec.get("pp", 1) * self.spec.get("cp", 1), self.spec.get("ep", 1))
 
     @property
     def outputs(self) -> list[Path]:
@@ -231,6 +250,9 @@ def jobs(
                 "tp": of_engine[0].training_tp,
                 "sequence_parallel": of_engine[0].sequence_parallel,
                 "ep": of_engine[0].training_ep,
+                "pp": of_engine[0].training_pp,
+                "cp": of_engine[0].training_cp,
+                "spec": of_engine[0].spec,
                 "micro_batch": micro_batch,
                 "runs": runs,
             }

@@ -2,15 +2,17 @@
 
 JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "tp": 1 | 2 | ...,
 "sequence_parallel": bool, "ep": 1 | 2 | ... (optional: expert-parallel ranks, of which each has whole experts),
+"spec": "local" | "te" (optional: the layer spec, Megatron-core's own or TransformerEngine's),
+"pp": 1 | 2 | ..., "cp": 1 | 2 | ... (optional: pipeline stages, and ranks that share each sequence),
 "temperature": 1.0 (optional, patched only),
 "micro_batch": tokens in a micro-batch, with their padding (optional; null: everything in one),
 "runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path, "routing": false (optional; of a model
 with experts, on one rank and not packed: save what its routers choose)}, ...]}
 
-The model is built once, in `tp` or `ep` processes, as many as the greater says, and each run writes the logprobs of the
-tokens of its `in` file. With `ep` above `tp` ranks are data-parallel, and all compute the same tokens.
-Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, takes no packed input,
-and keeps the logits of a whole micro-batch.
+The model is built once, in `tp` times `pp` times `cp` processes, or in `ep` if those are more, and each run writes the
+logprobs of the tokens of its `in` file. With `ep` above `tp` ranks are data-parallel, and all compute the same tokens.
+Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, takes packed input in
+TransformerEngine's attention alone, and keeps the logits of a whole micro-batch.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from alignkit.check.layout import over_parts, through_stages
+from alignkit.check.machine import installed
 from alignkit.check.routing import Choices, file_of
 from alignkit.contract import contract_id
-from alignkit.convert import check_ep, read_architecture
+from alignkit.convert import Architecture, check_ep, read_architecture
+from alignkit.dist import CP
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SPECS = ("local", "te")
 IGNORE = -100
 _FAILURE = "failure"
 
@@ -81,10 +87,11 @@ def _guarded(rank: int, job: dict[str, Any], body: Callable, port: int) -> None:
 
 
 def _ranks(job: dict[str, Any]) -> int:
-    return max(job["tp"], job.get("ep", 1))
+    return max(job["tp"] * job.get("pp", 1) * job.get("cp", 1), job.get("ep", 1))
 
 
-_FIELDS = {"model", "dtype", "patched", "tp", "sequence_parallel", "ep", "temperature", "micro_batch", "runs"}
+_SIZES = ("tp", "ep", "pp", "cp")
+_FIELDS = {"model", "dtype", "patched", *_SIZES, "sequence_parallel", "spec", "temperature", "micro_batch", "runs"}
 
 
 def _check(job: dict[str, Any]) -> None:
@@ -95,16 +102,14 @@ def _check(job: dict[str, Any]) -> None:
             raise InputError(f"job: field {field!r} is missing")
     if job["dtype"] not in DTYPES:
         raise InputError(f"dtype: {job['dtype']!r} is not one of {', '.join(DTYPES)}")
-    for field in ("tp", "ep"):
+    for field in _SIZES:
         if not isinstance(job.get(field, 1), int):
             raise InputError(f"{field}: {job[field]!r} is not an integer")
-    architecture, ep = read_architecture(job["model"]), job.get("ep", 1)
-    architecture.check_tp(job["tp"])
-    check_ep(architecture, ep)
-    if ep > 1 and max(job["tp"], ep) % min(job["tp"], ep):
-        raise InputError(
-            f"ep: {ep} expert-parallel ranks and {job['tp']} tensor-parallel ones share no number of ranks"
-        )
+    check_layout(
+        read_architecture(job["model"]),
+        patched=job["patched"],
+        **{field: job[field] for field in (*_SIZES, "spec") if field in job},
+    )
     if job.get("micro_batch") is not None and not (isinstance(job["micro_batch"], int) and job["micro_batch"] > 0):
         raise InputError(f"micro_batch: {job['micro_batch']!r} is not a positive integer")
     if job.get("temperature", 1.0) != 1.0 and not job["patched"]:
@@ -112,8 +117,32 @@ def _check(job: dict[str, Any]) -> None:
     for run in job["runs"]:
         if run["mode"] not in _MODES:
             raise InputError(f"mode: {run['mode']!r} is not one of {', '.join(_MODES)}")
-        if run["mode"] == "packed" and not job["patched"]:
+        if run["mode"] == "packed" and not job["patched"] and job.get("spec", "local") == "local":
             raise UnsupportedError("mode: stock Megatron's local attention takes no packed sequences")
+
+
+def check_layout(
+    architecture: Architecture, *, patched: bool, tp: int, ep: int = 1, pp: int = 1, cp: int = 1, spec: str = "local"
+) -> None:
+    """Raises InputError or UnsupportedError for a layout that a model of `architecture` is not built in here."""
+    if spec not in SPECS:
+        raise InputError(f"spec: {spec!r} is not one of {', '.join(SPECS)}")
+    if spec == "te" and not installed("transformer_engine"):
+        raise UnsupportedError("spec: TransformerEngine is not installed")
+    architecture.check_tp(tp)
+    check_ep(architecture, ep)
+    if ep > 1 and max(tp, ep) % min(tp, ep):
+        raise InputError(f"ep: {ep} expert-parallel ranks and {tp} tensor-parallel ones share no number of ranks")
+    if pp < 1 or architecture.layers % pp:
+        raise InputError(f"pp: {pp} stages do not divide {architecture.layers} layers")
+    if cp < 1:
+        raise InputError(f"cp: {cp} is not positive")
+    if why := CP.refusal(cp, architecture.heads // tp, architecture.kv_heads // tp):
+        raise InputError(f"cp: {why}")
+    if cp > 1 and not patched:
+        raise UnsupportedError("cp: stock Megatron's context parallelism is not run here")
+    if ep > 1 and pp * cp > 1:
+        raise UnsupportedError("ep: with pipeline or context parallelism it is not run here")
 
 
 def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> None:
@@ -132,6 +161,8 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
     with cpu.cpu_host(), torch.no_grad():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=job["tp"],
+            pipeline_model_parallel_size=job.get("pp", 1),
+            context_parallel_size=job.get("cp", 1),
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1 if ep > 1 else None,
         )
@@ -141,7 +172,12 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
             patch_megatron(read_architecture(job["model"]).vocab)
         from alignkit.megatron.build import gpt_model
 
-        model = gpt_model(job["model"], DTYPES[job["dtype"]], sequence_parallel=job.get("sequence_parallel", False))
+        model = gpt_model(
+            job["model"],
+            DTYPES[job["dtype"]],
+            sequence_parallel=job.get("sequence_parallel", False),
+            transformer_engine=job.get("spec") == "te",
+        )
         computed_with = contract_id(next(model.parameters()).device) if job["patched"] else "stock"
         body(rank, job, model, computed_with)
     dist.barrier()  # no rank leaves before the others are done
@@ -171,7 +207,8 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
                 "engine": f"megatron-core {megatron.core.__version__}",
                 "mode": run["mode"],
                 **{k: str(job.get(k, False)) for k in ("dtype", "tp", "sequence_parallel")},
-                "ep": str(job.get("ep", 1)),
+                **{k: str(job.get(k, 1)) for k in ("ep", "pp", "cp")},
+                "spec": job.get("spec", "local"),
             }
             save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, contract, meta))
             print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
@@ -192,12 +229,11 @@ def recompute(
     device = next(model.parameters()).device
     drawn = [i for i, tokens in enumerate(given.tokens) if tokens]
 
-    def logp(tokens, labels, mask=None, packed=None) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    def of_stage(tokens, positions, mask, labels, packed) -> torch.Tensor:
         if patched:
             from alignkit.megatron import logprobs
 
-            return logprobs(
+            out = logprobs(
                 model,
                 tokens,
                 positions,
@@ -206,10 +242,20 @@ def recompute(
                 temperature=temperature,
                 ignore_index=IGNORE,
                 packed_seq_params=packed,
-            ).log_probs
-        return -model(tokens, positions, mask, labels=labels).float()
+            )
+            return out.log_probs if model.post_process else out
+        out = model(tokens, positions, mask, labels=labels, packed_seq_params=packed)
+        return -out.float() if model.post_process else out
+
+    of_all = over_parts(model, through_stages(model, of_stage))
+
+    def logp(tokens, labels, mask=None, packed=None) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        return of_all(tokens, positions, mask, labels, packed)
 
     multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    if model.config.context_parallel_size > 1:  # each of its ranks has two chunks of every sequence
+        multiple *= 2 * model.config.context_parallel_size
     if drawn:
         pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
         values = [

@@ -3,7 +3,8 @@
 Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
 have to wait, for all work to be done before it writes a distributed checkpoint, and for the device's random state around
 dropout and recomputation; its pipeline makes a tensor on "cuda", moves the tied embedding there and waits for the device;
-its router asks for a product of TransformerEngine's by a name that 0.16 leaves undefined where that is not installed.
+it makes a stream for TransformerEngine's attention under context parallelism; its router asks for a product of
+TransformerEngine's by a name that 0.16 leaves undefined where that is not installed.
 All are answered here with what a CPU host has.
 """
 
@@ -19,6 +20,10 @@ import torch
 @contextlib.contextmanager
 def _no_fork(self, name: str = "") -> Iterator[None]:
     yield
+
+
+class _Stream:
+    """Nothing is put on it: aligned, TransformerEngine's attention exchanges nothing by itself."""
 
 
 class _Torch:
@@ -48,6 +53,7 @@ def cpu_host() -> Iterator[None]:
     answers = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "current_stream", lambda device=None: None),
+        (torch.cuda, "Stream", _Stream),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
         (schedules, "torch", _Torch()),

@@ -14,7 +14,8 @@ from alignkit.check.run import write_json
 from alignkit.runtime import dispatch
 
 ROOT = Path(__file__).parents[2]
-H200 = ROOT / "benchmarks/results/h200"
+RESULTS = ROOT / "benchmarks/results"
+H200 = RESULTS / "h200"
 
 
 def run_name() -> str:

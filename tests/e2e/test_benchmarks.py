@@ -2,15 +2,25 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+TE_ON_CPU = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(ROOT / "tests/megatron/te_on_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
+    "TORCHDYNAMO_DISABLE": "1",  # stock fusions are compiled, which takes longer than all else
+}
 
-def benchmark(script, *arguments):
-    root = Path(__file__).parents[2]
+
+def benchmark(script, *arguments, env=None):
+    """env: more of it."""
     done = subprocess.run(
-        [sys.executable, root / "benchmarks" / script, "--size", "small", *map(str, arguments)],
+        [sys.executable, ROOT / "benchmarks" / script, "--size", "small", *map(str, arguments)],
+        env=os.environ | (env or {}),
         text=True,
         capture_output=True,
         timeout=600,
@@ -21,18 +31,28 @@ def benchmark(script, *arguments):
 
 
 def test_the_end_to_end_benchmark(tmp_path):
-    """Packed micro-batches, and several of them."""
+    """Packed micro-batches, and several of them; stages and parts of sequences with TransformerEngine's layer spec, of which
+    the tests have their own."""
     result = tmp_path / "e2e.json"
-    for models in ("qwen3", "llama-tied"):  # two commands fill one file
+    layouts = ("tp1-te-pp2-padded", "tp1-te-cp2-packed")
+    for models, more in (("qwen3", ()), ("llama-tied", layouts)):  # two commands fill one file
         out = benchmark(
             "e2e.py",
             "--models",
             models,
             "--parts",
             "modes",
+            "layouts",
+            "--tp",
+            2,
             "--rollouts",
             "batch",
             "prompt_logprobs",
+            "--trainings",
+            "tp1-one",
+            "tp1-padded",
+            "tp1-packed",
+            *more,
             "--prompts",
             6,
             "--longest",
@@ -43,24 +63,32 @@ def test_the_end_to_end_benchmark(tmp_path):
             result,
             "--out",
             tmp_path / models,
+            env=TE_ON_CPU,
         )
-        assert "288 of 288 logprobs are bit-equal, in 6 of 6 rows" in out
+        count = 6 + len(more)
+        assert f"{48 * count} of {48 * count} logprobs are bit-equal, in {count} of {count} rows" in out
     rows = json.loads(result.read_text())["rows"]
     pairs = set(
         itertools.product(
             ("qwen3", "llama-tied"), ("batch", "prompt_logprobs"), ("tp1-one", "tp1-padded", "tp1-packed")
         )
     )
+    pairs |= {("llama-tied", "batch", training) for training in layouts}
+    sizes = {r["training"]: (r["spec"], r["pp"], r["cp"]) for r in rows}
+    assert [sizes[name] for name in ("tp1-one", *layouts)] == [("local", 1, 1), ("te", 2, 1), ("te", 1, 2)]
     assert {(r["model"], r["rollout"], r["training"]) for r in rows} == pairs and len(rows) == len(pairs)
     assert all(r["bit_equal"] == r["tokens"] == 48 for r in rows)
 
 
 def test_the_cost_benchmark(tmp_path):
+    """TransformerEngine is the tests' own, without its kernels."""
     benchmark(
         "cost.py",
         "--engines",
         "stock",
         "aligned",
+        "stock_te",
+        "aligned_te",
         "--concurrency",
         2,
         "--longest",
@@ -75,9 +103,11 @@ def test_the_cost_benchmark(tmp_path):
         tmp_path,
         "--out",
         tmp_path / "out",
+        env=TE_ON_CPU,
     )
     cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
     both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
+    both |= {("training", "stock_te"), ("training", "aligned_te")}
     assert {(r["what"], r["engine"]) for r in cost} == both
     assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in cost if r["unit"] != "GiB, peak")
     profile = json.loads((tmp_path / "profile.json").read_text())["rows"]

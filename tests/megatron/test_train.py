@@ -1,8 +1,10 @@
 """`python -m alignkit.check.train`, in processes of its own."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +33,11 @@ def sampled(rows, tmp_path):
     return given
 
 
+TE_ON_CPU = os.pathsep.join([str(Path(__file__).parent / "te_on_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run(tmp_path, **job):
+    """TransformerEngine is installed, that of `te_on_cpu`, if the job asks for its spec."""
     modes = job.pop("modes")
     job |= {
         "model": str(job["model"]),
@@ -39,7 +45,8 @@ def run(tmp_path, **job):
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(tmp_path / "job.json")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    env = os.environ | ({"PYTHONPATH": TE_ON_CPU} if job.get("spec") == "te" else {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
 def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
@@ -83,6 +90,40 @@ def test_an_expert_parallel_job(checkpoint, sampled, tmp_path, world):
             assert_bitwise_equal(a, b, mode)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [dict(spec="te", tp=2, sequence_parallel=True, cp=2), dict(spec="te", tp=1, pp=2, cp=2)],
+    ids=["te-tp2-sp-cp2", "te-pp2-cp2"],
+)
+def test_stages_and_parts_of_sequences(layout, checkpoint, sampled, tmp_path, world):
+    path = checkpoint("qwen3", torch.bfloat16)
+    with patch_megatron(300), torch.no_grad():
+        expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
+    modes = ["one", "padded", "packed"]
+    done = run(tmp_path, model=path, dtype="bfloat16", patched=True, micro_batch=100, modes=modes, **layout)
+    assert done.returncode == 0, done.stderr
+    for mode in modes:
+        got = load(tmp_path / mode)
+        asked = dict(tp=1, pp=1, cp=1, spec="local", sequence_parallel=False) | layout
+        assert {name: got.meta[name] for name in asked} == {name: str(value) for name, value in asked.items()}
+        for a, b in zip(got.logprobs, expected, strict=True):
+            assert_bitwise_equal(a, b, mode)
+
+
+def test_stock_stages_of_transformer_engines_spec(checkpoint, sampled, tmp_path, world):
+    """Its attention is another one, and takes packed sequences."""
+    path = checkpoint("qwen3", torch.bfloat16)
+    with torch.no_grad():
+        expected = torch.cat(train.recompute(workers.build(path, torch.bfloat16), sampled, "padded", patched=False))
+    modes = ["padded", "packed"]
+    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=1, pp=2, spec="te", modes=modes)
+    assert done.returncode == 0, done.stderr
+    for mode in modes:
+        got = load(tmp_path / mode)
+        assert got.contract == "stock" and got.meta["spec"] == "te"
+        assert (torch.cat(got.logprobs) - expected).abs().max() < 0.3, mode
+
+
 def test_a_rank_that_fails_ends_the_job(checkpoint, sampled, tmp_path):
     """Rank 0 cannot write its first result while rank 1 goes on to the next run: its traceback arrives."""
     (tmp_path / "one").mkdir()
@@ -120,6 +161,13 @@ def test_sequences_without_tokens(mode, checkpoint, rows, world):
         ({"tp": "2"}, InputError, "tp"),
         ({"ep": "2"}, InputError, "ep"),
         ({"ep": 2}, UnsupportedError, "ep: 2 expert-parallel ranks do not divide 0 experts"),
+        ({"pp": 4}, InputError, "pp: 4 stages do not divide 2 layers"),
+        ({"pp": 0}, InputError, "pp: 0 stages"),
+        ({"cp": 0}, InputError, "cp: 0 is not positive"),
+        ({"cp": 3}, InputError, "cp: 3 ranks do not divide 4 query heads"),
+        ({"cp": 2, "patched": False}, UnsupportedError, "cp: stock Megatron"),
+        ({"spec": "apex"}, InputError, "spec: 'apex' is not one of local, te"),
+        ({"spec": "te"}, UnsupportedError, "spec: TransformerEngine is not installed"),
         ({"extra": 1}, InputError, "extra"),
         ({"runs": [{"mode": "chunked", "in": "a", "out": "b"}]}, InputError, "chunked"),
         ({"patched": False, "runs": [{"mode": "packed", "in": "a", "out": "b"}]}, UnsupportedError, "packed"),
@@ -127,7 +175,8 @@ def test_sequences_without_tokens(mode, checkpoint, rows, world):
         ({"model": "nowhere"}, InputError, "nowhere"),
     ],
 )
-def test_a_job_that_cannot_run(change, error, named, checkpoint):
+def test_a_job_that_cannot_run(change, error, named, checkpoint, monkeypatch):
+    monkeypatch.setattr(train, "installed", lambda name: False)
     job = {"model": str(checkpoint()), "dtype": "bfloat16", "patched": True, "tp": 1, "runs": []}
     with pytest.raises(error, match=named):
         train.run_job(job | change)
