@@ -444,6 +444,22 @@ def tree_sum(results: dict) -> str:
     return "\n".join(lines).rstrip()
 
 
+def moe(results: dict) -> str:
+    """A line for each pass and routing of so many tokens, a column for each implementation: µs, and TFLOP/s of many tokens."""
+    impls = list(dict.fromkeys(r["impl"] for r in results["rows"]))
+    by: dict[tuple, dict[str, dict]] = {}
+    for r in results["rows"]:
+        by.setdefault((r["tokens"], r["pass"], r["routing"]), {})[r["impl"]] = r
+    lines = [f"| tokens | pass | routing | {' | '.join(impls)} |", "|---" * (len(impls) + 3) + "|"]
+    for (tokens, which, routing), row in sorted(by.items()):
+        cells = [
+            "" if i not in row else f"{_three(row[i]['us'])}" + (f" ({row[i]['tflops']:.0f})" if tokens >= 1024 else "")
+            for i in impls
+        ]
+        lines.append(f"| {tokens} | {which.replace('_', ' ')} | {routing} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def matmul(results: dict) -> str:
     """alignkit's times over stock's, a line for each case; then the geometric mean and the largest of each implementation.
     A table each for few rows, for many, and for the gradients."""
@@ -742,6 +758,7 @@ def tables() -> dict[str, str]:
         "gdn_bwd_dhu": gdn_bwd_dhu,
         "rms_norm": rms_norm,
         "matmul": matmul,
+        "moe": moe,
         "tree_sum": tree_sum,
         "where_drift": where_drift,
     }
