@@ -141,6 +141,7 @@ def _hook(module):
 WRONG = {
     "moe_latent_size": _wrong_field,
     "moe_router_topk": lambda model, call: workers._attribute(model.config, "moe_router_topk", 3),
+    "moe_shared_expert_gate": lambda model, call: workers._attribute(model.config, "moe_shared_expert_gate", True),
     "input_ids": lambda model, call: call.update(tokens=call["tokens"] + 300),
     "labels": lambda model, call: call.update(labels=call["labels"] + 300),
     "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1: the hook": lambda model, call: _hook(

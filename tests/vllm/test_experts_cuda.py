@@ -36,7 +36,7 @@ def prompts():
     return [torch.randint(2000, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe", "mixtral"])
 @pytest.mark.parametrize("name", ENGINES)
 def test_all_ways_to_a_logprob(vllm_process, checkpoint, prompts, arch, name):
     environment, options = ENGINES[name]
