@@ -130,7 +130,10 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: boo
 
 def mixture_rows(dtype: str) -> list[Row]:
     """The few of a mixture of experts beside the rows of a dense model."""
-    pairs = (("batch", "tp1-padded"), ("one", "tp1-one"))
+    pairs = (
+        ("batch", "tp1-padded"),
+        ("prompt_logprobs", "tp1-one"),
+    )  # not "one", which takes as long as all else together
     return [Row(dtype, *pair, patched, MIXTURE) for patched in (False, True) for pair in pairs]
 
 
@@ -239,7 +242,7 @@ def jobs(
                     f"{named}-training-{engine}",
                     "alignkit.check.train",
                     spec,
-                    needs=list(dict.fromkeys(Path(run["in"]) for run in runs)),
+                    needs=list(dict.fromkeys(rollout_file(out, row) for row in of_engine)),
                 )
             )
     return [job for half in (first, second) for job in sorted(half, key=lambda job: -job.slots)]
