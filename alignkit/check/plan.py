@@ -129,11 +129,8 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: boo
 
 
 def mixture_rows(dtype: str) -> list[Row]:
-    """The few of a mixture of experts beside the rows of a dense model."""
-    pairs = (
-        ("batch", "tp1-padded"),
-        ("prompt_logprobs", "tp1-one"),
-    )  # not "one", which takes as long as all else together
+    """The few of a mixture of experts beside the rows of a dense model; not "one", which takes longer than all else."""
+    pairs = (("batch", "tp1-padded"), ("prompt_logprobs", "tp1-one"))
     return [Row(dtype, *pair, patched, MIXTURE) for patched in (False, True) for pair in pairs]
 
 
