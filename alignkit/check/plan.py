@@ -148,8 +148,8 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: boo
 
 
 def mixture_rows(dtype: str) -> list[Row]:
-    """The few of a mixture of experts beside the rows of a dense model."""
-    pairs = (("batch", "tp1-padded"), ("one", "tp1-one"))
+    """The few of a mixture of experts beside the rows of a dense model; not "one", which takes longer than all else."""
+    pairs = (("batch", "tp1-padded"), ("prompt_logprobs", "tp1-one"))
     return [Row(dtype, *pair, patched, MIXTURE) for patched in (False, True) for pair in pairs]
 
 
@@ -261,7 +261,7 @@ def jobs(
                     f"{named}-training-{engine}",
                     "alignkit.check.train",
                     spec,
-                    needs=list(dict.fromkeys(Path(run["in"]) for run in runs)),
+                    needs=list(dict.fromkeys(rollout_file(out, row) for row in of_engine)),
                 )
             )
     return [job for half in (first, second) for job in sorted(half, key=lambda job: -job.slots)]

@@ -224,7 +224,7 @@ def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[C
         try:
             routing = [routed.file_of(path) for path in files]
             seen = routed.rerouted(*routing) if all(path.exists() for path in routing) else None
-            compared.append(Compared(row, compare(*pair), *pair, seen))
+            compared.append(Compared(row, compare(*pair), *pair, routing=seen))
         except InputError as e:
             raise WorkerError(f"{row}: {e}") from None
     return compared
