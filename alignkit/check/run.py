@@ -25,6 +25,7 @@ from . import plan
 from .machine import family, gpus, installed, machine
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
+from .train import check_layout
 
 _LOG_TAIL = 30
 _MARK = ".alignkit-check"
@@ -42,6 +43,7 @@ class Options:
     dtypes: from `plan.DTYPES`.
     tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
+    trainings: names of trainings, as in `plan.Row`, that a batch is compared with instead of all that.
     max_tokens, temperature, seed: of the sampling.
     timeout: seconds that one engine's process may take.
     """
@@ -52,6 +54,7 @@ class Options:
     dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
     tp: int = None  # pyright: ignore[reportAssignmentType] - the default is this machine's, below
     full: bool = False
+    trainings: list[str] = field(default_factory=list)
     max_tokens: int = 64
     temperature: float = 1.0
     seed: int = 0
@@ -138,7 +141,12 @@ def run(options: Options, progress: Progress) -> Result:
     prompts = plan.draw_prompts(architecture.vocab, options.seed)
     gpu = bool(gpus())
     experts = architecture.experts > 0
-    rows = plan.rows(options.dtypes, options.tp, options.full, gpu, experts)
+    if options.trainings:
+        rows = plan.against_batch(options.dtypes, options.trainings)
+    else:
+        rows = plan.rows(options.dtypes, options.tp, options.full, gpu, experts)
+    for row in rows:
+        check_layout(architecture, patched=row.patched, **row.layout)  # pyright: ignore[reportArgumentType]
     jobs = plan.jobs(
         rows,
         out.resolve(),
@@ -150,12 +158,15 @@ def run(options: Options, progress: Progress) -> Result:
         gpu=gpu,
         experts=experts,
     )
+    if gpu and (most := max(job.slots for job in jobs)) > len(gpus()):
+        raise InputError(f"training: {most} ranks need as many GPUs, there are {len(gpus())}")
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = compare_rows(rows, out, prompts)
     info = machine() | {
         "contract": family().contract_id,
         "model": asdict(architecture),
         "full": options.full,
+        "trainings": options.trainings,
         "tp": options.tp,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -167,9 +178,15 @@ def run(options: Options, progress: Progress) -> Result:
     return Result(compared, info)
 
 
-def bisect_command(options: Options, result: Result) -> str:
-    """The command that finds where the first patched row that is not equal begins to differ."""
-    row = next(c.row for c in result.compared if c.row.patched and not c.report.all_equal)
+def bisect_command(options: Options, result: Result) -> str | None:
+    """The command that finds where the first patched row that is not equal begins to differ; None if it takes none of them."""
+    unequal = [c.row for c in result.compared if c.row.patched and not c.report.all_equal]
+    taken = [
+        row for row in unequal if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"}
+    ]
+    if not taken:
+        return None
+    row = taken[0]
     rollout = "aligned-vllm" + (f":tp={row.rollout_tp}" if row.rollout_tp > 1 else "")
     mode = row.training.rpartition("-")[2]
     training = f"aligned-megatron:tp={row.training_tp},mode={mode}"
@@ -228,6 +245,7 @@ def _check_options(options: Options) -> Architecture | None:
         raise InputError(f"seed: {options.seed} is not in [0, 2^32)")
     if not options.timeout > 0:
         raise InputError(f"timeout: {options.timeout} is not positive")
+    plan.against_batch([], options.trainings)
     check_out(options.out)
     if options.model is not None:
         return _check_model(options.model, options)
