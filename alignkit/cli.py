@@ -70,12 +70,19 @@ def cli(settings: dict, with_traceback: bool) -> None:
     "--tp", type=int, help="Largest tensor-parallel size; 1 leaves those rows out.  [default: 2; 1 with a single GPU]"
 )
 @click.option("--full", is_flag=True, help="Every pair of rollout and training, in every dtype.")
+@click.option(
+    "--training",
+    "trainings",
+    multiple=True,
+    help="Compare a batch with this training instead of all that: tp1-te-packed (TransformerEngine's layer spec), "
+    "tp2-sp-pp2-padded, tp1-cp2-packed, ... May be given several times.",
+)
 @click.option("--max-tokens", default=64, show_default=True, help="Tokens sampled for each prompt.")
 @click.option("--temperature", default=1.0, show_default=True, help="Of the sampling.")
 @click.option("--seed", default=0, show_default=True, help="Of weights, prompts and sampling.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds one engine may take.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
-def check(model, model_family, out, dtypes, tp, full, max_tokens, temperature, seed, timeout, report) -> int:
+def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, temperature, seed, timeout, report) -> int:
     """Run real engines before and after patching and compare their logprobs.
 
     Writes check.json, run.json, report.html and the engines' logs into --out. Exit status: 0 if every patched
@@ -95,6 +102,7 @@ def check(model, model_family, out, dtypes, tp, full, max_tokens, temperature, s
         dtypes=list(dict.fromkeys(dtypes)) or list(DTYPES),
         tp=tp,
         full=full,
+        trainings=list(trainings),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..errors import InputError
+
 DTYPES = ("bfloat16", "float32")
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 """Shorter and longer than a chunk, and on its borders; the long ones fill cached blocks."""
@@ -17,6 +19,7 @@ MIXTURE = "qwen3_moe"
 """Family of the mixture of experts of `mixture_rows`."""
 _KINDS = ("chunked", "eager", "v1", "ep")
 """Rollouts whose batch is sampled by an engine of their own."""
+_TRAINING = re.compile(r"tp\d+(-sp)?(-ep\d+)?(-te)?(-pp\d+)?(-cp\d+)?-(one|padded|packed)")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,17 @@ class Row:
     def spec(self) -> str:
         """The layer spec of the training, as of a job."""
         return "te" if "-te-" in self.training else "local"
+
+    @property
+    def layout(self) -> dict[str, int | str]:
+        """Of the training, as of a job."""
+        return {
+            "tp": self.training_tp,
+            "ep": self.training_ep,
+            "pp": self.training_pp,
+            "cp": self.training_cp,
+            "spec": self.spec,
+        }
 
     def _size(self, of: str) -> int:
         found = re.search(rf"-{of}(\d+)-", self.training)
@@ -151,6 +165,21 @@ def mixture_rows(dtype: str) -> list[Row]:
     """The few of a mixture of experts beside the rows of a dense model; not "one", which takes longer than all else."""
     pairs = (("batch", "tp1-padded"), ("prompt_logprobs", "tp1-one"))
     return [Row(dtype, *pair, patched, MIXTURE) for patched in (False, True) for pair in pairs]
+
+
+def against_batch(dtypes: list[str], trainings: list[str]) -> list[Row]:
+    """The rows of `trainings`, by name, each compared with a batch; stock where stock Megatron runs so.
+
+    Raises InputError for what is no name of a training."""
+    for name in trainings:
+        if not _TRAINING.fullmatch(name):
+            raise InputError(f"training: {name!r} is not of the form tp1[-sp][-ep2][-te][-pp2][-cp2]-one|padded|packed")
+    rows = [Row(d, "batch", t, patched) for patched in (False, True) for d in dtypes for t in dict.fromkeys(trainings)]
+    return [
+        row
+        for row in rows
+        if row.patched or (row.training_cp == 1 and (row.spec == "te" or not row.training.endswith("-packed")))
+    ]
 
 
 def rollout_file(out: Path, row: Row) -> Path:
@@ -247,12 +276,8 @@ def jobs(
                 for row in of_engine
             ]
             spec = common | {
-                "tp": of_engine[0].training_tp,
+                **of_engine[0].layout,
                 "sequence_parallel": of_engine[0].sequence_parallel,
-                "ep": of_engine[0].training_ep,
-                "pp": of_engine[0].training_pp,
-                "cp": of_engine[0].training_cp,
-                "spec": of_engine[0].spec,
                 "micro_batch": micro_batch,
                 "runs": runs,
             }

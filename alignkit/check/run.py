@@ -26,6 +26,7 @@ from . import routing as routed
 from .machine import family, gpus, installed, machine
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
+from .train import check_layout
 
 _LOG_TAIL = 30
 _MARK = ".alignkit-check"
@@ -44,6 +45,7 @@ class Options:
     dtypes: from `plan.DTYPES`.
     tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
+    trainings: names of trainings, as in `plan.Row`, that a batch is compared with instead of all that.
     max_tokens, temperature, seed: of the sampling.
     timeout: seconds that one engine's process may take.
     """
@@ -54,6 +56,7 @@ class Options:
     dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
     tp: int = None  # pyright: ignore[reportAssignmentType] - the default is this machine's, below
     full: bool = False
+    trainings: list[str] = field(default_factory=list)
     max_tokens: int = 64
     temperature: float = 1.0
     seed: int = 0
@@ -158,19 +161,27 @@ def run(options: Options, progress: Progress) -> Result:
     else:
         models = made("model", options.family or "qwen3", options.dtypes)
     architecture = architecture or read_architecture(models[options.dtypes[0]])
-    rows = plan.rows(options.dtypes, options.tp, options.full, gpu, architecture.experts > 0)
+    if options.trainings:
+        rows = plan.against_batch(options.dtypes, options.trainings)
+    else:
+        rows = plan.rows(options.dtypes, options.tp, options.full, gpu, architecture.experts > 0)
+    for row in rows:
+        check_layout(architecture, patched=row.patched, **row.layout)  # pyright: ignore[reportArgumentType]
     parts = [planned(rows, models)]
-    if options.model is None and options.family is None:
+    if options.model is None and options.family is None and not options.trainings:
         few = plan.mixture_rows(options.dtypes[0])
         parts.append(planned(few, made(plan.MIXTURE, plan.MIXTURE, options.dtypes[:1])))
     jobs = [job for *_, jobs in parts for job in jobs]
     jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
+    if gpu and (most := max(job.slots for job in jobs)) > len(gpus()):
+        raise InputError(f"training: {most} ranks need as many GPUs, there are {len(gpus())}")
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = [c for rows, prompts, _ in parts for c in compare_rows(rows, out, prompts)]
     info = machine() | {
         "contract": family().contract_id,
         "model": asdict(architecture),
         "full": options.full,
+        "trainings": options.trainings,
         "tp": options.tp,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -183,12 +194,16 @@ def run(options: Options, progress: Progress) -> Result:
 
 
 def bisect_command(options: Options, result: Result) -> str | None:
-    """The command that finds where the first patched row that is not equal begins to differ; None if there is no such row of a
-    dense model."""
-    unequal = (c.row for c in result.compared if c.row.patched and not c.report.all_equal and not c.row.model)
-    row = next(unequal, None)
-    if row is None or result.info["model"]["experts"]:
+    """The command that finds where the first patched row that is not equal begins to differ; None if it takes none of them."""
+    if result.info["model"]["experts"]:
         return None
+    unequal = [c.row for c in result.compared if c.row.patched and not c.report.all_equal and not c.row.model]
+    taken = [
+        row for row in unequal if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"}
+    ]
+    if not taken:
+        return None
+    row = taken[0]
     rollout = "aligned-vllm" + (f":tp={row.rollout_tp}" if row.rollout_tp > 1 else "")
     mode = row.training.rpartition("-")[2]
     training = f"aligned-megatron:tp={row.training_tp},mode={mode}"
@@ -249,6 +264,7 @@ def _check_options(options: Options) -> Architecture | None:
         raise InputError(f"seed: {options.seed} is not in [0, 2^32)")
     if not options.timeout > 0:
         raise InputError(f"timeout: {options.timeout} is not positive")
+    plan.against_batch([], options.trainings)
     check_out(options.out)
     if options.model is not None:
         return _check_model(options.model, options)

@@ -298,6 +298,36 @@ def test_one_gpu_has_no_tensor_parallel_rows(tmp_path, monkeypatch):
             run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
 
 
+def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
+    names = ["tp1-te-packed", "tp2-sp-te-cp2-packed", "tp1-pp2-padded", "tp1-packed", "tp1-te-packed"]
+    rows = plan.against_batch(["bfloat16", "float32"], names)
+    assert len(rows) == len(set(rows)) and {r.rollout for r in rows} == {"batch"}
+    assert [r.training for r in rows if r.patched and r.dtype == "float32"] == names[:4]
+    assert [r.training for r in rows if not r.patched and r.dtype == "float32"] == ["tp1-te-packed", "tp1-pp2-padded"]
+    assert {r.training: r.layout for r in rows}["tp2-sp-te-cp2-packed"] == dict(tp=2, ep=1, pp=1, cp=2, spec="te")
+    for name in ("tp1", "te-packed", "tp1-pp2-te-packed", "tp1-te-packed "):
+        with pytest.raises(InputError, match="training: .* is not of the form"):
+            plan.against_batch(["bfloat16"], [name])
+    if installed("vllm") and installed("megatron.core"):
+        for name, why in (("tp1-pp3-padded", "pp: 3 stages do not divide 4 layers"), ("tp1-cp3-one", "cp: 3 ranks")):
+            with pytest.raises(InputError, match=why):
+                run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
+        monkeypatch.setattr(run, "gpus", lambda: ["0"])
+        with pytest.raises(InputError, match="training: 2 ranks need as many GPUs, there are 1"):
+            run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
+
+
+def test_bisect_is_offered_for_what_it_takes(tmp_path):
+    """Not of another layer spec, stages or parts of sequences."""
+    report = type("Report", (), {"all_equal": False})
+    of = {
+        t: run.Compared(plan.Row("bfloat16", "batch", t, True), report, None, None) for t in ("tp1-te-one", "tp2-one")
+    }
+    options = run.Options(out=tmp_path)
+    assert run.bisect_command(options, run.Result([of["tp1-te-one"]], {})) is None
+    assert "aligned-megatron:tp=2,mode=one" in run.bisect_command(options, run.Result(list(of.values()), {}))
+
+
 def test_commit_by_the_environment(monkeypatch):
     monkeypatch.setenv("ALIGNKIT_COMMIT", "abc")
     assert machine()["commit"] == "abc"
