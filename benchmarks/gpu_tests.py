@@ -43,7 +43,8 @@ RANKS = tuple(f"tests/ops/test_{name}_cuda.py" for name in ("tp", "tp_faults", "
 SUITES = {
     "ops": (("tests/ops/test_*.py",), CUDA),
     "ranks": (RANKS, CUDA),
-    "vllm": (("tests/vllm/test_cuda.py", "tests/vllm/test_experts_cuda.py"), {}),
+    "vllm": (("tests/vllm/test_cuda.py",), {}),
+    "experts": (("tests/vllm/test_experts_cuda.py",), {}),
     "megatron": (("tests/megatron/test_cuda.py", "tests/megatron/test_parallel_cuda.py"), {}),
     "bisection": (("tests/bisection/test_cuda.py",), {}),
     "te": (("tests/megatron/test_te_cuda.py",), {}),
@@ -51,7 +52,7 @@ SUITES = {
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
 at a time."""
-LANES = (("vllm", "bisection"), ("ops",), ("ranks",), ("megatron", "fuzz", "te"))
+LANES = (("vllm",), ("experts", "bisection"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
 """Run side by side, the suites of each one after the other."""
 PROCESSES = {"tests/ops/test_moe_cuda.py": 12}
 """Files whose many kernels take long to compile: processes of each, where pytest-xdist is installed."""
