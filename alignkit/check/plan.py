@@ -56,6 +56,11 @@ class Row:
         return _rollout(self.rollout)[0]
 
     @property
+    def rollout_ep(self) -> bool:
+        """Whether each rank of the rollout has whole experts."""
+        return _rollout(self.rollout)[1].startswith("ep")
+
+    @property
     def training_tp(self) -> int:
         return int(self.training.split("-")[0].removeprefix("tp"))
 
