@@ -8,6 +8,7 @@ vLLM must run eagerly, in its V1 runner.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..dist import TP
 from ..drift import Logprobs
 from ..errors import InputError, UnsupportedError
 
@@ -45,7 +47,9 @@ def rows_of_step(runner: Any, args: tuple, kwargs: Mapping[str, Any], first: Map
 class Recording:
     """Methods for ``collective_rpc`` of a vLLM worker (its ``worker_extension_cls``)."""
 
-    model_runner: Any  # vLLM's, of the worker that these are methods of
+    # vLLM's, of the worker that these are methods of
+    model_runner: Any
+    rank: int
 
     def alignkit_watch_routers(self, prompts: list[list[int]], longest: int) -> None:
         """From now on, of these prompts; longest: most tokens of one, with those that are sampled."""
@@ -54,8 +58,9 @@ class Recording:
         self._alignkit_routers.begin(prompts, longest)
 
     def alignkit_save_routing(self, lengths: list[int], path: str) -> None:
-        """What was seen of the sequences of those prompts; lengths: tokens of each."""
-        save_file({"logits": self._alignkit_routers.end(lengths)}, path)
+        """What was seen of the sequences of those prompts; lengths: tokens of each. Every rank has all tokens: one saves."""
+        if self.rank == 0:
+            save_file({"logits": self._alignkit_routers.end(lengths)}, path)
 
 
 class _Routers:
@@ -96,14 +101,25 @@ class _Routers:
         return hook
 
 
-class Choices:
-    """Within the block, what the routers of a Megatron-core model choose."""
+@dataclass(frozen=True)
+class Placed:
+    """Where a forward has the tokens of a sequence: in which row the first one, and how many rows on each further one."""
 
-    def __init__(self, model: torch.nn.Module):
+    sequence: int
+    first: int
+    step: int
+
+
+class Choices:
+    """Within the block, what the routers of a Megatron-core model choose; its ranks have the same tokens, or with sequence
+    parallelism parts of the same."""
+
+    def __init__(self, model: Any):
         from megatron.core.transformer.moe.router import TopKRouter
 
         self._routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         self._seen: list[list[torch.Tensor]] = []
+        self._parts = TP(model.pg_collection.tp) if model.config.sequence_parallel else None
 
     def __enter__(self) -> Choices:
         self._seen = [[] for _ in self._routers]
@@ -115,23 +131,24 @@ class Choices:
         for handle in self._handles:
             handle.remove()
 
-    def save(self, given: Logprobs, micro_batches: list[list[int]], path: Path) -> None:
-        """What was chosen for the sequences of `given`. micro_batches: which of them each forward had, padded on the right."""
+    def of(self, given: Logprobs, forwards: list[list[Placed]]) -> torch.Tensor:
+        """uint8 [rows, layers, experts]: what was chosen for the sequences of `given`, which the forwards had. A collective of
+        the ranks with parts of them."""
         lengths = [len(p) + len(t) for p, t in zip(given.prompts, given.tokens, strict=True)]
         parts: list[torch.Tensor] = [torch.empty(0)] * len(lengths)
-        for n, sequences in enumerate(micro_batches):
-            chosen = torch.stack([seen[n] for seen in self._seen], dim=1)
-            chosen = chosen.unflatten(
-                0, (-1, len(sequences))
-            )  # Megatron's rows: of all sequences, position by position
-            for i, sequence in enumerate(sequences):
-                parts[sequence] = chosen[: lengths[sequence] - 1, i]
-        save_file({"chosen": torch.cat(parts).to(torch.uint8)}, path)
+        for n, sequences in enumerate(forwards):
+            chosen = torch.stack([seen[n] for seen in self._seen], dim=1).to(torch.uint8)
+            if self._parts is not None:
+                chosen = self._parts.gather(chosen)
+            chosen = chosen.cpu()
+            for at in sequences:
+                parts[at.sequence] = chosen[at.first :: at.step][: lengths[at.sequence] - 1]
+        return torch.cat(parts)
 
 
 def _chosen_by(seen: list[torch.Tensor]):
     def hook(_, inputs, output) -> None:
-        seen.append(output[1].flatten(0, -2).cpu())
+        seen.append(output[1].flatten(0, -2))
 
     return hook
 

@@ -195,11 +195,11 @@ def run(options: Options, progress: Progress) -> Result:
 
 def bisect_command(options: Options, result: Result) -> str | None:
     """The command that finds where the first patched row that is not equal begins to differ; None if it takes none of them."""
-    if result.info["model"]["experts"]:
-        return None
     unequal = [c.row for c in result.compared if c.row.patched and not c.report.all_equal and not c.row.model]
     taken = [
-        row for row in unequal if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"}
+        row
+        for row in unequal
+        if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"} and not row.rollout_ep
     ]
     if not taken:
         return None

@@ -41,11 +41,11 @@ def name_group(name: str, tp: TP) -> None:
     _groups[name] = tp
 
 
-def _group(name: str) -> TP | None:
+def _group(name: str, argument: str = "group") -> TP | None:
     if not name:
         return None
     if name not in _groups:
-        raise InputError(f"group: no ranks are named {name!r} in this process")
+        raise InputError(f"{argument}: no ranks are named {name!r} in this process")
     return _groups[name]
 
 
@@ -178,8 +178,8 @@ def _moe_experts(x, ids, weights, gate_up, down, num_experts, first_expert, tp, 
             down,
             num_experts=num_experts,
             first_expert=first_expert,
-            tp=_group(tp),
-            ep=_group(ep),
+            tp=_group(tp, "tp"),
+            ep=_group(ep, "ep"),
             gather=gather,
         )
 

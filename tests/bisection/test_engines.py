@@ -11,8 +11,10 @@ from alignkit import contract
 from alignkit.check.model import make_checkpoint
 from alignkit.convert import read_architecture
 from alignkit.drift import bisect
+from alignkit.drift.bisect import recording
 from alignkit.drift.bisect import run as runs
 from alignkit.drift.bisect.points import OPS, points
+from alignkit.errors import UnsupportedError
 
 LENGTHS = (5, 11, 33)
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 300}
@@ -161,6 +163,30 @@ def test_planted_faults_are_found_at_the_right_point(model, tmp_path):
     assert (0, 0) not in found["rope-base"].tokens and rope.differing == rope.compared - len(LENGTHS)
     assert found["stale-shard"].suspect.pieces == [1]  # the second rank's KV head
     assert between(at / "stale-shard", at / "lost-patch", tmp_path).suspect is None
+
+
+def test_a_mixture_of_experts(model, tmp_path):
+    """Both engines' points are equal, the experts of each token among them; a router and an expert of other weights are found."""
+    path = model("qwen3_moe")
+    weights = recording.weights_digest(path)
+    at = run_faulty(path, tmp_path, engine="megatron", patched=True, tp=2, what="experts", weights=weights)
+    result = bisect.bisect(bisect.Options("aligned-vllm:chunk=16", str(at / "good"), tmp_path / "vllm", model=path))
+    assert result.comparison.suspect is None and result.comparison.missing == []
+    assert [p.point for p in result.comparison.points] == names(path)
+    chosen = result.a.values["layers.1.router_choice"]
+    assert chosen.unique().tolist() == [0.0, 1.0] and chosen.sum(1).unique().tolist() == [4.0]
+    router, expert = (between(at / "good", at / name, tmp_path / name) for name in ("router", "expert"))
+    assert router.suspect.point == "layers.1.router_choice" and 0 < router.suspect.differing <= router.suspect.compared
+    assert expert.suspect.point == "layers.1.experts" and expert.suspect.differing < expert.suspect.compared
+
+
+@pytest.mark.parametrize(
+    "a, options, said", [("hf", {}, "^hf: a mixture"), ("stock-vllm", {"swap": "linear"}, "^swap: ")]
+)
+def test_what_is_not_recorded_of_a_mixture(a, options, said, model, tmp_path):
+    for given in ({"model": model("qwen3_moe")}, {"arch": "qwen3_moe"}):
+        with pytest.raises(UnsupportedError, match=said):
+            bisect.bisect(bisect.Options(a, "stock-megatron", tmp_path / "out", **given, **options))
 
 
 def test_keys_and_values_of_old_weights_are_found_in_the_attention_that_reads_them(model, tmp_path):
