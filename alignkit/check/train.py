@@ -65,7 +65,9 @@ def launch(job: dict[str, Any], body: Callable) -> None:
         return _rank(0, job, body, dist.HashStore())
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        torch.multiprocessing.spawn(_guarded, (job, body, store.port), nprocs=ranks)
+        # What has been imported here (`check.forks`) need not be imported by each rank. CUDA cannot be used in a fork.
+        method = "fork" if "megatron.core" in sys.modules and not torch.cuda.is_available() else "spawn"
+        torch.multiprocessing.start_processes(_guarded, (job, body, store.port), nprocs=ranks, start_method=method)
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None
