@@ -12,6 +12,8 @@ if WORKERS > 1:  # torch reads it when it is imported, here and in the processes
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.forks import METHOD, preload  # noqa: E402
+
 # Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
 settings.register_profile(
     "alignkit",
@@ -21,6 +23,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("alignkit")
+preload()
 
 # The op tests run on this device; the engines' tests choose theirs.
 DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
@@ -33,7 +36,7 @@ def ranks():
     """Four processes joined by gloo."""
     from alignkit.testing import Ranks
 
-    with Ranks(4) as r:
+    with Ranks(4, method=METHOD) as r:
         r.run(4, str)  # they have started: from here on a test may say how long a call may take
         yield r
 

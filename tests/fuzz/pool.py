@@ -15,8 +15,10 @@ import traceback
 from collections.abc import Iterable, Iterator
 from multiprocessing import connection
 
+from tests.forks import preload
+
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tests.fuzz.preload"])
+preload("tests.fuzz.preload")
 
 
 def _serve(jobs, target: str, log: str) -> None:

@@ -14,25 +14,27 @@ import torch
 from alignkit.check.model import make_checkpoint
 from alignkit.check.rollout import shut_down
 from alignkit.drift import load
+from tests.forks import METHOD, preload
 from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+preload("tests.vllm.preload")
 
 
 class VllmProcess:
     """Runs functions ``f(state, *args)`` in one process; `state` keeps what they put there (an engine)."""
 
-    def __init__(self, fork: bool = not torch.cuda.is_available(), **env: str):
+    def __init__(self, fork: bool = METHOD == "forkserver", fork_workers: bool = False, **env: str):
         """fork: of a process that has imported vLLM, which takes ten seconds, and has done nothing else. What a fork
-        prints goes where that process's output goes."""
+        prints goes where that process's output goes. fork_workers: the engine's own processes too, which vLLM else starts
+        anew on a CPU; they find the process patched as it is, as they do on a GPU."""
         context = multiprocessing.get_context("forkserver" if fork else "spawn")
-        if fork:
-            context.set_forkserver_preload(["tests.vllm.preload"])
         self._connection, child = context.Pipe()
         before = dict(os.environ)
         os.environ.update(ENV | env)
         try:
-            self._process = context.Process(target=_serve, args=(child, dict(os.environ)))
+            self._process = context.Process(target=_serve, args=(child, dict(os.environ), fork_workers))
             self._process.start()
         finally:
             os.environ.clear()
@@ -60,9 +62,12 @@ class VllmProcess:
             self._process.join()
 
 
-def _serve(connection, env):
+def _serve(connection, env, fork_workers):
     os.environ.clear()
     os.environ.update(env)
+    if fork_workers:
+        get = multiprocessing.get_context
+        multiprocessing.get_context = lambda method=None: get("fork" if method == "spawn" else method)
     state = SimpleNamespace(llm=None)
     while (call := connection.recv()) is not None:
         function, args = call
