@@ -13,6 +13,9 @@ from alignkit.convert import read_architecture
 from alignkit.drift import bisect
 from alignkit.drift.bisect import run as runs
 from alignkit.drift.bisect.points import OPS, points
+from tests.forks import begin, preload
+
+preload("tests.vllm.preload", "tests.megatron.preload")
 
 LENGTHS = (5, 11, 33)
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 300}
@@ -136,14 +139,7 @@ def job_of(path, at, lengths=LENGTHS, **job):
 
 
 def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
-    job = job_of(path, tmp_path, **job)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.bisection.{script}", str(job), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
+    begin(f"tests.bisection.{script}", str(job_of(path, tmp_path, **job)), *arguments, fork_workers=True)()
     return tmp_path
 
 
@@ -204,18 +200,8 @@ def every_op_exchanged(path, tmp_path, lengths=LENGTHS):
         "vllm": job_of(path, tmp_path / "a", lengths, engine="vllm", patched=False, swap=list(OPS)),
         "megatron": job_of(path, tmp_path / "b", lengths, engine="megatron", patched=True),
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", runs.module_of(engine), str(job)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for engine, job in jobs.items()
-    ]
-    for process in started:
-        said = process.communicate(timeout=400)[0]
-        assert process.returncode == 0, said
+    for end in [begin(runs.module_of(engine), [str(job)]) for engine, job in jobs.items()]:
+        end()
     c = between(tmp_path / "a/good", tmp_path / "b/good", tmp_path)
     assert c.missing == [] and (c.suspect is None or c.suspect.point == "logprob")
 

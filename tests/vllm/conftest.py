@@ -14,7 +14,7 @@ import torch
 from alignkit.check.model import make_checkpoint
 from alignkit.check.rollout import shut_down
 from alignkit.drift import load
-from tests.forks import METHOD, preload
+from tests.forks import METHOD, forking, preload
 from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -66,8 +66,7 @@ def _serve(connection, env, fork_workers):
     os.environ.clear()
     os.environ.update(env)
     if fork_workers:
-        get = multiprocessing.get_context
-        multiprocessing.get_context = lambda method=None: get("fork" if method == "spawn" else method)
+        forking()
     state = SimpleNamespace(llm=None)
     while (call := connection.recv()) is not None:
         function, args = call
