@@ -65,13 +65,8 @@ SEVERAL_GPUS = (
     "ops/test_tp_cuda.py",
     "ops/test_tp_faults_cuda.py",
 )
-SLOW = (
-    "e2e/test_benchmarks.py",
-    "e2e/test_check.py",
-    "fuzz/test_fuzz.py",
-    "test_sm90_build.py",
-    "vllm/test_processes.py",
-)
+SLOW = ("e2e/test_benchmarks.py",)
+"""Files all of whose tests are slow; single tests of others mark themselves."""
 LONGEST = (
     "e2e/test_check.py",
     "vllm/test_processes.py",

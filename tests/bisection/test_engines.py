@@ -52,6 +52,7 @@ def names(path, **about):
     return [p.name for p in points(read_architecture(path))]
 
 
+@pytest.mark.slow
 def test_stock_vllm_against_stock_megatron_by_command(tmp_path):
     status, out, err = cli(
         "stock-vllm", "stock-megatron", "--arch", "llama", "--swap", "rms_norm=aligned", "--out", tmp_path / "out"
@@ -182,6 +183,7 @@ def reference(model, tmp_path_factory):
     return record
 
 
+@pytest.mark.slow
 def test_a_stock_layer_in_one_worker_is_found_there(model, reference, tmp_path):
     faulty = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stock-layer", engine="vllm", patched=True, tp=2)
     result = bisect.bisect(bisect.Options(str(reference("qwen3")), str(faulty / "good"), tmp_path / "out"))
@@ -206,11 +208,12 @@ def every_op_exchanged(path, tmp_path, lengths=LENGTHS):
     assert c.missing == [] and (c.suspect is None or c.suspect.point == "logprob")
 
 
+@pytest.mark.slow
 def test_with_every_op_exchanged_stock_vllm_is_aligned_up_to_the_logprob(model, tmp_path):
     every_op_exchanged(model("llama"), tmp_path)
 
 
-@pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), ("hf", "llama")])
+@pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), pytest.param("hf", "llama", marks=pytest.mark.slow)])
 def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, reference, tmp_path):
     """Each moves the first difference on, and with all of them only the logprob's own arithmetic is stock."""
     at = run_faulty(model(arch), tmp_path, engine=engine, patched=False, what="swaps")
@@ -223,6 +226,7 @@ def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, 
     assert firsts[-1] >= len(c.points) - 1, c.suspect
 
 
+@pytest.mark.slow
 def test_values_are_recorded_in_a_second_run_when_they_are_many(model, tmp_path):
     result = bisect.bisect(
         bisect.Options("stock-megatron", "hf", tmp_path / "out", model=model("llama"), budget=2**17, swap="silu_mul")

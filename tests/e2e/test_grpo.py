@@ -19,7 +19,7 @@ def run(tmp_path, *arguments):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_aligned(tmp_path, dtype):
     rows = run(tmp_path, "--dtype", dtype, "--steps", "4")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -30,6 +30,7 @@ def test_aligned(tmp_path, dtype):
     assert rows[-1]["reward"] > rows[0]["reward"]  # and the gradients point the right way
 
 
+@pytest.mark.slow
 def test_stock_engines_drift(tmp_path):
     (row,) = run(tmp_path, "--stock")
     assert row["bit_equal"] < row["tokens"] and row["ratio_max"] > 1.0 and row["kl"] > 0.0, row
