@@ -94,6 +94,8 @@ class _Server:
 
 
 _servers: dict[tuple, _Server] = {}
+forked = False
+"""Whether this process is one."""
 
 
 def prepare(module: str, env: dict[str, str]) -> None:
@@ -158,6 +160,7 @@ def _run(module: str, path: str, log: str, env: dict[str, str], folder: str) -> 
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
+    importlib.import_module("alignkit.check.forks").forked = True  # the module that others import: this is __main__
     importlib.import_module(module).main([path])
 
 

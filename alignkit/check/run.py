@@ -133,7 +133,7 @@ def run(options: Options, progress: Progress) -> Result:
     """Runs the check and writes `check.json` and `run.json` into `options.out`.
 
     Raises InputError or UnsupportedError before anything runs, WorkerError if an engine's process fails or
-    writes something other than it was asked for. However it ends, no process of its own is left behind.
+    writes something other than it was asked for. However it ends, no engine of its own is left running.
     """
     architecture = _check_options(options)
     out = options.out

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from alignkit.check import forks
 from alignkit.check.layout import over_parts, through_stages
 from alignkit.check.machine import installed
 from alignkit.check.routing import Choices, file_of
@@ -65,8 +66,7 @@ def launch(job: dict[str, Any], body: Callable) -> None:
         return _rank(0, job, body, dist.HashStore())
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        # What has been imported here (`check.forks`) need not be imported by each rank. CUDA cannot be used in a fork.
-        method = "fork" if "megatron.core" in sys.modules and not torch.cuda.is_available() else "spawn"
+        method = "fork" if forks.forked else "spawn"  # in a fork all is imported, and nothing has been done yet
         torch.multiprocessing.start_processes(_guarded, (job, body, store.port), nprocs=ranks, start_method=method)
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
