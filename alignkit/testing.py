@@ -64,7 +64,7 @@ class Ranks:
 
     def __init__(self, world: int, serve: Callable = _serve, method: str = "spawn"):
         """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``. method: how `multiprocessing` starts it."""
-        context = mp.get_context(method)
+        context: Any = mp.get_context(method)
         self.inboxes = [context.Queue() for _ in range(world)]
         self.outbox = context.Queue()
         port = free_port()

@@ -160,7 +160,9 @@ def _run(module: str, path: str, log: str, env: dict[str, str], folder: str) -> 
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    importlib.import_module("alignkit.check.forks").forked = True  # the module that others import: this is __main__
+    from alignkit.check import forks
+
+    forks.forked = True  # of the module that others import: this is __main__
     importlib.import_module(module).main([path])
 
 
