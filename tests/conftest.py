@@ -69,17 +69,18 @@ SLOW = ("e2e/test_benchmarks.py",)
 """Files all of whose tests are slow; single tests of others mark themselves."""
 LONGEST = (
     "e2e/test_check.py",
-    "vllm/test_processes.py",
-    "fuzz/test_fuzz.py",
-    "integrations/test_verl.py",
     "e2e/test_benchmarks.py",
-    "test_sm90_build.py",
+    "vllm/test_experts.py",
     "bisection/test_engines.py",
-    "vllm/test_serve.py",
-    "vllm/test_live.py",
+    "vllm/test_processes.py",
     "e2e/test_grpo.py",
-    "vllm/test_engine.py",
+    "integrations/test_verl.py",
+    "vllm/test_serve.py",
+    "fuzz/test_fuzz.py",
+    "test_sm90_build.py",
     "test_package.py",
+    "vllm/test_live.py",
+    "vllm/test_engine.py",
 )
 """Files that take longest: they come first, so that several workers end at much the same time."""
 GPU = ("ops/test_linear_logp_sm90.py", "ops/test_schedules.py")
