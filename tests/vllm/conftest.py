@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import traceback
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ import torch
 from alignkit.check.model import make_checkpoint
 from alignkit.check.rollout import shut_down
 from alignkit.drift import load
-from tests.forks import METHOD, forking, preload
+from tests.forks import METHOD, begin, forking, preload
 from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -146,14 +144,7 @@ def rollout(tmp_path_factory, checkpoint, prompts):
             "runs": [{"mode": m, "out": str(folder / m)} for m in modes],
         }
         (folder / "job.json").write_text(json.dumps(job))
-        result = subprocess.run(
-            [sys.executable, "-m", "alignkit.check.rollout", folder / "job.json"],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env=os.environ | {"ALIGNKIT_VLLM": ""},
-        )
-        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+        begin("alignkit.check.rollout", [str(folder / "job.json")])(timeout=240)
         done[key] = {m: load(folder / m) for m in modes}
         return done[key]
 
