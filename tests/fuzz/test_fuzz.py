@@ -97,7 +97,7 @@ def planted(what, number):
 
 def test_the_pool_outlives_its_processes():
     jobs = [(what, i) for i, what in enumerate(["runs", "dies", "runs", "hangs", "fails", "runs", "dies", "runs"])]
-    ended = {job: (how, value) for job, how, value in pool.outcomes("tests.fuzz.test_fuzz:planted", jobs, 2, 5.0)}
+    ended = {job: (how, value) for job, how, value in pool.outcomes("tests.fuzz.test_fuzz:planted", jobs, 2, 10.0)}
     assert {job: how for job, (how, _) in ended.items()} == {
         job: {"runs": "done", "dies": "crashed", "hangs": "hung", "fails": "failed"}[job[0]] for job in jobs
     }
