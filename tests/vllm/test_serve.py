@@ -191,6 +191,7 @@ def test_what_a_worker_refuses_is_not_served(vllm_process, checkpoint, tmp_path,
     assert "tie_word_embeddings" in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_a_refusal_has_an_exit_status_of_its_own(model):
     """Another than that of success and of logprobs that are not equal."""
     done = subprocess.run(
