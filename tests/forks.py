@@ -44,12 +44,14 @@ def _main(module, arguments, environ, log, fork_workers):
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(environ)
-    if fork_workers and METHOD == "forkserver":
+    if fork_workers:
         forking()
     importlib.import_module(module).main(*arguments)
 
 
 def forking() -> None:
-    """From here on what this process would start anew is a fork of it, as are vLLM's workers, which find it patched as it is."""
+    """From here on what this process would start anew is a fork of it on a CPU: vLLM's workers find it patched as it is."""
+    if METHOD != "forkserver":
+        return
     get = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get("fork" if method == "spawn" else method)

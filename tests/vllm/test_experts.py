@@ -9,7 +9,6 @@ import torch
 
 from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
-from tests.forks import METHOD
 from tests.vllm import moe
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_live import setting
@@ -265,7 +264,7 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
 )
 def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_parallel):
     """Each rank has half of every expert, or half of the experts, and half of a shared one; whole prompts."""
-    process, path = vllm_process(fork_workers=METHOD == "forkserver", **MULTIPROCESS), small(arch, dtype=number_type)
+    process, path = vllm_process(fork_workers=True, **MULTIPROCESS), small(arch, dtype=number_type)
     options = {"dtype": number_type, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     process(start, path, options)
     workers = process(statuses)
