@@ -64,9 +64,9 @@ def _serve(rank: int, world: int, port: int, inbox, outbox) -> None:
 class Ranks:
     """`world` processes joined by gloo, kept alive between calls. A context manager."""
 
-    def __init__(self, world: int, serve: Callable = _serve):
-        """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``."""
-        context = mp.get_context("spawn")
+    def __init__(self, world: int, serve: Callable = _serve, method: str = "spawn"):
+        """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``. method: how `multiprocessing` starts it."""
+        context: Any = mp.get_context(method)
         self.inboxes = [context.Queue() for _ in range(world)]
         self.outbox = context.Queue()
         port = free_port()

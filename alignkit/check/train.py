@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from alignkit.check import forks
 from alignkit.check.layout import over_parts, through_stages
 from alignkit.check.machine import installed
 from alignkit.check.routing import Choices, Placed, file_of
@@ -66,7 +67,8 @@ def launch(job: dict[str, Any], body: Callable) -> None:
         return _rank(0, job, body, dist.HashStore())
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        torch.multiprocessing.spawn(_guarded, (job, body, store.port), nprocs=ranks)
+        method = "fork" if forks.forked else "spawn"  # in a fork all is imported, and nothing has been done yet
+        torch.multiprocessing.start_processes(_guarded, (job, body, store.port), nprocs=ranks, start_method=method)
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None

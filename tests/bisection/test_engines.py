@@ -15,6 +15,9 @@ from alignkit.drift.bisect import recording
 from alignkit.drift.bisect import run as runs
 from alignkit.drift.bisect.points import OPS, points
 from alignkit.errors import UnsupportedError
+from tests.forks import begin, preload
+
+preload("tests.vllm.preload", "tests.megatron.preload")
 
 LENGTHS = (5, 11, 33)
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 300}
@@ -51,6 +54,7 @@ def names(path, **about):
     return [p.name for p in points(read_architecture(path))]
 
 
+@pytest.mark.slow
 def test_stock_vllm_against_stock_megatron_by_command(tmp_path):
     status, out, err = cli(
         "stock-vllm", "stock-megatron", "--arch", "llama", "--swap", "rms_norm=aligned", "--out", tmp_path / "out"
@@ -138,14 +142,7 @@ def job_of(path, at, lengths=LENGTHS, **job):
 
 
 def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
-    job = job_of(path, tmp_path, **job)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.bisection.{script}", str(job), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
+    begin(f"tests.bisection.{script}", str(job_of(path, tmp_path, **job)), *arguments, fork_workers=True)()
     return tmp_path
 
 
@@ -212,6 +209,7 @@ def reference(model, tmp_path_factory):
     return record
 
 
+@pytest.mark.slow
 def test_a_stock_layer_in_one_worker_is_found_there(model, reference, tmp_path):
     faulty = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stock-layer", engine="vllm", patched=True, tp=2)
     result = bisect.bisect(bisect.Options(str(reference("qwen3")), str(faulty / "good"), tmp_path / "out"))
@@ -230,27 +228,18 @@ def every_op_exchanged(path, tmp_path, lengths=LENGTHS):
         "vllm": job_of(path, tmp_path / "a", lengths, engine="vllm", patched=False, swap=list(OPS)),
         "megatron": job_of(path, tmp_path / "b", lengths, engine="megatron", patched=True),
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", runs.module_of(engine), str(job)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for engine, job in jobs.items()
-    ]
-    for process in started:
-        said = process.communicate(timeout=400)[0]
-        assert process.returncode == 0, said
+    for end in [begin(runs.module_of(engine), [str(job)]) for engine, job in jobs.items()]:
+        end()
     c = between(tmp_path / "a/good", tmp_path / "b/good", tmp_path)
     assert c.missing == [] and (c.suspect is None or c.suspect.point == "logprob")
 
 
+@pytest.mark.slow
 def test_with_every_op_exchanged_stock_vllm_is_aligned_up_to_the_logprob(model, tmp_path):
     every_op_exchanged(model("llama"), tmp_path)
 
 
-@pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), ("hf", "llama")])
+@pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), pytest.param("hf", "llama", marks=pytest.mark.slow)])
 def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, reference, tmp_path):
     """Each moves the first difference on, and with all of them only the logprob's own arithmetic is stock."""
     at = run_faulty(model(arch), tmp_path, engine=engine, patched=False, what="swaps")
@@ -263,6 +252,7 @@ def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, 
     assert firsts[-1] >= len(c.points) - 1, c.suspect
 
 
+@pytest.mark.slow
 def test_values_are_recorded_in_a_second_run_when_they_are_many(model, tmp_path):
     result = bisect.bisect(
         bisect.Options("stock-megatron", "hf", tmp_path / "out", model=model("llama"), budget=2**17, swap="silu_mul")

@@ -20,7 +20,12 @@ def run(tmp_path, *arguments):
 
 
 @pytest.mark.parametrize(
-    "dtype, family, steps", [("bfloat16", "qwen3", 4), ("float32", "qwen3", 4), ("bfloat16", "qwen3-moe", 2)]
+    "dtype, family, steps",
+    [
+        ("bfloat16", "qwen3", 4),
+        pytest.param("float32", "qwen3", 4, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "qwen3-moe", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_aligned(tmp_path, dtype, family, steps):
     rows = run(tmp_path, "--dtype", dtype, "--model-family", family, "--steps", str(steps))
@@ -32,6 +37,7 @@ def test_aligned(tmp_path, dtype, family, steps):
     assert rows[-1]["reward"] > rows[0]["reward"]  # and the gradients point the right way
 
 
+@pytest.mark.slow
 def test_stock_engines_drift(tmp_path):
     (row,) = run(tmp_path, "--stock")
     assert row["bit_equal"] < row["tokens"] and row["ratio_max"] > 1.0 and row["kl"] > 0.0, row

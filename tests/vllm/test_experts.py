@@ -255,16 +255,16 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
     "arch, number_type, expert_parallel",
     [
         ("qwen3_moe", "bfloat16", False),
-        ("qwen3_moe", "bfloat16", True),
-        ("qwen3_moe", "float32", True),
-        ("qwen2_moe", "bfloat16", False),
+        pytest.param("qwen3_moe", "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "float32", True, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "bfloat16", False, marks=pytest.mark.slow),
         ("qwen2_moe", "bfloat16", True),
     ],
     ids=["bfloat16-tp2", "bfloat16-ep2", "float32-ep2", "shared-bfloat16-tp2", "shared-bfloat16-ep2"],
 )
 def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_parallel):
     """Each rank has half of every expert, or half of the experts, and half of a shared one; whole prompts."""
-    process, path = vllm_process(**MULTIPROCESS), small(arch, dtype=number_type)
+    process, path = vllm_process(fork_workers=True, **MULTIPROCESS), small(arch, dtype=number_type)
     options = {"dtype": number_type, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     process(start, path, options)
     workers = process(statuses)
