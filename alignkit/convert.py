@@ -200,8 +200,9 @@ def _of_rank(name: str, number: int, grouped: bool) -> str:
 
 def _fused(arch: Architecture, weight: Weight, name: str) -> str:
     """The whole `name` of a weight with the TransformerEngine layer spec. The norm before experts is by itself there too."""
-    before_experts = arch.experts and weight.megatron == "pre_mlp_layernorm.weight"
-    if weight.megatron not in FUSED_NORMS or before_experts:
+    if weight.megatron not in FUSED_NORMS:
+        return name
+    if weight.megatron == "pre_mlp_layernorm.weight" and arch.has_experts(int(name.split(".")[2])):
         return name
     return name.removesuffix(weight.megatron) + FUSED_NORMS[weight.megatron]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ def make_checkpoint(
     top_k: int = 4,
     normalize_top_k: bool | None = None,
     shared_intermediate: int = 512,
+    dense_layers: Collection[int] = (),
+    dense_intermediate: int = 1024,
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
@@ -57,6 +59,7 @@ def make_checkpoint(
     rope_scaling: as config.json has it.
     experts, top_k, normalize_top_k, shared_intermediate: of a family with experts, as in `Architecture`; None: as in the
         published models.
+    dense_layers, dense_intermediate: layers, from 0 on, that have an MLP in place of experts, and how wide it is.
     weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
 
     There is no tokenizer: prompts are token ids. Returns the directory.
@@ -76,6 +79,8 @@ def make_checkpoint(
         raise InputError(f"top_k: {top_k}, of {experts} experts")
     if family.experts and family.experts.normalize is None and normalize_top_k is False:
         raise InputError(f"normalize_top_k: False, and {arch} always normalizes")
+    if dense_layers and not (family.experts and family.experts.dense):
+        raise InputError(f"dense_layers: {arch} has layers of one kind")
     if intermediate is None:
         intermediate = 256 if family.experts else 1536
 
@@ -112,6 +117,8 @@ def make_checkpoint(
             config[family.experts.normalize] = family.experts.normalizes if normalize_top_k is None else normalize_top_k
         if family.experts.shared:
             config[family.experts.shared] = shared_intermediate
+        if dense_layers:
+            config |= {"mlp_only_layers": sorted(dense_layers), "intermediate_size": dense_intermediate}
     if family.sliding_window == "must be null":
         config["sliding_window"] = None
     _write_json(path / "config.json", config)

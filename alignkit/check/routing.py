@@ -60,11 +60,14 @@ class Recording:
 
 class _Routers:
     def __init__(self, runner: Any):
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
         self._runner = runner
         model = runner.get_model()
         gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-        if len(gates) != len(model.model.layers):
-            raise UnsupportedError(f"{len(gates)} routers in {len(model.model.layers)} layers")
+        mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
+        if len(gates) != len(mixtures):
+            raise UnsupportedError(f"{len(gates)} routers of {len(mixtures)} mixtures")
         model.register_forward_pre_hook(self._step, with_kwargs=True)
         for i, gate in enumerate(gates):
             gate.register_forward_hook(self._gate(i))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -73,6 +74,11 @@ def transformer_config(
             moe_router_pre_softmax=not arch.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
+        )
+    if arch.dense_layers:
+        fields |= dict(
+            ffn_hidden_size=arch.dense_intermediate,
+            moe_layer_freq=[int(arch.has_experts(i)) for i in range(arch.layers)],
         )
     if arch.shared_intermediate:
         fields |= dict(moe_shared_expert_intermediate_size=arch.shared_intermediate, moe_shared_expert_gate=True)
@@ -173,6 +179,8 @@ def gpt_model(
         if transformer_engine
         else get_gpt_layer_local_spec(normalization="RMSNorm", **of_layer)
     )
+    if arch.dense_layers:  # the block's spec has one for each layer of this stage
+        spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     cls = GPTModel
     if hybrid_layer_pattern is not None:
         config.num_layers = 2 * arch.layers

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from alignkit.contract.rope import Llama3, Scaling, Yarn, yarn_attention_factor
 from alignkit.errors import InputError, UnsupportedError
@@ -27,9 +28,10 @@ ROPE_TYPES = {
 @dataclass(frozen=True)
 class Architecture:
     """What an HF checkpoint is made of. Sizes are in elements; `vocab` is the true vocabulary size, `intermediate` the
-    width of an MLP. With experts (`experts` of them; 0 in a dense model) every layer has them, `intermediate` is the width
-    of each, a token goes to `top_k`, and `normalize_top_k` says whether the weights of those sum up to 1;
-    `shared_intermediate` is the width of an expert that all tokens go to, 0 without one."""
+    width of an MLP. With experts (`experts` of them; 0 in a dense model) every layer has them but the `dense_layers`, whose
+    MLPs are `dense_intermediate` wide; `intermediate` is the width of each expert, a token goes to `top_k`, and
+    `normalize_top_k` says whether the weights of those sum up to 1; `shared_intermediate` is the width of an expert that all
+    tokens go to, 0 without one."""
 
     family: str
     layers: int
@@ -48,6 +50,8 @@ class Architecture:
     top_k: int = 0
     normalize_top_k: bool = False
     shared_intermediate: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_intermediate: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -68,6 +72,14 @@ class Architecture:
             return self.head_dim * (self.heads if name == "q" else self.kv_heads)
         return 1 if name == "one" else getattr(self, name)
 
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer not in self.dense_layers
+
+    def layer(self, i: int) -> tuple[Weight, ...]:
+        """The weights of layer i."""
+        family = FAMILIES[self.family]
+        return family.dense_layer if i in self.dense_layers else family.layer
+
     def weights(self) -> Iterator[tuple[Weight, dict[str, tuple[int, ...]], str]]:
         """Each weight, its HF tensors by their whole names, with shapes, and its whole name in Megatron."""
 
@@ -77,7 +89,7 @@ class Architecture:
 
         yield of(EMBEDDING)
         for i in range(self.layers):
-            for weight in FAMILIES[self.family].layer:
+            for weight in self.layer(i):
                 each = [weight.of_expert(e) for e in range(self.experts)] if weight.per_expert else [weight]
                 for one in each:
                     yield of(one, f"model.layers.{i}.", f"decoder.layers.{i}.")
@@ -100,6 +112,8 @@ class Architecture:
         ]
         if family.experts and family.experts.shared:
             sizes.append((family.experts.shared, self.shared_intermediate))
+        if self.dense_layers:
+            sizes.append(("intermediate_size", self.dense_intermediate))
         for name, size in sizes:
             if tp < 1 or size % tp:
                 raise UnsupportedError(f"tp: {tp} ranks do not divide {name} = {size}")
@@ -137,6 +151,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     rope_base, rope_scaling = _rope(config, family)
     experts, top_k, normalize_top_k, shared_intermediate = 0, 0, False, 0
+    layers, dense_layers = size("num_hidden_layers"), ()
     if family.experts:
         counts = [size(field) for field in family.experts.count if field in config] or [size(family.experts.count[0])]
         if len(set(counts)) > 1:
@@ -144,9 +159,12 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         experts, top_k = counts[0], size(family.experts.top_k)
         normalize_top_k = family.experts.normalize is None or _flag(path, config, family.experts.normalize)
         shared_intermediate = size(family.experts.shared) if family.experts.shared else 0
+        if family.experts.dense == "steps":
+            step = size("decoder_sparse_step", 1) if "decoder_sparse_step" in config else 1
+            dense_layers = _dense_layers(config.get("mlp_only_layers"), step, layers)
     arch = Architecture(
         family=family.name,
-        layers=size("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=size("num_key_value_heads", heads),
@@ -162,6 +180,8 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         top_k=top_k,
         normalize_top_k=normalize_top_k,
         shared_intermediate=shared_intermediate,
+        dense_layers=dense_layers,
+        dense_intermediate=size("intermediate_size") if dense_layers else 0,
     )
     if arch.top_k > arch.experts:
         raise InputError(f"num_experts_per_tok: {arch.top_k}, of {arch.experts} experts")
@@ -185,6 +205,17 @@ def _flag(path: Path, config: Mapping, field: str) -> bool:
     if type(config.get(field)) is not bool:
         raise InputError(f"{field}: {config.get(field)!r:.200} in {path} is neither true nor false")
     return config[field]
+
+
+def _dense_layers(listed: Any, step: int, layers: int) -> tuple[int, ...]:
+    """Those of `layers` that are `listed`, or not at the end of a `step`."""
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
+        raise InputError(f"mlp_only_layers: {listed!r:.200} is no list of numbers of {layers} layers")
+    dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
+    if len(dense) == layers:
+        raise UnsupportedError("mlp_only_layers / decoder_sparse_step: no layer has experts")
+    return dense
 
 
 def _refuse_foreign(config: Mapping, family: Family) -> None:

@@ -51,15 +51,20 @@ ATTENTION = (
 )
 """What a layer of every family has."""
 
-LAYER = (
-    *ATTENTION,
-    Weight(
-        "mlp.linear_fc1.weight",
-        {"mlp.gate_proj.weight": ("intermediate", "hidden"), "mlp.up_proj.weight": ("intermediate", "hidden")},
-        "gate and up",
-    ),
-    Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "intermediate")}, "columns"),
-)
+
+def _mlp(width: str) -> tuple[Weight, ...]:
+    """An MLP that all tokens go to."""
+    return (
+        Weight(
+            "mlp.linear_fc1.weight",
+            {"mlp.gate_proj.weight": (width, "hidden"), "mlp.up_proj.weight": (width, "hidden")},
+            "gate and up",
+        ),
+        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", width)}, "columns"),
+    )
+
+
+LAYER = (*ATTENTION, *_mlp("intermediate"))
 """What a layer of every dense family has."""
 
 
@@ -119,24 +124,31 @@ class Experts:
     """The fields of config.json in which a family with experts says how many there are (either; transformers writes both
     names), how many of them a token goes to, whether the weights of those are normalized to sum up to 1; None: they
     always are, and the width of an expert that all tokens go to, if there is one. normalizes: whether the published
-    models' are."""
+    models' are. dense: the fields that say which layers have an MLP in place of experts: "steps" are `mlp_only_layers` and
+    `decoder_sparse_step`; "": all layers have experts."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k: str = "num_experts_per_tok"
     normalize: str | None = None
     normalizes: bool = True
     shared: str | None = None
+    dense: Literal["", "steps"] = ""
 
     @property
     def fields(self) -> frozenset[str]:
-        return frozenset(field for field in (*self.count, self.top_k, self.normalize, self.shared) if field)
+        named = *self.count, self.top_k, self.normalize, self.shared, *_OF_DENSE_LAYERS[self.dense]
+        return frozenset(field for field in named if field)
+
+
+_OF_DENSE_LAYERS = {"": (), "steps": ("mlp_only_layers", "decoder_sparse_step")}
 
 
 @dataclass(frozen=True)
 class Family:
     """A family. Everything that differs between families is a field of this.
 
-    name: `model_type` in config.json. architecture: HF's class, and vLLM's. layer: the weights of a layer.
+    name: `model_type` in config.json. architecture: HF's class, and vLLM's. layer: the weights of a layer, of a family with
+    experts of one that has them.
 
     Of config.json: may_be_absent, sizes that follow from others (the other defaults of transformers' classes are the
     sizes of some one model). rope_base: the rotary base if the config names none; None where transformers and vLLM have
@@ -164,6 +176,11 @@ class Family:
     must_be: tuple[tuple[str, tuple], ...] = ()
     mlp: str = "mlp"
     off: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def dense_layer(self) -> tuple[Weight, ...]:
+        """The weights of a layer without experts, in a family with them."""
+        return (*(w for w in self.layer if not w.megatron.startswith("mlp.")), *_mlp("dense_intermediate"))
 
     @property
     def qk_norm(self) -> bool:

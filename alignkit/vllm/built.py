@@ -51,7 +51,7 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
     yield "a soft cap of the logits", logits.soft_cap, None
     yield "a bias of the head", getattr(head, "bias", None) is not None, False
     yield "rms_norm_eps", trunk.norm.variance_epsilon, read.norm_eps
-    for layer in trunk.layers:
+    for i, layer in enumerate(trunk.layers):
         attention, mlp = layer.self_attn, getattr(layer, FAMILIES[read.family].mlp)
         yield "num_attention_heads", attention.attn.num_heads * tp, read.heads
         yield "num_key_value_heads", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
@@ -59,7 +59,10 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
         yield "the scale of attention", attention.attn.impl.scale, read.head_dim**-0.5
         yield "rope_theta", attention.rotary_emb.base, read.rope_base
         yield "rope_scaling", attention.rotary_emb.scaling, read.rope_scaling
-        yield from _expert_facts(mlp.experts, read) if read.experts else _mlp_facts(mlp, read)
+        mixture = read.has_experts(i)
+        yield f"experts in layer {i}", hasattr(mlp, "experts"), mixture
+        if hasattr(mlp, "experts") == mixture:
+            yield from _expert_facts(mlp.experts, read) if mixture else _mlp_facts(mlp, read)
         yield "biases of q, k and v", attention.qkv_proj.bias is not None, read.qkv_bias
         yield "attention_bias", attention.o_proj.bias is not None, False
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
@@ -73,7 +76,7 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
 
 
 def _mlp_facts(mlp: Any, read: Architecture) -> Iterator[tuple[str, Any, Any]]:
-    yield "intermediate_size", mlp.down_proj.input_size, read.intermediate
+    yield "intermediate_size", mlp.down_proj.input_size, read.dense_intermediate or read.intermediate
     for linear in (mlp.gate_up_proj, mlp.down_proj):
         yield "mlp_bias", linear.bias is not None, False
 

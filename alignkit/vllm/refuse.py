@@ -112,6 +112,8 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
         cuts = {f"{read.intermediate} features of an expert": k_leaves(read.intermediate)}
     if read.shared_intermediate:
         cuts[f"{read.shared_intermediate} features of a shared expert"] = k_leaves(read.shared_intermediate)
+    if read.dense_layers:
+        cuts[f"{read.dense_intermediate} features of a layer without experts"] = k_leaves(read.dense_intermediate)
     return [
         f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"
         for what, parts in cuts.items()

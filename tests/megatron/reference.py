@@ -40,7 +40,7 @@ def frequencies(arch):
 
 
 def logits(arch, w, tokens, chosen=None):
-    """float64 [len(tokens), vocab]. chosen: bool [layers, len(tokens), experts], the experts of each token; None: the best."""
+    """float64 [len(tokens), vocab]. chosen: bool [mixtures, len(tokens), experts], the experts of each token; None: the best."""
     x = w["model.embed_tokens.weight"][torch.tensor(tokens)]
     t, d = x.shape[0], arch.head_dim
     angle = torch.arange(t).double()[:, None] * frequencies(arch)
@@ -60,7 +60,7 @@ def logits(arch, w, tokens, chosen=None):
         if chosen is None:
             mine = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(arch.top_k).indices, True)
         else:
-            mine = chosen[layer]
+            mine = chosen[sum(arch.has_experts(i) for i in range(layer))]
         share = scores.softmax(-1) * mine
         if arch.normalize_top_k:
             share = share / share.sum(-1, keepdim=True)
@@ -92,7 +92,7 @@ def logits(arch, w, tokens, chosen=None):
         attended = scores.masked_fill(hidden_from, float("-inf")).softmax(-1)
         x = x + project(torch.einsum("hqk,khd->qhd", attended, v).reshape(t, -1), "self_attn.o")
         y = norm(x, w[p + "post_attention_layernorm.weight"])
-        if arch.experts:
+        if p + "mlp.gate.weight" in w:
             x = x + mixture(y, lambda y, name: project(y, f"mlp.{name}"), w[p + "mlp.gate.weight"], chosen, i)
             continue
         gate = project(y, "mlp.gate")

@@ -66,6 +66,33 @@ def test_experts_over_ranks(grouped, arch, checkpoint):
     assert back.keys() == set(weights) and all(torch.equal(back[name], weights[name]) for name in back)
 
 
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+def test_layers_without_experts(arch, checkpoint):
+    """Their MLPs are cut as a dense model's, whatever the experts are, and have the norm before them within."""
+    path = checkpoint(arch, layers=3, experts=4, intermediate=64, dense_layers=[0, 2], dense_intermediate=96)
+    shape, weights = read_architecture(path), Checkpoint(path)
+    assert (shape.dense_layers, shape.dense_intermediate, shape.intermediate) == ((0, 2), 96, 64)
+    for fused in (False, True):
+        held = [
+            to_megatron(shape, weights, tp_rank=r, tp_size=2, ep_rank=r, ep_size=2, expert_tp_rank=0, expert_tp_size=1,
+                        fused_norms=fused, grouped_experts=fused)
+            for r in range(2)
+        ]  # fmt: skip
+        gate, up, down = (weights[f"model.layers.2.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        assert torch.equal(held[1]["decoder.layers.2.mlp.linear_fc1.weight"], torch.cat([gate[48:], up[48:]]))
+        assert torch.equal(held[0]["decoder.layers.2.mlp.linear_fc2.weight"], down[:, :48])
+        assert [f"decoder.layers.{i}.mlp.router.weight" in held[0] for i in range(3)] == [False, True, False]
+        alone = [f"decoder.layers.{i}.pre_mlp_layernorm.weight" in held[0] for i in range(3)]
+        assert alone == ([False, True, False] if fused else [True, True, True])
+
+        def shards(name, held=held):
+            whole = ".router." in name or "norm" in name or "gate_weight" in name
+            return [held[0][name]] if whole else [part[name] for part in held]
+
+        back = dict(to_hf(shape, held[0], shards, ep_size=2))
+        assert back.keys() == set(weights) and all(torch.equal(back[name], weights[name]) for name in back)
+
+
 @pytest.mark.parametrize(
     "ranks, error, named",
     [
@@ -147,6 +174,12 @@ def scaling(rope):
     return both | given | {"attention_factor": attention_factor, "truncate": rope.get("truncate", True)}
 
 
+def dense_layers(config):
+    """Those that have an MLP in a model whose other layers have experts."""
+    listed, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    return tuple(i for i in range(config.num_hidden_layers) if i in listed or (i + 1) % step)
+
+
 def transformers_reads(directory):
     """What transformers, and with it vLLM, makes of the config: the fields of Architecture."""
     transformers = pytest.importorskip("transformers")
@@ -162,6 +195,8 @@ def transformers_reads(directory):
         "top_k": getattr(config, "num_experts_per_tok", 0),
         "normalize_top_k": getattr(config, "norm_topk_prob", config.model_type == "mixtral"),
         "shared_intermediate": getattr(config, "shared_expert_intermediate_size", 0),
+        "dense_layers": (dense := dense_layers(config)),
+        "dense_intermediate": config.intermediate_size if dense else 0,
         "vocab": config.vocab_size,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "max_position": config.max_position_embeddings,
@@ -315,8 +350,15 @@ def test_experts(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "change, error, named",
     [
-        ({"decoder_sparse_step": 2}, UnsupportedError, "decoder_sparse_step"),
-        ({"mlp_only_layers": [0]}, UnsupportedError, "mlp_only_layers"),
+        ({"decoder_sparse_step": 0}, InputError, "decoder_sparse_step"),
+        ({"decoder_sparse_step": 3}, UnsupportedError, "mlp_only_layers / decoder_sparse_step: no layer"),
+        ({"mlp_only_layers": [0, 1]}, UnsupportedError, "mlp_only_layers / decoder_sparse_step: no layer"),
+        ({"mlp_only_layers": [2]}, InputError, r"mlp_only_layers: .2. is no list of numbers of 2 layers"),
+        ({"mlp_only_layers": [True]}, InputError, "mlp_only_layers"),
+        ({"mlp_only_layers": 1}, InputError, "mlp_only_layers"),
+        ({"mlp_only_layers": [0]}, InputError, "model: .* has no field 'intermediate_size'"),
+        ({"mlp_only_layers": [0], "intermediate_size": 0}, InputError, "intermediate_size: 0"),
+        ({"first_k_dense_replace": 1}, UnsupportedError, "first_k_dense_replace"),
         ({"shared_expert_intermediate_size": 64}, UnsupportedError, "shared_expert_intermediate_size"),
         ({"num_local_experts": 8}, InputError, "num_experts and num_local_experts"),
         ({"n_shared_experts": 1}, UnsupportedError, "n_shared_experts"),
@@ -330,6 +372,24 @@ def test_experts_refused(change, error, named, checkpoint, tmp_path):
     config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
     with pytest.raises(error, match=f"^{named}"):
         read(tmp_path, config | change)
+
+
+def test_which_layers_have_experts(checkpoint, tmp_path):
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text()) | {"intermediate_size": 384}
+
+    def dense(**change):
+        arch = read(tmp_path, config | {"num_hidden_layers": 6} | change)
+        assert arch.dense_intermediate == (384 if arch.dense_layers else 0)
+        assert [arch.has_experts(i) for i in range(6)] == [i not in arch.dense_layers for i in range(6)]
+        return arch.dense_layers
+
+    assert dense() == dense(mlp_only_layers=[], decoder_sparse_step=1) == ()
+    assert dense(mlp_only_layers=[5, 0]) == (0, 5)
+    assert dense(decoder_sparse_step=2) == (0, 2, 4)
+    assert dense(decoder_sparse_step=3, mlp_only_layers=[2]) == (0, 1, 2, 3, 4)
+    odd = read(tmp_path, config | {"mlp_only_layers": [0], "intermediate_size": 99})
+    with pytest.raises(UnsupportedError, match="^tp: 2 ranks do not divide intermediate_size = 99"):
+        odd.check_tp(2)
 
 
 def test_a_shared_expert(checkpoint, tmp_path):
@@ -348,8 +408,6 @@ def test_a_shared_expert(checkpoint, tmp_path):
     assert read(tmp_path, config | {"qkv_bias": True, "mlp_only_layers": None, "decoder_sparse_step": 1}) == arch
     for change, named in (
         ({"qkv_bias": False}, "qkv_bias: False is not True"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers: "),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step: "),
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: 0"),
     ):
         with pytest.raises((InputError, UnsupportedError), match=f"^{named}"):

@@ -17,6 +17,8 @@ from tests.megatron.test_recompute import RECOMPUTED
 from tests.vllm import moe
 
 SIZES = dict(intermediate=128, experts=8, top_k=2)
+DENSE = dict(layers=3, dense_layers=(1,), dense_intermediate=192)
+"""A layer without experts between two mixtures."""
 LAYOUTS = {
     "two data-parallel ranks, experts on each": (dict(ep=2), False),
     "tensor parallel, experts cut": (dict(tp=2), False),
@@ -73,8 +75,9 @@ def test_every_way_gives_the_same_bits(dtype, mixture, rows, alone, two):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_shared_expert_that_has_a_gate(dtype, mixture, rows, world, two):
-    """Qwen2-MoE, which vLLM's engine is compared with too: what its ops give on whole weights, in every layout."""
-    path = mixture(dtype, "qwen2_moe")
+    """Qwen2-MoE, which vLLM's engine is compared with too, with a layer without experts: what its ops give on whole weights,
+    in every layout."""
+    path = mixture(dtype, "qwen2_moe", **DENSE)
     expected, _ = mixtures.every_way(None, path, dtype, rows, {})
     composed = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
     for way in ("one", "padded", "packed", "loss call"):
@@ -131,9 +134,9 @@ def relative_error(gradient, wanted):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_one_step_agrees_with_float64(dtype, arch, mixture, rows, world, two):
     """The reference has the experts that were chosen; its own choice differs where two experts are as good."""
-    path = mixture(dtype, arch)
+    path = mixture(dtype, arch, **(DENSE if arch == "qwen2_moe" else {}))
     arch = read_architecture(path)
-    width = arch.top_k * arch.intermediate + arch.shared_intermediate
+    width = max(arch.top_k * arch.intermediate + arch.shared_intermediate, arch.dense_intermediate)
     most = bound(dataclasses.replace(arch, intermediate=width), dtype)
     grads, chosen = mixtures.step(None, path, dtype, rows, {})
     again, _ = mixtures.step(None, path, dtype, rows, {})
@@ -284,11 +287,17 @@ def test_context_and_pipeline_parallelism(mixture, rows, alone, two):
     said, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
     got = torch.cat([logp for _, logp in said])
     assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
+    # A stage without experts, and one of experts alone.
+    path = mixture(dense_layers=(0,), dense_intermediate=192)
+    expected = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
+    said, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
+    got = torch.cat([logp for _, logp in said])
+    assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
 
 
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
 def test_weights_over_ranks(arch, mixture, two):
-    path = mixture(arch=arch)
+    path = mixture(arch=arch, **(DENSE if arch == "qwen2_moe" else {}))
     held = Checkpoint(path)
     for how in (dict(ep=2), dict(tp=2), dict(tp=2, ep=2, etp=1)):
         for weights in two.run(2, mixtures.whole_weights, path, torch.bfloat16, how):
@@ -300,7 +309,7 @@ def test_weights_over_ranks(arch, mixture, two):
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
 def test_distributed_checkpoints(arch, mixture, two, tmp_path):
     """Saved by expert-parallel ranks, loaded by tensor-parallel ones, and the other way round."""
-    path = mixture(arch=arch)
+    path = mixture(arch=arch, **(DENSE if arch == "qwen2_moe" else {}))
     held = Checkpoint(path)
     for i, (before, after) in enumerate([(dict(ep=2), dict(tp=2)), (dict(tp=2), dict(ep=2))]):
         folder = tmp_path / str(i)

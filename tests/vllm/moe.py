@@ -44,6 +44,10 @@ def logprobs(path, prompt, tokens, device="cpu"):
 
 
 def mixture(x, arch, weights):
+    """Or an MLP, in a layer without experts."""
+    if "mlp.down_proj.weight" in weights:
+        gate, up, down = (weights[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return ops.row_parallel_linear(ops.silu_mul(ops.linear(x, gate), ops.linear(x, up)), down)
     if arch.family == "mixtral":
         before, names = "block_sparse_moe.", ("w1", "w3", "w2")
     else:
