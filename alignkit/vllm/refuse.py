@@ -82,7 +82,7 @@ def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))
     if known is None or rope.keys() - {"type", "rope_theta", "partial_rotary_factor", *known}:
         reasons.append(f"rope scaling ({hf.rope_parameters})")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and ARCHITECTURES[architectures[0]].rotary_factor is None:
         reasons.append("rotary embedding of a part of the head")
     layer_types = set(getattr(hf, "layer_types", None) or ())
     if sliding_window is not None or layer_types - {"full_attention"}:

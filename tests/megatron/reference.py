@@ -23,7 +23,7 @@ def entropy(arch, w, tokens, temperature):
 
 def frequencies(arch):
     """Of the rotary embedding, float64 [head_dim / 2]: by torch, from the papers' definitions."""
-    d, scaling = arch.head_dim, arch.rope_scaling
+    d, scaling = arch.rotary_dim, arch.rope_scaling
     f = 1 / arch.rope_base ** (torch.arange(0, d, 2).double() / d)
     if isinstance(scaling, Llama3):
         turns = scaling.original_max_position * f / (2 * torch.pi)
@@ -52,8 +52,8 @@ def logits(arch, w, tokens, chosen=None):
         return x / (x.pow(2).mean(-1, keepdim=True) + arch.norm_eps).sqrt() * weight
 
     def turn(x):
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        a, b = x[..., : arch.rotary_dim].chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., arch.rotary_dim :]], -1)
 
     def mixture(y, project, gate, chosen, layer):
         scores = y @ gate.T
@@ -61,18 +61,20 @@ def logits(arch, w, tokens, chosen=None):
             mine = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(arch.top_k).indices, True)
         else:
             mine = chosen[sum(arch.has_experts(i) for i in range(layer))]
-        share = scores.softmax(-1) * mine
+        share = (scores.softmax(-1) if arch.score == "softmax" else scores.sigmoid()) * mine
         if arch.normalize_top_k:
             share = share / share.sum(-1, keepdim=True)
+        share = share * arch.routed_scale
         out = 0
         for e in range(arch.experts):
             gate, up = (project(y, f"experts.{e}.{name}") for name in ("gate", "up"))
             out = out + share[:, e, None] * project(gate * gate.sigmoid() * up, f"experts.{e}.down")
         if not arch.shared_intermediate:
             return out
-        gate, up = (project(y, f"shared_expert.{name}") for name in ("gate", "up"))
-        share = (y @ w[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].T).sigmoid()
-        return out + share * project(gate * gate.sigmoid() * up, "shared_expert.down")
+        shared = "shared_expert" if arch.shared_gate else "shared_experts"
+        gate, up = (project(y, f"{shared}.{name}") for name in ("gate", "up"))
+        share = (y @ w[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].T).sigmoid() if arch.shared_gate else 1
+        return out + share * project(gate * gate.sigmoid() * up, f"{shared}.down")
 
     for i in range(arch.layers):
         p = f"model.layers.{i}."

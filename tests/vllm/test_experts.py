@@ -180,6 +180,25 @@ def changed_shared(state):
     return seen, statuses(state)[0]["patched"]
 
 
+def changed_choice(state):
+    """The same of what chooses experts by sigmoid scores, and of rotary embeddings."""
+    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    layer = model.model.layers[1]
+    experts = layer.mlp.experts.routed_experts
+    seen = []
+    for owner, name, value in (
+        (experts, "scoring_func", "softmax"),
+        (experts, "e_score_correction_bias", None),
+        (experts, "topk_group", 1),
+        (layer.mlp.experts, "routed_scaling_factor", 1.0),
+        (layer.self_attn.rotary_emb, "rotary_dim", 32),
+    ):
+        put_back = setting(owner, name, value)
+        seen.append(statuses(state)[0].get("replaced", ""))
+        put_back()
+    return seen, statuses(state)[0]["patched"]
+
+
 def configure(state, model, options):
     from vllm.engine.arg_utils import EngineArgs
 
@@ -259,8 +278,18 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
         ("qwen3_moe", "float32", True, {"dense_layers": (1,)}),
         ("qwen2_moe", "bfloat16", False, {"dense_layers": (0,)}),
         ("qwen2_moe", "bfloat16", True, {"dense_layers": (0,)}),
+        ("glm4_moe", "bfloat16", False, {"options": ("attention_bias",)}),
+        ("glm4_moe", "float32", True, {}),
     ],
-    ids=["bfloat16-tp2", "bfloat16-ep2", "dense-float32-ep2", "shared-dense-bfloat16-tp2", "shared-dense-bfloat16-ep2"],
+    ids=[
+        "bfloat16-tp2",
+        "bfloat16-ep2",
+        "dense-float32-ep2",
+        "shared-dense-bfloat16-tp2",
+        "shared-dense-bfloat16-ep2",
+        "glm-bfloat16-tp2",
+        "glm-float32-ep2",
+    ],
 )
 def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_parallel, sizes):
     """Each rank has half of every expert, or half of the experts, and half of a shared one, and of a layer without
@@ -324,6 +353,28 @@ def test_a_stock_engine_differs(vllm_process, small, prompts, arch):
 def test_other_mixtures(spare, small, prompts, arch, sizes):
     spare(start, path := small(arch, **sizes), {"dtype": "bfloat16"})
     assert_composed(spare(generate, prompts), path, prompts)
+
+
+def test_sigmoid_scores(spare, small, prompts):
+    """And a bias, groups, a factor, a quarter of each head rotated; with weights updated in place, the bias too, and not when
+    a part of it is replaced."""
+    sizes = {"groups": 4, "top_groups": 2, "rotary_factor": 0.25, "layers": 3}
+    spare(start, path := small("glm4_moe", **sizes), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
+    sampled = spare(generate, prompts)
+    assert_composed(sampled, path, prompts)
+    assert_same(spare(one_by_one, prompts), sampled)
+    spare(load_in_place, other := small("glm4_moe", **sizes, seed=1))
+    assert_composed(spare(generate, prompts[1:2]), other, prompts[1:2])
+    seen, patched = spare(changed_choice)
+    wanted = (
+        "scores of experts",
+        "a bias of the choice",
+        "n_group / topk_group",
+        "routed_scaling_factor",
+        "partial_rotary_factor",
+    )
+    assert [name in said for name, said in zip(wanted, seen, strict=True)] == [True] * len(wanted), seen
+    assert patched
 
 
 def test_a_shared_expert(spare, small, prompts):
