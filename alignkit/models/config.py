@@ -252,6 +252,11 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         mtp_layers=_count(config, family.mtp) if family.mtp else 0,
     )
     _check_choice(arch, family)
+    if isinstance(rope_scaling, Yarn) and rotary_factor != 1:
+        raise UnsupportedError(
+            f"partial_rotary_factor: {rotary_factor} is not supported with YaRN, whose frequencies are of whole heads in "
+            "Megatron-core"
+        )
     if arch.rotary_dim % 2 or not arch.rotary_dim:
         raise InputError(f"partial_rotary_factor: {rotary_factor} of a head of {arch.head_dim} is no even number")
     if arch.top_k > arch.experts:
