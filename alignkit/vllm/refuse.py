@@ -18,7 +18,7 @@ from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.models.config import ROPE_TYPES
 from alignkit.vllm.built import architecture
 from alignkit.vllm.policy import PARTS, Asked
-from alignkit.vllm.versions import installed
+from alignkit.vllm.versions import Version, installed
 
 STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExperts")).union(
     *(f.structure for f in FAMILIES.values())
@@ -50,7 +50,7 @@ def refuse_config(config) -> None:
         }.items()
         if present
     ]
-    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window) or _reading_reasons(
+    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window, asked.version) or _reading_reasons(
         model, config.parallel_config
     )
     if reasons:
@@ -72,11 +72,13 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
-def _model_reasons(hf, sliding_window: int | None) -> list[str]:
+def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str]:
     architectures = tuple(hf.architectures or ())
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         moe = "mixture of experts, " if _COUNTS & vars(hf).keys() else ""
         return [f"model architecture {', '.join(architectures)} ({moe}supported: {', '.join(ARCHITECTURES)})"]
+    if architectures[0] in version.without:
+        return [f"{architectures[0]} in this version of vLLM ({version.without[architectures[0]]})"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))
