@@ -66,7 +66,7 @@ def make_checkpoint(
     experts, top_k, normalize_top_k, shared_intermediate: of a family with experts, as in `Architecture`; None: as in the
         published models.
     dense_layers, dense_intermediate: layers, from 0 on, that have an MLP in place of experts, and how wide it is; None: the
-        first, in a family whose first ones have, else none.
+        first of several, in a family whose first ones have, else none.
     groups, top_groups, routed_scale, options, rotary_factor, mtp_layers: as in `Architecture`, of a family that has them;
         None: all options, the family's factor. No weights are made for multi-token prediction.
     weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
@@ -88,10 +88,13 @@ def make_checkpoint(
         raise InputError(f"top_k: {top_k}, of {experts} experts")
     if family.experts and family.experts.normalize is None and normalize_top_k is False:
         raise InputError(f"normalize_top_k: False, and {arch} always normalizes")
+    of_first = family.experts is not None and family.experts.dense == "first"
     if dense_layers is None:
-        dense_layers = (0,) if family.experts and family.experts.dense == "first" else ()
+        dense_layers = (0,) if of_first and layers > 1 else ()
     if dense_layers and not (family.experts and family.experts.dense):
         raise InputError(f"dense_layers: {arch} has layers of one kind")
+    if of_first and sorted(dense_layers) != list(range(len(dense_layers))):
+        raise InputError(f"dense_layers: {arch} has none but the first ones, not {sorted(dense_layers)}")
     unknown = set(options or ()) - {field for field, _ in family.optional}
     if unknown:
         raise InputError(f"options: {arch} has no {', '.join(sorted(unknown))}")
@@ -134,9 +137,7 @@ def make_checkpoint(
         if dense_layers:
             config |= {"intermediate_size": dense_intermediate}
             config |= {"mlp_only_layers": sorted(dense_layers)} if family.experts.dense == "steps" else {}
-        if family.experts.dense == "first":
-            if sorted(dense_layers) != list(range(len(dense_layers))):
-                raise InputError(f"dense_layers: {arch} has none but the first ones, not {sorted(dense_layers)}")
+        if of_first:
             config["first_k_dense_replace"] = len(dense_layers)
         if family.experts.groups:
             config |= dict(zip(family.experts.groups, (groups, top_groups), strict=True))
