@@ -48,7 +48,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE, Qwen2-MoE or Mixtral model.  [default: a "
+    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE, Qwen2-MoE, Mixtral or GLM-4.5 model.  [default: a "
     "random-weight one is made]",
 )
 @click.option(

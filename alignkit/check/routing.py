@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from .. import ops
 from ..dist import TP
 from ..drift import Logprobs
 from ..errors import InputError, UnsupportedError
+from ..ops.moe_router.reference import sigmoid
 
 
 def file_of(logprobs: Path | str) -> Path:
@@ -65,14 +67,17 @@ class Recording:
 
 class _Routers:
     def __init__(self, runner: Any):
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
         self._runner = runner
         model = runner.get_model()
         gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-        if len(gates) != len(model.model.layers):
-            raise UnsupportedError(f"{len(gates)} routers in {len(model.model.layers)} layers")
+        mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
+        if len(gates) != len(mixtures):
+            raise UnsupportedError(f"{len(gates)} routers of {len(mixtures)} mixtures")
         model.register_forward_pre_hook(self._step, with_kwargs=True)
-        for i, gate in enumerate(gates):
-            gate.register_forward_hook(self._gate(i))
+        for i, (gate, mixture) in enumerate(zip(gates, mixtures, strict=True)):
+            gate.register_forward_hook(self._gate(i, mixture.routed_experts))
         self._layers = len(gates)
 
     def begin(self, prompts: list[list[int]], longest: int) -> None:
@@ -89,9 +94,9 @@ class _Routers:
     def _step(self, _, args, kwargs) -> None:
         self._rows = torch.from_numpy(rows_of_step(self._runner, args, kwargs, self._first)[0])
 
-    def _gate(self, layer: int):
+    def _gate(self, layer: int, experts: Any):
         def hook(_, inputs, output) -> None:
-            logits = output[0] if isinstance(output, tuple) else output
+            logits = _decisive(output[0] if isinstance(output, tuple) else output, experts)
             if self._logits is None:
                 shape = len(self._first) * self._longest, self._layers, logits.shape[-1]
                 self._logits = torch.full(shape, torch.nan)
@@ -99,6 +104,20 @@ class _Routers:
             self._logits[self._rows[wanted], layer] = logits.float().cpu()[wanted]
 
         return hook
+
+
+def _decisive(logits: torch.Tensor, experts: Any) -> torch.Tensor:
+    """What vLLM's `experts` are chosen by: the logits, or sigmoids and a bias; in groups that are left out, -inf."""
+    if experts.scoring_func == "softmax":
+        return logits
+    logits, bias = logits.float(), experts.e_score_correction_bias
+    values = sigmoid(logits) if bias is None else sigmoid(logits) + bias
+    groups, best = experts.num_expert_group, experts.topk_group
+    if not experts.use_grouped_topk or groups == 1:
+        return values
+    of_best = logits.shape[-1] // groups * best
+    _, ids = ops.moe_router(logits, of_best, score="sigmoid", bias=bias, groups=groups, top_groups=best)
+    return torch.full_like(values, -torch.inf).scatter(-1, ids, values.gather(-1, ids))
 
 
 @dataclass(frozen=True)
@@ -156,7 +175,7 @@ def _chosen_by(seen: list[torch.Tensor]):
 def rerouted(rollout: Path, training: Path) -> tuple[int, int]:
     """How many rows went to another expert in some layer, and of how many both are known.
 
-    A row did if a chosen expert's logit in the rollout is less than that of one that was not chosen: which of equal logits
+    A row did if a chosen expert's logit, or whatever the choice goes by, in the rollout is less than that of one that was not chosen: which of equal logits
     vLLM takes is not seen, so any of them counts as its choice."""
     logits, chosen = load_file(rollout)["logits"], load_file(training)["chosen"].bool()
     if logits.shape != chosen.shape:

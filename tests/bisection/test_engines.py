@@ -186,6 +186,13 @@ def test_what_is_not_recorded_of_a_mixture(a, options, said, model, tmp_path):
             bisect.bisect(bisect.Options(a, "stock-megatron", tmp_path / "out", **given, **options))
 
 
+@pytest.mark.parametrize("arch, more", [("qwen3_moe", {"dense_layers": (0,)}), ("glm4_moe", {})])
+def test_mixtures_that_are_not_recorded(arch, more, tmp_path):
+    path = make_checkpoint(tmp_path / "model", arch, **SIZES, **more)
+    with pytest.raises(UnsupportedError, match=f"^model: {arch} with such layers or routers"):
+        bisect.bisect(bisect.Options("stock-vllm", "stock-megatron", tmp_path / "out", model=path))
+
+
 def test_keys_and_values_of_old_weights_are_found_in_the_attention_that_reads_them(model, tmp_path):
     """Tokens that are found in the prefix cache are not computed again; those after them, in their blocks' company, are."""
     at = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stale-cache", engine="vllm", patched=True)

@@ -225,7 +225,7 @@ def swap(model, op: str) -> None:
     if op == "rope" and exchanged:
         base, scaling = supported.check_rotary(model)
         modules.rotations[model.rotary_pos_emb] = modules.Rotations(
-            base, model.config.kv_channels, next(model.parameters()).device, scaling
+            base, supported.rotary_dim(model), next(model.parameters()).device, scaling
         )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not exchanged:

@@ -282,6 +282,9 @@ def _model_of(options: Options, sides: list[Side]) -> Architecture | None:
     return arch
 
 
+_RECORDED = "of mixtures, those with experts in all layers, chosen by softmax, are"
+
+
 def _check_sides(options: Options, sides: list[Side], arch: Architecture) -> None:
     """Whether the engines can be started on such a model."""
     for side in sides:
@@ -289,6 +292,8 @@ def _check_sides(options: Options, sides: list[Side], arch: Architecture) -> Non
             arch.check_tp(side.tp)
         if arch.experts and side.engine == "hf":
             raise UnsupportedError(f"{side.name}: a mixture of experts ({arch.family}) is not recorded there")
+    if arch.dense_layers or arch.score != "softmax":
+        raise UnsupportedError(f"model: {arch.family} with such layers or routers is not recorded: {_RECORDED}")
     if arch.experts and options.swap is not None:
         raise UnsupportedError(f"swap: of a mixture of experts ({arch.family}) no op is exchanged")
 
