@@ -210,7 +210,7 @@ def gpt_model(
             **rotary_arguments(arch),
         )
     model = model.to(torch.cuda.current_device(), dtype)  # norms are created in fp32
-    names = {name: whole_name(model, name) for name, _ in _tensors(model)}
+    names = {name: whole_name(model, name) for name, _ in _tensors(model, arch)}
     model.load_state_dict({name: weights[whole] for name, whole in names.items() if whole in weights}, strict=False)
     missing = set(names.values()) - set(weights)
     if config.pipeline_model_parallel_size == 1:
@@ -268,12 +268,14 @@ def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch
     A collective of the model's tensor-parallel group, and of those that share experts: every rank must run it to its end,
     and every rank gets every tensor.
     """
-    return whole(model, arch, {name: tensor.detach() for name, tensor in _tensors(model)})
+    return whole(model, arch, {name: tensor.detach() for name, tensor in _tensors(model, arch)})
 
 
-def _tensors(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters, and the biases of the choice of experts, which are buffers."""
+def _tensors(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, and the biases of the choice of experts where the checkpoint has them, which are buffers."""
     yield from model.named_parameters()
+    if not arch.choice_bias:
+        return
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(CHOICE_BIAS))
 
 

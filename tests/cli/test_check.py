@@ -325,15 +325,16 @@ def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
 
 
 def test_bisect_is_offered_for_what_it_takes(tmp_path):
-    """Not of another layer spec, stages or parts of sequences, nor with experts."""
+    """Not of another layer spec, stages or parts of sequences; of mixtures too."""
     report = type("Report", (), {"all_equal": False})
     of = {
         t: run.Compared(plan.Row("bfloat16", "batch", t, True), report, None, None) for t in ("tp1-te-one", "tp2-one")
     }
-    options, dense = run.Options(out=tmp_path), {"model": {"experts": 0}}
-    assert run.bisect_command(options, run.Result([of["tp1-te-one"]], dense)) is None
-    assert "aligned-megatron:tp=2,mode=one" in run.bisect_command(options, run.Result(list(of.values()), dense))
-    assert run.bisect_command(options, run.Result(list(of.values()), {"model": {"experts": 8}})) is None
+    options = run.Options(out=tmp_path)
+    for experts in (0, 8):
+        info = {"model": {"experts": experts}}
+        assert run.bisect_command(options, run.Result([of["tp1-te-one"]], info)) is None
+        assert "aligned-megatron:tp=2,mode=one" in run.bisect_command(options, run.Result(list(of.values()), info))
 
 
 def test_commit_by_the_environment(monkeypatch):

@@ -247,8 +247,8 @@ def test_graphs_of_a_mixture_of_experts(process):
         ),
         (
             "qwen3",
-            "Glm4MoeForCausalLM .mixture of experts",
-            {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 8},
+            "Dots1ForCausalLM .mixture of experts",
+            {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "n_routed_experts": 8},
         ),
         ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", "attention_factor", {"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}),
