@@ -104,9 +104,10 @@ def draw(seed: int, index: int) -> Draw:
     if d.leaves and s.chance(0.08):
         _wrong_backward(d, s)
     elif p.schema and s.chance(0.08) and not set(d.forward) & set(modes.FORWARD):
-        d.leaves = [n for n, t in p.tensors().items() if t.leaf]  # it has no gradients
-        d.worst(REFUSE)
-        d.names |= {p.op, "backward", "gradient"}
+        d.leaves = [n for n, t in p.tensors().items() if t.leaf and not _of_inference(d.args[n])]
+        if d.leaves:  # it has no gradients
+            d.worst(REFUSE)
+            d.names |= {p.op, "backward", "gradient"}
     d.names |= {"device"} | ({"table"} if p.op == "rope" else set())
     for n in d.leaves:
         for args in (d.args, d.twin):
@@ -126,6 +127,10 @@ def _second(p: Problem, leaves: list[str]) -> bool:
 
 def _fresh(p: Problem) -> dict[str, Any]:
     return {n: a.value.clone() if isinstance(a.value, torch.Tensor) else a.value for n, a in p.given.items()}
+
+
+def _of_inference(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_inference()
 
 
 def _leaf(t: Any) -> Any:
@@ -531,7 +536,9 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
 
 
 def _wrong_shape(d: Draw, s: Source) -> None:
-    """A tensor of another shape."""
+    """A tensor of another shape; two of them might go together."""
+    if any(": shape " in what for what in d.what):
+        return
     fit = {
         n: t
         for n, t in d.problem.tensors().items()

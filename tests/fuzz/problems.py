@@ -347,7 +347,7 @@ def _apart(matrices):
     """A sequence of tensors, if it can be."""
     if type(matrices) is torch.Tensor and matrices.layout == torch.strided and matrices.ndim == 3 and len(matrices):
         with contextlib.suppress(RuntimeError):  # of what has no memory torch makes no views
-            return [*matrices.unbind()]
+            return [matrices[i] for i in range(len(matrices))]  # torch's gradient of `unbind` follows autocast
     return matrices
 
 
