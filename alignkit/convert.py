@@ -239,6 +239,4 @@ def _ignored(arch: Architecture, name: str) -> bool:
     """Tensors some checkpoints carry beside the weights: rotary tables, a copy of a tied head, and layers for multi-token
     prediction."""
     further = tuple(f"model.layers.{arch.layers + i}." for i in range(arch.mtp_layers))
-    if name.startswith(further) and further:
-        return True
-    return name.endswith("rotary_emb.inv_freq") or (arch.tied and name == "lm_head.weight")
+    return name.startswith(further) or name.endswith("rotary_emb.inv_freq") or (arch.tied and name == "lm_head.weight")

@@ -63,7 +63,7 @@ NEEDS = re.compile(rf"needs? (\d+|{'|'.join(NUMBERS)}) GPUs?\b")
 NOT_BUILT = "not built"
 """In the reason of a skip: how many GPUs there should be, and that the CUDA kernels are missing, which `make` builds.
 Other reasons are of tests that are not for GPUs, or of peers that are not installed."""
-RESULT = re.compile(r"\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b|\[gw\d+\].* (PASSED|FAILED|SKIPPED|ERROR)\b")
+RESULT = re.compile(r"(\S+::|\[gw\d+\]).* (PASSED|FAILED|SKIPPED|ERROR)\b")
 """Of a test, as pytest says it, alone or with several processes."""
 
 

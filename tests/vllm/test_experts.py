@@ -3,6 +3,7 @@
 import json
 import operator
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -355,16 +356,21 @@ def test_other_mixtures(spare, small, prompts, arch, sizes):
     assert_composed(spare(generate, prompts), path, prompts)
 
 
+def assert_served_and_updated(process, made, prompts):
+    """In a batch and alone, and with other weights in place; made: a checkpoint, of a seed."""
+    process(start, path := made(), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
+    sampled = process(generate, prompts)
+    assert_composed(sampled, path, prompts)
+    assert_same(process(one_by_one, prompts), sampled)
+    process(load_in_place, other := made(seed=1))
+    assert_composed(process(generate, prompts[1:2]), other, prompts[1:2])
+
+
 def test_sigmoid_scores(spare, small, prompts):
     """And a bias, groups, a factor, a quarter of each head rotated; with weights updated in place, the bias too, and not when
     a part of it is replaced."""
     sizes = {"groups": 4, "top_groups": 2, "rotary_factor": 0.25, "layers": 3}
-    spare(start, path := small("glm4_moe", **sizes), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
-    sampled = spare(generate, prompts)
-    assert_composed(sampled, path, prompts)
-    assert_same(spare(one_by_one, prompts), sampled)
-    spare(load_in_place, other := small("glm4_moe", **sizes, seed=1))
-    assert_composed(spare(generate, prompts[1:2]), other, prompts[1:2])
+    assert_served_and_updated(spare, partial(small, "glm4_moe", **sizes), prompts)
     seen, patched = spare(changed_choice)
     wanted = (
         "scores of experts",
@@ -379,13 +385,7 @@ def test_sigmoid_scores(spare, small, prompts):
 
 def test_a_shared_expert(spare, small, prompts):
     """Alone too, after a layer without experts, with weights updated in place, and not when a part of it is replaced."""
-    sizes = {"experts": 6, "dense_layers": (0,)}
-    spare(start, path := small("qwen2_moe", **sizes), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
-    sampled = spare(generate, prompts)
-    assert_composed(sampled, path, prompts)
-    assert_same(spare(one_by_one, prompts), sampled)
-    spare(load_in_place, other := small("qwen2_moe", **sizes, seed=1))
-    assert_composed(spare(generate, prompts[1:2]), other, prompts[1:2])
+    assert_served_and_updated(spare, partial(small, "qwen2_moe", experts=6, dense_layers=(0,)), prompts)
     seen, patched = spare(changed_shared)
     wanted = ("a shared expert", "a gate of the shared expert", "forward is replaced", "reduce_results=False")
     assert [name in said for name, said in zip(wanted, seen, strict=True)] == [True] * len(wanted), seen

@@ -16,6 +16,7 @@ import torch
 from alignkit.check.routing import rows_of_step
 from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
+from alignkit.models import FAMILIES
 from alignkit.runtime.families import on_host
 from alignkit.vllm.versions import installed, resolve
 
@@ -91,12 +92,12 @@ class _Hooks:
             _norm(
                 layer.post_attention_layernorm, self.recorder, f"layers.{i}.post_norm", f"layers.{i}.attention_residual"
             )
+            mlp = getattr(layer, FAMILIES[arch.family].mlp)
             if arch.experts:
-                mixture = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-                mixture.gate.register_forward_hook(_choice(self.recorder, f"layers.{i}.{ROUTER_CHOICE}", arch.top_k))
-                _after(mixture, self.recorder, f"layers.{i}.experts")
+                mlp.gate.register_forward_hook(_choice(self.recorder, f"layers.{i}.{ROUTER_CHOICE}", arch.top_k))
+                _after(mlp, self.recorder, f"layers.{i}.experts")
                 continue
-            mlp, width = layer.mlp, arch.intermediate // job["tp"]
+            width = arch.intermediate // job["tp"]
             mlp.gate_up_proj.register_forward_hook(
                 _split(self.recorder, [f"layers.{i}.gate", f"layers.{i}.up"], [width, width])
             )
