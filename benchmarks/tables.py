@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from statistics import geometric_mean, median
 
@@ -82,12 +82,23 @@ def check(rows: list[dict], run: dict) -> str:
     return "\n".join([_made_on([run]), "", *lines])
 
 
-def by_commit(results: dict) -> list[dict]:
-    """The results of each commit and contract by themselves, newest first."""
+def _commit(run: dict) -> tuple:
+    return run.get("commit"), run.get("contract")
+
+
+def _measured(run: dict) -> str:
+    """What of a run of where_drift.py says which values its rows have, whichever commit has measured them."""
+    model = {k: run["model"].get(k) for k in ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")}
+    settings = (run.get(k) for k in ("contract", "versions", "gpus", "lengths", "dtype", "sample", "seed"))
+    return json.dumps([model, *settings], sort_keys=True)
+
+
+def by_run(results: dict, same: Callable[[dict], Hashable] = _commit) -> list[dict]:
+    """The results of runs that are the `same`, by their commit and contract unless told, by themselves, newest first."""
     runs = results["meta"]["runs"] if "meta" in results else results["runs"]
-    found: dict[tuple, list[str]] = {}
+    found: dict[Hashable, list[str]] = {}
     for name in sorted(runs, key=lambda name: (runs[name]["date"], name), reverse=True):
-        found.setdefault((runs[name].get("commit"), runs[name].get("contract")), []).append(name)
+        found.setdefault(same(runs[name]), []).append(name)
     return [
         {"runs": {name: runs[name] for name in names}, "rows": [r for r in results["rows"] if r["run"] in names]}
         for names in found.values()
@@ -631,7 +642,7 @@ def cost_plot(results: dict, path: Path) -> None:
     }
     units = ("output tokens/s", "prompt tokens/s", "tokens/s")
     rows = [r for r in results["rows"] if r["ratio_to_stock"] is not None and r["unit"] in units]
-    panels = [part for part in by_commit(results | {"rows": rows}) if part["rows"]]
+    panels = [part for part in by_run(results | {"rows": rows}) if part["rows"]]
     shown = [e for e in ENGINES if any(r["engine"] == e for r in rows)]
     counts = [len({(r["what"], r["case"]) for r in part["rows"]}) for part in panels]
     figure, axes = _figure(len(panels), 1, (9.5, 0.9 * len(panels) + 0.8 * sum(counts)), heights=counts)
@@ -787,7 +798,8 @@ def tables() -> dict[str, str]:
     for name, write in writers.items():
         results = _read(f"h200/{FILES.get(name, name)}.json")
         if results:
-            apart = [(_made_on(part["runs"].values()), write(part)) for part in by_commit(results)]
+            parts = by_run(results, _measured if name == "where_drift" else _commit)
+            apart = [(_made_on(part["runs"].values()), write(part)) for part in parts]
             made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
     if results := _read("versions.json"):
         made["versions"] = versions(results)

@@ -1007,10 +1007,10 @@ def test_a_table_a_commit(tables, monkeypatch):
         "2030-01-03T10": INFO | {"commit": "c" * 40, "date": "2030-01-03"},
     }
     rows = [row(run=run, rollout=rollout) for run, rollout in zip(runs, ("batch", "eager", "one"), strict=False)]
-    parts = tables.by_commit({"runs": runs, "rows": rows})
+    parts = tables.by_run({"runs": runs, "rows": rows})
     assert [[r["rollout"] for r in part["rows"]] for part in parts] == [[], ["eager", "one"], ["batch"]]
     assert [[r["commit"][0] for r in part["runs"].values()] for part in parts] == [["c"], ["b", "b"], ["a"]]
-    again = tables.by_commit({"meta": {"runs": runs | {"x": INFO | {"contract": "2"}}}, "rows": rows})
+    again = tables.by_run({"meta": {"runs": runs | {"x": INFO | {"contract": "2"}}}, "rows": rows})
     assert len(again) == 4  # a contract of its own is a table of its own
 
     results = {"runs": {k: runs[k] for k in list(runs)[:3]}, "rows": rows}
@@ -1018,6 +1018,20 @@ def test_a_table_a_commit(tables, monkeypatch):
     newer, both, older, batch = tables.tables()["e2e-h200"].split("\n\n")
     assert "commit bbbbbbb; 2030-01-02)" in newer and "commit aaaaaaa; 2030-01-01)" in older
     assert "one request" in both and "eager" in both and "| batch |" not in both and "| batch |" in batch
+
+
+def test_what_a_second_commit_adds_to_where_drift_comes_from(tables, monkeypatch):
+    """One table of the ops that two commits measured alike; not of another model or contract."""
+    runs = {str(i): INFO | {"commit": c * 40, "contract": "1", "model": {"layers": 8}} for i, c in enumerate("ab")}
+    rows = [drift_row("exchanged", "rope") | {"run": "0"}, drift_row("alone", "rope") | {"run": "1"}]
+    monkeypatch.setattr(
+        tables, "_read", lambda name: {"runs": runs, "rows": rows} if name == "h200/where_drift.json" else None
+    )
+    made = tables.tables()["where_drift-h200"]
+    assert made.count("| rope |") == 1 and "commit bbbbbbb, commit aaaaaaa" in made
+    for other in ({"contract": "2"}, {"model": {"layers": 9}}):
+        runs["1"] |= other
+        assert tables.tables()["where_drift-h200"].count("| rope |") == 2
 
 
 def test_mixtures_in_the_table(tables, tmp_path):
