@@ -25,7 +25,7 @@ from .._common import (
     require,
     rounded,
 )
-from .problem import Grouped, Matrices, Pairs
+from .problem import Grouped, Matrices, Pairs, Rows
 
 
 class Ranks(NamedTuple):
@@ -116,7 +116,8 @@ def _combine(y, pairs: Pairs, ids, weights, ranks: Ranks, dtype: torch.dtype) ->
     here = dtype if ranks.ep.size == 1 else torch.float32
     out = torch.empty(len(ids), y.shape[1], dtype=here, device=y.device)
     if out.numel():
-        dispatch.select("moe_rows", y.device).combine(y, pairs.place, ids, weights, ranks.experts, out)
+        p = Rows(dispatch.name(y.device), operand(y), operand(out), ids.shape[1])  # pyright: ignore[reportArgumentType]
+        dispatch.choose("moe_combine", p).load().combine(y, pairs.place, ids, weights, ranks.experts, out)
     return rounded(ranks.sum_over_experts(out), dtype).contiguous()
 
 
@@ -190,7 +191,7 @@ class _Experts(torch.autograd.Function):
         dout, a = _all_rows(dout, ranks), _activation(h)
         g = _product(dout, pairs.row, down.t(), pairs, torch.float32, SINGLE)
         w = _all_rows(weights, ranks).view(-1)[pairs.choice]
-        dw, da, weighed = dispatch.select("moe_rows", a.device).weigh(g, a, w)
+        dw, da, weighed = dispatch.select("moe_weigh", a.device).weigh(g, a, w)
         dx = d_weights = d_gate_up = d_down = None
         if of_weights:
             whole = torch.zeros(all_ids.shape, dtype=torch.float32, device=dw.device)
