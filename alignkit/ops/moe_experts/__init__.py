@@ -121,10 +121,6 @@ def _combine(y, pairs: Pairs, ids, weights, ranks: Ranks, dtype: torch.dtype) ->
     return rounded(ranks.sum_over_experts(out), dtype).contiguous()
 
 
-def _activation(h: torch.Tensor) -> torch.Tensor:
-    return dispatch.select("silu_mul", h.device).forward(*h.chunk(2, dim=1))
-
-
 def _cut(items: Sequence, stacked: tuple[bool, bool]) -> tuple[Sequence, Sequence]:
     """Those of gate_up and those of down, of what autograd has as one list."""
     first = 1 if stacked[0] else len(items) - 1 if stacked[1] else len(items) // 2
@@ -188,18 +184,16 @@ class _Experts(torch.autograd.Function):
         all_ids = _all_rows(ids, ranks)
         h = h.contiguous()  # a hook on saved tensors may have laid it out anew
         pairs = _pairs(all_ids, ranks, len(gate_up)).cut(len(h))
-        dout, a = _all_rows(dout, ranks), _activation(h)
+        dout = _all_rows(dout, ranks)
         g = _product(dout, pairs.row, down.t(), pairs, torch.float32, SINGLE)
         w = _all_rows(weights, ranks).view(-1)[pairs.choice]
-        dw, da, weighed = dispatch.select("moe_weigh", a.device).weigh(g, a, w)
+        dw, d, weighed = dispatch.select("moe_weigh", h.device).weigh(g, h, w)
         dx = d_weights = d_gate_up = d_down = None
         if of_weights:
             whole = torch.zeros(all_ids.shape, dtype=torch.float32, device=dw.device)
             whole.view(-1)[pairs.choice] = ranks.tp.tree_sum(dw)
             whole.masked_fill_(pairs.place < 0, 0.0)
             d_weights = ranks.sum_over_experts(whole).reshape(weights.shape)
-        if of_x or of_gate_up:
-            d = torch.cat(dispatch.select("silu_mul", h.device).backward(*h.chunk(2, dim=1), da), dim=1)
         if of_x:
             of_pairs = _product(d, None, gate_up.t(), pairs, x.dtype, ranks.tp)
             dx = _combine(of_pairs, pairs, all_ids, None, ranks, x.dtype).reshape(x.shape)
