@@ -24,28 +24,14 @@ struct Combine {
 };
 
 template <class T>
-struct Vector {
-  static constexpr int kCount = 16 / sizeof(T);
-  uint4 bits;
+constexpr int kVector = 16 / sizeof(T);
 
-  __device__ void to(float (&v)[kCount]) const;
-  __device__ void from(const float (&v)[kCount]);
-};
-
-template <>
-__device__ __forceinline__ void Vector<float>::to(float (&v)[4]) const {
-  v[0] = __uint_as_float(bits.x), v[1] = __uint_as_float(bits.y);
-  v[2] = __uint_as_float(bits.z), v[3] = __uint_as_float(bits.w);
-}
-
-template <>
-__device__ __forceinline__ void Vector<__nv_bfloat16>::to(float (&v)[8]) const {
-  uint32_t w[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    v[2 * i] = __uint_as_float(w[i] << 16);
-    v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000);
-  }
+// The i-th of 16 bytes of T.
+template <class T>
+__device__ __forceinline__ float number(const uint4& bits, int i) {
+  uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+  if (sizeof(T) == 4) return __uint_as_float(words[i]);
+  return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000 : words[i / 2] << 16);
 }
 
 __device__ __forceinline__ void write(float* out, const float (&v)[4]) {
@@ -70,7 +56,7 @@ __device__ __forceinline__ void write(__nv_bfloat16* out, const float (&v)[8]) {
 // kMost: ids of a row.
 template <int kMost, class In, class Out>
 __global__ void __launch_bounds__(kWarps * 32) combine(const In* y, Out* out, const Combine p) {
-  constexpr int count_of = Vector<In>::kCount;
+  constexpr int count_of = kVector<In>, some = kMost > 8 ? count_of / 2 : count_of;  // that are added together
   wait_for_kernel_before();
   let_next_kernel_begin();
   int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -115,27 +101,34 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const In* y, Out* out, co
     to[n] = __shfl_sync(~0u, left, n);
   }
   for (int j = lane * count_of; j < p.columns; j += 32 * count_of) {
-    Vector<In> held[kMost];
+    uint4 held[kMost];
 #pragma unroll
     for (int n = 0; n < kMost; ++n)
-      if (n < count) held[n].bits = *reinterpret_cast<const uint4*>(y + from[n] + j);
-    float v[kMost][count_of];
+      if (n < count) held[n] = *reinterpret_cast<const uint4*>(y + from[n] + j);
+    float sums[count_of];
 #pragma unroll
-    for (int n = 0; n < kMost; ++n) {
-      if (n < count) held[n].to(v[n]);
+    for (int first = 0; first < count_of; first += some) {
+      float v[kMost][some];
 #pragma unroll
-      for (int i = 0; i < count_of; ++i) v[n][i] = n < count ? (p.weights ? weights[n] * v[n][i] : v[n][i]) + 0.0f : 0.0f;
-    }
-    // Those behind have been added up by then, and those in front in the order of their levels.
+      for (int n = 0; n < kMost; ++n)
 #pragma unroll
-    for (int a = kMost - 2; a >= 0; --a)
-#pragma unroll
-      for (int b = a + 1; b < kMost; ++b)
-        if (to[b] == a) {
-#pragma unroll
-          for (int i = 0; i < count_of; ++i) v[a][i] = v[a][i] + v[b][i];
+        for (int i = 0; i < some; ++i) {
+          float x = n < count ? number<In>(held[n], first + i) : 0.0f;
+          v[n][i] = (p.weights && n < count ? weights[n] * x : x) + 0.0f;
         }
-    write(out + row * p.columns + j, v[0]);
+      // Those behind have been added up by then, and those in front in the order of their levels.
+#pragma unroll
+      for (int a = kMost - 2; a >= 0; --a)
+#pragma unroll
+        for (int b = a + 1; b < kMost; ++b)
+          if (to[b] == a) {
+#pragma unroll
+            for (int i = 0; i < some; ++i) v[a][i] = v[a][i] + v[b][i];
+          }
+#pragma unroll
+      for (int i = 0; i < some; ++i) sums[first + i] = v[0][i];
+    }
+    write(out + row * p.columns + j, sums);
   }
 }
 
