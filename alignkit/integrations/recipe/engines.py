@@ -13,6 +13,9 @@ from alignkit.models import ARCHITECTURES
 from alignkit.models.config import read_architecture
 from alignkit.vllm import policy as vllm
 
+from . import ADD, REFUSED, Finding
+from .reading import Recipe, Setting
+
 AT_DEFAULT = (None, False, 0, "", "none", [], {}, (), "None")
 """Values that ask for nothing, of a field that must be at its default."""
 DEFAULTS: dict[str, Any] = {"expert_model_parallel_size": 1, "batch_p2p_comm": True, "moe_layer_freq": 1}
@@ -52,8 +55,8 @@ def vllm_refusal(field: str, value: Any) -> str | None:
     """Why an argument of vLLM's engine may not be `value`."""
     if value in (None, False):
         return None
-    if field in REFUSED:
-        return None if value in REFUSED[field][0] else REFUSED[field][1]
+    if field in ALLOWED:
+        return None if value in ALLOWED[field][0] else ALLOWED[field][1]
     table = next((table for _, table in vllm.PARTS if field in table.fields), None)
     if table is None:
         return None if field in FREE else "no argument that alignkit knows"
@@ -74,7 +77,7 @@ FREE = frozenset(
     max_cudagraph_capture_size cudagraph_capture_sizes use_tqdm_on_load""".split()
 )
 """Engine arguments that are no fields of a configuration, or that change no number."""
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((), "LoRA"),
     "speculative_config": ((), "speculative decoding"),
     "kv_cache_dtype": (("auto", "bfloat16"), "a KV cache of another type than the model's"),
@@ -107,6 +110,16 @@ _OTHER = {
 }
 
 
+def eager(key: str, recipe: Recipe) -> Finding | None:
+    """What is said of the setting that has vLLM run eagerly, for a mixture of experts. None: nothing, it does."""
+    if recipe.get(key) is True:
+        return None
+    why, change = "CUDA graphs of mixtures of experts", "set it to True"
+    if key in recipe.settings:
+        return Finding(recipe.settings[key], REFUSED, why, change)
+    return Finding(Setting(key, True), ADD, f"{why} are refused")
+
+
 class Model(NamedTuple):
     """What can be told of a model."""
 
@@ -115,6 +128,11 @@ class Model(NamedTuple):
     why: str
     experts: int | None
     """0: it is dense. None: that cannot be told."""
+
+    @property
+    def mixture(self) -> bool:
+        """Of experts, and supported."""
+        return bool(self.supported) and self.experts != 0
 
 
 _EXPERTS = {"Qwen3MoeForCausalLM": 128, "MixtralForCausalLM": 8}
