@@ -52,8 +52,8 @@ def vllm_refusal(field: str, value: Any) -> str | None:
     """Why an argument of vLLM's engine may not be `value`."""
     if value in (None, False):
         return None
-    if field in REFUSED:
-        return None if value in REFUSED[field][0] else REFUSED[field][1]
+    if field in ALLOWED:
+        return None if value in ALLOWED[field][0] else ALLOWED[field][1]
     table = next((table for _, table in vllm.PARTS if field in table.fields), None)
     if table is None:
         return None if field in FREE else "no argument that alignkit knows"
@@ -74,7 +74,7 @@ FREE = frozenset(
     max_cudagraph_capture_size cudagraph_capture_sizes use_tqdm_on_load""".split()
 )
 """Engine arguments that are no fields of a configuration, or that change no number."""
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((), "LoRA"),
     "speculative_config": ((), "speculative decoding"),
     "kv_cache_dtype": (("auto", "bfloat16"), "a KV cache of another type than the model's"),

@@ -137,10 +137,14 @@ struct Tree {
 template <>
 struct Tree<8> {
   static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float* four) {
-    Tree<4>::sum(reader, sums, slices, four);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) four[i * 128] = sums[i];
-    Tree<4>::sum(reader, sums, slices, four);
+        for (int i = 0; i < kSums; ++i) four[i * 128] = sums[i];
+      }
+      Tree<4>::sum(reader, sums, slices, four);
+    }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = four[i * 128] + sums[i];
   }
