@@ -129,10 +129,8 @@ def e2e(results: dict) -> str:
     ]
     for (model, rollout), by in sorted(groups.items(), key=lambda item: _place(*item[0])):
         aligned, stock = by[True], by[False]
-        drift = f"{_equal(stock)} | {max(r['max_abs'] for r in stock):.1e}" if stock else " | "
         lines.append(
-            f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} "
-            f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
+            f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} | {_both(aligned, stock)} |"
         )
     return "\n".join(lines) if groups else ""
 
@@ -153,11 +151,7 @@ def layouts(results: dict) -> str:
     for (model, spec, tp, pp, cp), by in sorted(groups.items()):
         aligned, stock = by[True], by[False]
         modes = dict.fromkeys(row["training"].rpartition("-")[2] for row in aligned or stock)
-        drift = f"{_equal(stock)} | {max(r['max_abs'] for r in stock):.1e}" if stock else " | "
-        lines.append(
-            f"| {model} | {spec} | {tp} | {pp} | {cp} | {', '.join(modes)} "
-            f"| {'**' + _equal(aligned) + '**' if aligned else ''} | {drift} |"
-        )
+        lines.append(f"| {model} | {spec} | {tp} | {pp} | {cp} | {', '.join(modes)} | {_both(aligned, stock)} |")
     return "\n".join(lines) if groups else ""
 
 
@@ -169,6 +163,12 @@ def _plain(row: dict) -> bool:
 def _place(model: str, rollout: str) -> tuple[str, int]:
     names = list(ROLLOUTS)
     return model, names.index(rollout) if rollout in names else len(names)
+
+
+def _both(aligned: list[dict], stock: list[dict]) -> str:
+    """The last three cells of a line."""
+    drift = f"{_equal(stock)} | {max(r['max_abs'] for r in stock):.1e}" if stock else " | "
+    return f"{'**' + _equal(aligned) + '**' if aligned else ''} | {drift}"
 
 
 def _equal(rows: list[dict]) -> str:

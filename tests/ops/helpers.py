@@ -1,9 +1,13 @@
 """Inputs and error bounds for the op tests."""
 
+import contextlib
 import os
+from unittest import mock
 
 import hypothesis.strategies as st
 import torch
+
+from alignkit.runtime import dispatch
 
 U32 = 2.0**-24
 """Unit roundoff of fp32."""
@@ -29,6 +33,17 @@ def randn(*shape, dtype=torch.float32, scale=1.0, seed=None):
     if seed is not None:
         torch.manual_seed(seed)
     return (torch.randn(shape) * scale).to(dtype)
+
+
+@contextlib.contextmanager
+def without(*rules):
+    """Within the block, the kernels with these rules, each a module and the name of a function there, are for no problem."""
+    with contextlib.ExitStack() as stack:
+        for module, name in rules:
+            stack.enter_context(mock.patch.object(module, name, return_value="the test has it so"))
+        stack.callback(dispatch.choose.cache_clear)
+        dispatch.choose.cache_clear()
+        yield
 
 
 def assert_within(actual, expected, bound, what="result"):

@@ -5,20 +5,21 @@ import torch
 
 from alignkit import UnsupportedError, ops
 from alignkit.contract import k_leaves
-from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, randn
+from .helpers import CPU, randn, without
 
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
     from alignkit.ops._triton import exp_of, sum_of_products
-    from alignkit.ops.moe_experts import each, grouped, pairs, ranked, reference
+    from alignkit.ops.moe_experts import cuda, each, grouped, pairs, ranked, reference
     from alignkit.ops.moe_experts import triton as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
     from alignkit.ops.moe_router import reference as routed
     from alignkit.ops.moe_router import triton as router
     from alignkit.ops.moe_router.problem import Routing
+
+    MANY = (cuda, "gated_refuses"), (cuda, "products_refuses")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
@@ -168,23 +169,13 @@ def test_router(n, k, groups, top, score, normalize, scale):
         assert_bitwise_equal(router.backward(z, ids, grad, how), routed.route_back(z, ids, grad, how, exp_of))
 
 
-def both_ways(monkeypatch, run):
-    """What `run` gives by the grouped kernels, and expert by expert."""
-    got = run()
-    with monkeypatch.context() as patch:
-        patch.setattr(grouped, "refuses", lambda p: "the test has it so")
-        dispatch.choose.cache_clear()
-        want = run()
-    dispatch.choose.cache_clear()
-    return got, want
-
-
 @pytest.mark.parametrize(
     "width,dtype,listed",
     [(width, BF16, listed) for width in WIDTHS for listed in (False, True)]
     + [("few", FP32, False), ("odd", FP32, True)],
 )
-def test_experts(monkeypatch, width, dtype, listed):
+def test_experts(width, dtype, listed):
+    """By the grouped kernels, and expert by expert."""
     n, k, h, f = WIDTHS[width]
     ids_dtype = torch.int32 if listed else torch.int64
     x, ids, weights = randn(200, h, dtype=dtype), draw(200, n, k, skew=True, dtype=ids_dtype), torch.rand(200, k)
@@ -198,17 +189,34 @@ def test_experts(monkeypatch, width, dtype, listed):
         out = ops.moe_experts(leaves[0], ids, leaves[1], first, second)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
-    for i, (got, want) in enumerate(zip(*both_ways(monkeypatch, run), strict=True)):
+    with without(*MANY):
+        found = run()
+        with torch.no_grad():
+            alone = ops.moe_experts(x, ids, weights, gate_up, down)
+    with without(*MANY, (grouped, "refuses")):
+        expected = run()
+    for i, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise_equal(got, want, f"result {i}")
-    want = run()[0]
+    assert_bitwise_equal(alone, found[0], "without a backward pass")
     with torch.no_grad():
-        assert_bitwise_equal(ops.moe_experts(x, ids, weights, gate_up, down), want, "without a backward pass")
+        assert_bitwise_equal(ops.moe_experts(x, ids, weights, gate_up, down), alone, "by what is chosen")
 
 
-@pytest.mark.parametrize("rows,listed", [(1, False), (16, True), (256, False), (3000, True)])
-def test_a_graph_is_replayed_with_other_routing(rows, listed):
-    n, k, h, f = 32, 4, 256, 128
-    gate_up, down = matrices(n, 2 * f, h, BF16, listed).given, matrices(n, h, f, BF16, listed).given
+@pytest.mark.parametrize(
+    "rows,f,listed",
+    [
+        (1, 128, (False, False)),
+        (16, 128, (True, True)),
+        (256, 128, (False, False)),
+        (3000, 128, (True, True)),
+        (4000, 192, (True, False)),
+    ],
+)
+def test_a_graph_is_replayed_with_other_routing(rows, f, listed):
+    n, k, h = 32, 4, 256
+    gate_up, down = (
+        matrices(n, *shape, BF16, each).given for shape, each in zip(((2 * f, h), (h, f)), listed, strict=True)
+    )
     gate, x = randn(n, h, dtype=BF16), randn(rows, h, dtype=BF16)
 
     def run():

@@ -187,18 +187,7 @@ template <int kLeaves>
 __global__ void __launch_bounds__(kThreads, 1)
     down(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap weights, const Down p) {
   extern __shared__ uint8_t raw[];
-  DownShared& sh = *reinterpret_cast<DownShared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kDepth; ++i) {
-      barrier_init(&sh.full[i], 1);
-      barrier_init(&sh.empty[i], 8);  // warps that multiply
-    }
-    barrier_init_done();
-  }
-  wait_for_kernel_before();
-  let_next_kernel_begin();
-  if (threadIdx.x < 32) count_tiles(sh.rows, p.experts);
-  __syncthreads();
+  DownShared& sh = begin_block<DownShared>(raw, p.experts, 1);
   if (threadIdx.x / 128 == 2) {
     registers_down<24>();
     if (threadIdx.x == 2 * 128) copy_down(sh, &a, &weights, p);

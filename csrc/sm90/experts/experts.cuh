@@ -42,6 +42,25 @@ __device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
   }
 }
 
+// What a kernel of these begins with. Shared has stages' barriers `full`, of so many arrivals, and `empty`, and `rows`.
+template <class Shared>
+__device__ __forceinline__ Shared& begin_block(uint8_t* raw, const Experts& e, int arrivals) {
+  constexpr int depth = sizeof(Shared::full) / sizeof(uint64_t);
+  Shared& sh = *reinterpret_cast<Shared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < depth; ++i) {
+      barrier_init(&sh.full[i], arrivals);
+      barrier_init(&sh.empty[i], 8);  // warps that multiply
+    }
+    barrier_init_done();
+  }
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  if (threadIdx.x < 32) count_tiles(sh.rows, e);
+  __syncthreads();
+  return sh;
+}
+
 struct Tile {
   int expert;
   int row, end;  // the first pair, and the one behind the expert's last

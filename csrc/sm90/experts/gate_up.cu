@@ -3,6 +3,7 @@
 // A block takes 128 rows by 128 features: 256 columns, those of gate and those of up. A group of four warps gathers the rows
 // into shared memory, and one of its threads has the copy engine bring the matrices; two groups multiply 64 rows each.
 // Each output is one chain over ascending k.
+#include "../ptx/exponential.cuh"
 #include "experts.cuh"
 
 namespace alignkit {
@@ -77,12 +78,6 @@ __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* all, 
 
 __device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
 
-__device__ __forceinline__ float exponential(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-  return y;
-}
-
 __device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p) {
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, stage = 0, phase = 0;
   bool late = group == 1, first = true;
@@ -137,18 +132,7 @@ __device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p)
 
 __global__ void __launch_bounds__(kThreads, 1) gate_up(const __grid_constant__ CUtensorMap weights, const GateUp p) {
   extern __shared__ uint8_t raw[];
-  GatedShared& sh = *reinterpret_cast<GatedShared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(&sh.full[i], 1 + 4);  // the copy engine's bytes, and warps that gather
-      barrier_init(&sh.empty[i], 8);     // warps that multiply
-    }
-    barrier_init_done();
-  }
-  wait_for_kernel_before();
-  let_next_kernel_begin();
-  if (threadIdx.x < 32) count_tiles(sh.rows, p.experts);
-  __syncthreads();
+  GatedShared& sh = begin_block<GatedShared>(raw, p.experts, 1 + 4);  // the copy engine's bytes, and warps that gather
   if (threadIdx.x / 128 == 2) {
     registers_down<56>();
     gather(sh, &weights, p);

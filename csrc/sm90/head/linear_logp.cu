@@ -5,24 +5,18 @@
 
 #include "../../interface.h"
 #include "../gemm/gemm.cuh"
+#include "../ptx/exponential.cuh"
 
 namespace alignkit {
 namespace {
 
 constexpr int kTile = 128;  // ids of a tile of the contract
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kOne = 0x3f800000;  // 1.0f
 
 __device__ __forceinline__ float larger(float a, float b) {  // NaN if one is
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
   return c;
-}
-
-__device__ __forceinline__ float exponential(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2e));
-  return y;
 }
 
 // v in [0, 1] in multiples of 2^-23, plus kOne.
