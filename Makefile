@@ -1,5 +1,5 @@
-# make check: the drift check on this machine's CPU.  make test: the tests.  make lint: ruff and pyright.
-# All set up .venv first.
+# make check: the drift check on this machine's CPU.  make test: the tests.  make test-slow: those that take longest.
+# make lint: ruff and pyright.  All set up .venv first.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
@@ -14,13 +14,15 @@ FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
-test: setup $(ENGINES)/.fetched $(FRAMEWORKS)/.fetched
+test: SLOW = not slow
+test-slow: SLOW = slow
+test test-slow: setup $(ENGINES)/.fetched $(FRAMEWORKS)/.fetched
 	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) ALIGNKIT_FRAMEWORKS=$(CURDIR)/$(FRAMEWORKS) $(VENV)/bin/python -m pytest \
-	  -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	  -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "$(SLOW)" $(TEST_ARGS)
 
 # Mistakes, layout, types. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` mend what can be mended.
 lint: setup

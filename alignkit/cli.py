@@ -48,7 +48,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE, Qwen2-MoE or Mixtral model.  [default: a "
+    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE, Qwen2-MoE, Mixtral or GLM-4.5 model.  [default: a "
     "random-weight one is made]",
 )
 @click.option(
@@ -167,12 +167,12 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a dense Qwen2, Qwen3, Llama or Mistral model.  "
+    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE, Qwen2-MoE or Mixtral model.  "
     "[default: a small random-weight one is made]",
 )
 @click.option(
     "--arch",
-    type=click.Choice([name for name, family in FAMILIES.items() if not family.experts]),
+    type=click.Choice(list(FAMILIES)),
     default="qwen3",
     show_default=True,
     help="Family of the model that is made.",

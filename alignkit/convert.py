@@ -134,7 +134,7 @@ def to_megatron(
             return torch.cat([take(tensor) for tensor in tensors])
         if weight.cut == "columns":
             return take(first, 1)
-        return first.to(dtype or first.dtype)
+        return first.float() if weight.fp32 else first.to(dtype or first.dtype)
 
     made = {}
     for weight, shapes, name in arch.weights():
@@ -200,8 +200,9 @@ def _of_rank(name: str, number: int, grouped: bool) -> str:
 
 def _fused(arch: Architecture, weight: Weight, name: str) -> str:
     """The whole `name` of a weight with the TransformerEngine layer spec. The norm before experts is by itself there too."""
-    before_experts = arch.experts and weight.megatron == "pre_mlp_layernorm.weight"
-    if weight.megatron not in FUSED_NORMS or before_experts:
+    if weight.megatron not in FUSED_NORMS:
+        return name
+    if weight.megatron == "pre_mlp_layernorm.weight" and arch.has_experts(int(name.split(".")[2])):
         return name
     return name.removesuffix(weight.megatron) + FUSED_NORMS[weight.megatron]
 
@@ -235,5 +236,9 @@ def split_qkv(arch: Architecture, qkv: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _ignored(arch: Architecture, name: str) -> bool:
-    """Tensors some checkpoints carry beside the weights: rotary tables, and a copy of a tied head."""
+    """Tensors some checkpoints carry beside the weights: rotary tables, a copy of a tied head, and layers for multi-token
+    prediction."""
+    further = tuple(f"model.layers.{arch.layers + i}." for i in range(arch.mtp_layers))
+    if name.startswith(further) and further:
+        return True
     return name.endswith("rotary_emb.inv_freq") or (arch.tied and name == "lm_head.weight")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import queue
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -62,9 +64,9 @@ def _serve(rank: int, world: int, port: int, inbox, outbox) -> None:
 class Ranks:
     """`world` processes joined by gloo, kept alive between calls. A context manager."""
 
-    def __init__(self, world: int, serve: Callable = _serve):
-        """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``."""
-        context = mp.get_context("spawn")
+    def __init__(self, world: int, serve: Callable = _serve, method: str = "spawn"):
+        """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``. method: how `multiprocessing` starts it."""
+        context: Any = mp.get_context(method)
         self.inboxes = [context.Queue() for _ in range(world)]
         self.outbox = context.Queue()
         port = free_port()
@@ -77,13 +79,22 @@ class Ranks:
 
     def outcomes(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """``function(tp, *args)`` on ranks 0 to size - 1: each rank's result, or the pair (exception type, message)
-        wrapped in `Failed`. A rank that does not answer within `timeout` seconds is an error."""
+        wrapped in `Failed`; of a rank whose process ended without an answer (ChildProcessError, its exit code). A rank
+        that does neither within `timeout` seconds is an error."""
         self._send(size, function, args)
-        results: list[Any] = [None] * size
-        for _ in range(size):
-            rank, result = self._receive(timeout)
-            results[rank] = result
-        return results
+        results: dict[int, Any] = {}
+        end = time.monotonic() + timeout
+        while len(results) < size:
+            ended = [rank for rank in range(size) if rank not in results and not self.processes[rank].is_alive()]
+            try:
+                rank, result = self._receive(0.1)
+                results[rank] = result
+            except queue.Empty:  # nor did those that had ended send anything before they did
+                for rank in ended:
+                    results[rank] = Failed(ChildProcessError, f"exit code {self.processes[rank].exitcode}", "")
+                if not ended and time.monotonic() > end:
+                    raise
+        return [results[rank] for rank in range(size)]
 
     def answer(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> Any:
         """As `outcomes`, of the first rank that answers; others may never."""

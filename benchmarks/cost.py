@@ -1,15 +1,17 @@
 """What alignment costs on one GPU: ``make gpu-cost``, or ``python benchmarks/cost.py`` with options.
 
 Rollout: 64 and 256 requests at once to vLLM in its default mode (torch.compile, CUDA graphs), prompts of 5 to 1500
-tokens or all of 32, 128 tokens sampled for each with their logprobs. Training: forward and backward of a Megatron-core
-model. A random-weight Qwen3, the same throughout; each engine in a process of its own; medians. Small models, whose engines
-fit on the GPU together and whose steps wait for the host, are measured by turns.
+tokens or all of 32, 128 tokens sampled for each with their logprobs; and prefill, the long prompts with one token each.
+Training: forward and backward of a Megatron-core model. A random-weight Qwen3, or with --size a mixture of experts, the same
+throughout; each engine in a process of its own; medians. Small models, whose engines fit on the GPU together and whose steps
+wait for the host, are measured by turns.
 
 benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, and
 ``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
 Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
 fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned";
-"stock_te" and "aligned_te", Megatron with TransformerEngine's layer spec, left out where that is not installed.
+"stock_te" and "aligned_te", Megatron with TransformerEngine's layer spec, left out where that is not installed. Stock experts
+are computed one by one with Megatron's own layer spec (SequentialMLP), all in one with TransformerEngine's (TEGroupedMLP).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from pathlib import Path
 import torch
 from cost_training import TRANSFORMER_ENGINE
 from lib import profiles
-from lib.models import SIZES, draw_lengths
+from lib.models import MIXTURES, draw_lengths
+from lib.models import SIZES as DENSE
 from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
@@ -38,8 +41,9 @@ from alignkit.check.terminal import interrupted_by_sigterm
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
 TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned", *TRANSFORMER_ENGINE)
-UNWRITTEN = ("qwen3-8b",)
-"""Sizes whose weights the engines make up for themselves, small and random: nothing is learnt from writing 16 GB."""
+SIZES = DENSE | MIXTURES
+UNWRITTEN = ("qwen3-8b", "qwen3-30b-a3b")
+"""Sizes whose weights the engines make up for themselves, small and random: nothing is learnt from writing 16 or 61 GB."""
 SHORT = 32
 """Tokens of a prompt where decoding is what is measured."""
 KEY = ("what", "case", "engine", "unit")
@@ -56,20 +60,28 @@ class Lines(Progress):
         print(f"{job.name}: {seconds:.1f} s" + (f"  FAILED: {failure}" if failure else ""), flush=True)
 
 
-def rollout_cases(size: str, concurrency: list[int], longest: int, measured: bool, profiled: bool) -> list[dict]:
+def titled(size: str, eager: bool) -> str:
+    """How names of cases begin: with what is not usual."""
+    said = ([] if size == "large" else [size]) + (["eager"] if eager else [])
+    return f"{', '.join(said)}: " if said else ""
+
+
+def rollout_cases(
+    title: str, concurrency: list[int], longest: int, max_tokens: int, measured: bool, profiled: bool
+) -> list[dict]:
     """What the rollout engines are timed with; the profile is of the fewest requests."""
     cases = []
     for n in concurrency:
-        first, requests = (
-            profiled and n == concurrency[0],
-            f"{n} requests" if size == "large" else f"{size}: {n} requests",
-        )
-        for name, lengths, part in (
-            (requests, draw_lengths(n, longest), "prefill"),
-            (f"{requests}, short prompts", (SHORT,) * n, "decode"),
+        first, requests = profiled and n == concurrency[0], f"{title}{n} request{'s' * (n > 1)}"
+        drawn = draw_lengths(n, longest)
+        for name, lengths, tokens, part in (
+            (requests, drawn, max_tokens, "prefill"),
+            (f"{requests}, short prompts", (SHORT,) * n, max_tokens, "decode"),
+            (f"{requests}, prefill", drawn, 1, None),
         ):
-            if measured or first:
-                cases.append({"name": name, "lengths": lengths, "profile": part if first else None})
+            if measured or (first and part):
+                case = {"name": name, "lengths": lengths, "max_tokens": tokens, "profile": part if first else None}
+                cases.append(case)
     return cases
 
 
@@ -80,7 +92,10 @@ def rollout_rows(results: dict[str, dict]) -> list[dict]:
         for case in result["cases"]:
             out = case["requests"] * case["max_tokens"]
             seconds = statistics.median(case["seconds"])
-            for unit, tokens in (("output tokens/s", out), ("total tokens/s", out + case["prompt_tokens"])):
+            units = {"output tokens/s": out, "total tokens/s": out + case["prompt_tokens"]}
+            if case["max_tokens"] == 1:
+                units = {"prompt tokens/s": case["prompt_tokens"]}
+            for unit, tokens in units.items():
                 rows.append(
                     {
                         "what": "rollout",
@@ -94,12 +109,13 @@ def rollout_rows(results: dict[str, dict]) -> list[dict]:
     return with_ratios(rows)
 
 
-def training_rows(results: dict[str, dict]) -> list[dict]:
+def training_rows(results: dict[str, dict], title: str = "") -> list[dict]:
     """Rows from the results of the engines by name."""
     rows = []
     for result in results.values():
         for case in result["cases"]:
-            common = {"what": "training", "case": f"{case['b']} x {case['s']} tokens", "engine": result["engine"]}
+            name = f"{title}{case['b']} x {case['s']} tokens"
+            common = {"what": "training", "case": name, "engine": result["engine"]}
             rows.append(
                 common
                 | {
@@ -155,7 +171,10 @@ class Bench:
     def rollout(self, model: Path) -> None:
         options = self.options
         measured, profiled = "rollout" in options.only, "profile" in options.only
-        cases = rollout_cases(options.size, options.concurrency, options.longest, measured, profiled)
+        title = titled(options.size, options.eager and torch.cuda.is_available())  # on a CPU it always is
+        cases = rollout_cases(
+            title, options.concurrency, options.longest, options.max_tokens, measured=measured, profiled=profiled
+        )
         engines = [engine for engine in ROLLOUT_ENGINES if engine in options.engines]
         turns = {"file": str(self.out / "turns"), "engines": len(engines), "seconds": options.timeout}
         specs = {
@@ -165,7 +184,6 @@ class Bench:
                 "load_format": "dummy" if options.size in UNWRITTEN else "auto",
                 "eager": options.eager,
                 "cases": cases,
-                "max_tokens": options.max_tokens,
                 "repeats": options.repeats if measured else 0,
                 "turns": turns | {"engine": i} if options.turns else None,
             }
@@ -199,12 +217,15 @@ class Bench:
             if result is None:
                 continue
             results[engine] = result
+            if result["experts"]:
+                self.info["engines"][f"training {engine}"] = {"experts": result["experts"]}
             if engine == "stock":  # what fits it is what all are measured with
                 cases = [[case["b"], case["s"]] for case in result["cases"]]
-        self.save("training", training_rows(results) if measured else [], results)
+        title = titled(options.size, eager=False)
+        self.save("training", training_rows(results, title) if measured else [], results, title)
 
-    def save(self, what: str, rows: list[dict], results: dict[str, dict]) -> None:
-        """Merges into cost.json and profile.json, and prints."""
+    def save(self, what: str, rows: list[dict], results: dict[str, dict], title: str = "") -> None:
+        """Merges into cost.json and profile.json, and prints. title: of the profiles' cases."""
         for row in rows:
             ratio = f"{row['ratio_to_stock']:.3f} of stock" if row["ratio_to_stock"] else ""
             print(
@@ -212,7 +233,8 @@ class Bench:
                 f"{ratio}"
             )
         profiled = [
-            {"what": what, "case": p["case"], "engine": result["engine"]} | profiles.summary(p["kernels"], p["wall_ms"])
+            {"what": what, "case": f"{title}{p['case']}", "engine": result["engine"]}
+            | profiles.summary(p["kernels"], p["wall_ms"])
             for result in results.values()
             for p in result["profiles"]
         ]
@@ -260,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="rollout engines side by side, measured by turns (the default but for qwen3-8b)",
+        help="rollout engines side by side, measured by turns (the default but for qwen3-8b and qwen3-30b-a3b)",
     )
     parser.add_argument(
         "--eager",

@@ -1,9 +1,9 @@
 """One vLLM engine in this process, timed: ``cost.py`` runs ``python -m cost_rollout JOB.json``.
 
 JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``load_format`` (of its weights),
-``eager`` (bool), ``cases``, ``max_tokens``, ``repeats``, ``turns`` (`Turns`'s arguments) and ``runs``, ``[{"out"}]``. A case is ``{"name",
-"lengths", "profile"}``: a prompt of each length, all sent at once, and "prefill", "decode" or null: what of it is
-profiled. OUT holds seconds for each case and repeat, profiles, and what ran. Every repeat has prompts of its own, and
+``eager`` (bool), ``cases``, ``repeats``, ``turns`` (`Turns`'s arguments) and ``runs``, ``[{"out"}]``. A case is ``{"name",
+"lengths", "max_tokens", "profile"}``: a prompt of each length, all sent at once, how many tokens are sampled for each, and
+"prefill", "decode" or null: what of it is profiled. OUT holds seconds for each case and repeat, profiles, and what ran. Every repeat has prompts of its own, and
 the prefix cache is off.
 """
 
@@ -66,10 +66,10 @@ def run(job: dict) -> None:
 
     vocab = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
     sequences = max(len(case["lengths"]) for case in job["cases"])
-    longest = max(max(case["lengths"]) for case in job["cases"]) + job["max_tokens"] + 1
+    longest = max(max(case["lengths"]) + case["max_tokens"] for case in job["cases"]) + 1
     # That mode chooses no backend itself.
     attention = {"attention_backend": "FLASH_ATTN"} if job["engine"] == "batch_invariant" else {}
-    held = max(sum(case["lengths"]) + len(case["lengths"]) * job["max_tokens"] for case in job["cases"])
+    held = max(sum(case["lengths"]) + len(case["lengths"]) * case["max_tokens"] for case in job["cases"])
     started = time.perf_counter()
     llm = vllm.LLM(
         job["model"],
@@ -107,26 +107,26 @@ def run(job: dict) -> None:
         return seconds
 
     for case in job["cases"]:
-        generate(case, 0, job["max_tokens"])  # the first time compiles kernels
+        generate(case, 0, case["max_tokens"])  # the first time compiles kernels
     turns = Turns(**job["turns"]) if job["turns"] else nullcontext()
     for case in job["cases"]:
         times = []
         for i in range(job["repeats"]):
             with turns:
-                times.append(generate(case, 1 + i, job["max_tokens"]))
+                times.append(generate(case, 1 + i, case["max_tokens"]))
         if times:
             result["cases"].append(
                 {
                     "name": case["name"],
                     "requests": len(case["lengths"]),
                     "prompt_tokens": sum(case["lengths"]),
-                    "max_tokens": job["max_tokens"],
+                    "max_tokens": case["max_tokens"],
                     "seconds": times,
                 }
             )
     for case in job["cases"]:
         if case["profile"]:
-            tokens = 1 if case["profile"] == "prefill" else min(PROFILED_TOKENS, job["max_tokens"])
+            tokens = 1 if case["profile"] == "prefill" else min(PROFILED_TOKENS, case["max_tokens"])
             with turns:
                 llm.collective_rpc(_start)
                 seconds = generate(case, 100, tokens)

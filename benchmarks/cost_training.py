@@ -9,6 +9,7 @@ without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned
 TransformerEngine's layer spec, the stock one with every fusion that Megatron-core knows for it, and with the attention that
 TransformerEngine chooses. "hf_compiled" is the neighbour that people
 train with: Hugging Face's model with torch's scaled_dot_product_attention, the loss in fp32, all of it by torch.compile.
+Experts are modules of their own in the local layer spec; TransformerEngine's has them in one, ``moe_grouped_gemm``. OUT says which.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from alignkit.convert import Architecture, read_architecture
+
 FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
 TRANSFORMER_ENGINE = ("stock_te", "aligned_te")
 """Engines with its layer spec."""
@@ -33,11 +36,12 @@ def run(job: dict) -> None:
     """Builds the model, times every case, and writes the result."""
     from lib import profiles
 
-    from alignkit.convert import read_architecture
-
-    result = {"engine": job["engine"], "cases": [], "profiles": []}
-    vocab, masked = read_architecture(job["model"]).vocab, job["engine"] not in TRANSFORMER_ENGINE
-    with _hugging_face(job) if job["engine"] == "hf_compiled" else _megatron(job, vocab) as model:
+    result = {"engine": job["engine"], "cases": [], "profiles": [], "experts": None}
+    arch, masked = read_architecture(job["model"]), job["engine"] not in TRANSFORMER_ENGINE
+    vocab = arch.vocab
+    with _hugging_face(job) if job["engine"] == "hf_compiled" else _megatron(job, arch) as model:
+        if arch.experts and job["engine"] != "hf_compiled":
+            result["experts"] = type(model.decoder.layers[0].mlp.experts).__name__
         for b, s in job["cases"]:
             while (measured := _measure(model, b, s, vocab, job["repeats"], masked)) is None:
                 if b == 1:
@@ -56,7 +60,7 @@ def run(job: dict) -> None:
 
 
 @contextlib.contextmanager
-def _megatron(job: dict, vocab: int) -> Iterator[torch.nn.Module]:
+def _megatron(job: dict, arch: Architecture) -> Iterator[torch.nn.Module]:
     from megatron.core import parallel_state, tensor_parallel
 
     from alignkit.megatron import cpu, patch_megatron
@@ -69,12 +73,13 @@ def _megatron(job: dict, vocab: int) -> Iterator[torch.nn.Module]:
         if gpu:
             tensor_parallel.model_parallel_cuda_manual_seed(0)
         if job["engine"] in ("aligned", "aligned_te"):
-            patch_megatron(vocab)
+            patch_megatron(arch.vocab)
         yield gpt_model(
             job["model"],
             torch.bfloat16,
             transformer_engine=job["engine"] in TRANSFORMER_ENGINE,
             **_fusions(job["engine"]),
+            **({"moe_grouped_gemm": True} if arch.experts and job["engine"] in TRANSFORMER_ENGINE else {}),
         ).train()
     dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ of 5 to 1500 tokens, 128 tokens sampled for each, bf16. The rows go to benchmark
 made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
 
 The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``training_tp``, ``sequence_parallel``, of the training
-too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``pp`` and ``cp``, and ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
+too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``ep``, ``pp`` and ``cp``, and ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from lib.models import SIZES, draw_lengths
+from lib.models import MIXTURES, SIZES, draw_lengths
 from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
@@ -30,10 +30,13 @@ from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
 from alignkit.convert import read_architecture
 
 DTYPE = "bfloat16"
-MODELS = {"qwen3": {"arch": "qwen3"}, "llama-tied": {"arch": "llama", "tied": True}}
+MODELS = {"qwen3": {"arch": "qwen3"}, "llama-tied": {"arch": "llama", "tied": True}, "qwen3-moe": {}}
+MIXTURE = "qwen3-moe"
+"""Of widths of its own: `MIXTURES` has them."""
 PARTS = ("modes", "tp", "layouts", "stock")
-"""Every mode of rollout and training on one rank; the tensor-parallel sizes crossed; TransformerEngine's layer spec, pipeline
-stages and context parallelism, stock too where that can be; some pairs of stock engines, for one model unless asked for."""
+"""Every mode of rollout and training on one rank; the tensor- and expert-parallel sizes crossed; TransformerEngine's layer spec,
+pipeline stages and context parallelism, stock too where that can be, of dense models; some pairs of stock engines, of the first
+model and of the mixture unless asked for."""
 LAYOUTS = {
     1: ("tp1-te",),
     2: ("tp2-sp-te", "tp1-pp2", "tp1-te-pp2", "tp1-cp2", "tp1-te-cp2"),
@@ -44,7 +47,16 @@ STOCK_LAYOUTS = {1: ("tp1-te-padded", "tp1-te-packed"), 2: ("tp1-pp2-padded", "t
 CHUNK = 256
 MICRO_BATCH = 16384
 """Tokens with padding: stock Megatron keeps the logits of a micro-batch, 10 GB in fp32."""
+ROOM = 64 << 30
+"""Bytes of a GPU that stock Megatron may take with the mixture: its weights are 11 GB, and there are the logits."""
 KEY = ("model", "dtype", "rollout", "training", "patched")
+
+
+def of_model(model: str, size: str) -> dict:
+    """Arguments of `make_checkpoint`."""
+    if model == MIXTURE:
+        return MIXTURES["small-moe" if size == "small" else "qwen3-30b-a3b-8-layers"]
+    return SIZES[size] | MODELS[model]
 
 
 def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
@@ -75,6 +87,47 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
     return [Row(DTYPE, *row) for row in dict.fromkeys(chosen)]
 
 
+def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row]:
+    """`rows` of the mixture: on up to `ranks` ranks, that have whole experts each or parts of all. On a GPU some rollouts, named
+    ``routed``, are there for what their routers choose."""
+    sizes = [n for n in (2, 4) if n <= ranks]
+    modes = ("one", "padded", "packed")
+    routed = ["routed"] if gpu else []
+    chosen: list[tuple[str, str, bool]] = []
+    if "modes" in parts:
+        graphs = "eager" in plan.rollouts(1, gpu, experts=True)  # else all engines are eager
+        rollouts = ["batch", "one", "prompt_logprobs", "prefix", "chunked", *routed] + ["eager", "v1"] * graphs
+        chosen += [(r, f"tp1-{mode}", True) for r in rollouts for mode in modes]
+    if "tp" in parts and sizes:
+        rollouts = ["batch"] + [f"tp{n}{ep}" for n in sizes for ep in ("", "-ep")]
+        trainings = [
+            "tp1",
+            *(f"tp1-ep{n}" for n in sizes),
+            "tp2",
+            "tp2-sp",
+            "tp2-ep2",
+            *(f"tp2-sp-ep{n}" for n in sizes),
+        ]
+        chosen += [(r, f"{t}-{mode}", True) for r in rollouts for t in trainings for mode in modes[1:]]
+        chosen += [(r, f"{t}-{mode}", True) for r in routed for t in trainings for mode in modes[1:]]
+        chosen += [(f"tp{n}-ep-{r}", f"{t}-padded", True) for r in routed for n in sizes for t in ("tp1", f"tp1-ep{n}")]
+    if "stock" in parts:
+        rollouts = ["batch", "one", "prompt_logprobs", *routed]
+        chosen += [(r, f"tp1-{mode}", False) for r in rollouts for mode in modes[:2]]
+        if sizes:
+            # On the CPU stock vLLM's workers die of an illegal instruction where they share experts.
+            rollouts = ["batch", *(["tp2", "tp2-ep", "tp2-ep-routed"] if gpu else [])]
+            chosen += [(r, f"{t}-padded", False) for r in rollouts for t in ("tp1", "tp2-sp", "tp1-ep2")]
+    return [Row(DTYPE, *row) for row in dict.fromkeys(chosen)]
+
+
+def engines_per_gpu(models: Sequence[str]) -> int:
+    """How many engines of these models a GPU has room for, up to two."""
+    if MIXTURE not in models or not torch.cuda.is_available():
+        return 2
+    return max(1, min(2, torch.cuda.get_device_properties(0).total_memory // ROOM))
+
+
 def to_json(model: str, compared: Compared) -> dict:
     """A row of e2e.json."""
     row = compared.row
@@ -84,6 +137,7 @@ def to_json(model: str, compared: Compared) -> dict:
         "training_tp": row.training_tp,
         "sequence_parallel": row.sequence_parallel,
         "spec": row.spec,
+        "ep": row.training_ep,
         "pp": row.training_pp,
         "cp": row.training_cp,
     } | compared.to_json()
@@ -144,22 +198,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
     parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
-    parser.add_argument("--per-gpu", type=int, default=2, help="engines that share a GPU")
+    parser.add_argument("--per-gpu", type=int, help="engines that share a GPU; default: 2, or as many mixtures as fit")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
     parser.add_argument("--out", type=Path, default=Path("check-results/e2e"), help="logprob files and logs")
     options = parser.parse_args(arguments)
     if gpus() and options.tp > len(gpus()):
         parser.error(f"--tp: {options.tp} ranks need as many GPUs, there are {len(gpus())}")
 
+    per_gpu = options.per_gpu or engines_per_gpu(options.models)
+
     started = time.monotonic()
     out = options.out.resolve()
     prepare(out)
+    with_stock = (next(iter(MODELS)), MIXTURE)
     prompts = plan.draw_prompts(SIZES[options.size]["vocab"], 0, draw_lengths(options.prompts, options.longest))
-    parts = {model: options.parts or (PARTS if model == next(iter(MODELS)) else PARTS[:-1]) for model in options.models}
+    parts = {model: options.parts or (PARTS if model in with_stock else PARTS[:-1]) for model in options.models}
     wanted = {
         model: [
             row
-            for row in rows(parts[model], options.tp, bool(gpus()))
+            for row in (mixture_rows if model == MIXTURE else rows)(parts[model], options.tp, bool(gpus()))
             if row.rollout in (options.rollouts or [row.rollout])
             and row.training in (options.trainings or [row.training])
         ]
@@ -168,9 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     left_out = 0 if installed("transformer_engine") else leave_out_te(wanted)
     jobs, shapes = [], {}
     for model in options.models:
-        path = make_checkpoint(
-            out / model / "model", dtype=getattr(torch, DTYPE), **SIZES[options.size], **MODELS[model]
-        )
+        path = make_checkpoint(out / model / "model", dtype=getattr(torch, DTYPE), **of_model(model, options.size))
         shapes[model] = asdict(read_architecture(path))
         (out / model / "logprobs").mkdir(exist_ok=True)
         jobs += plan.jobs(
@@ -185,6 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
             chunk=CHUNK,
             micro_batch=MICRO_BATCH,
             prefix=f"{model}-",
+            experts=model == MIXTURE,
         )
     jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
     screen = console()
@@ -206,10 +262,11 @@ def main(arguments: list[str] | None = None) -> int:
         seed=0,
         chunk=CHUNK,
         micro_batch=MICRO_BATCH,
+        per_gpu=per_gpu,
     )
     harvest = Harvest(screen, options.json, info, {k: list(v) for k, v in wanted.items()}, out, prompts)
     with interrupted_by_sigterm(), harvest:
-        seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True, per_gpu=options.per_gpu)
+        seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True, per_gpu=per_gpu)
     info["seconds"] = seconds | {"all": round(time.monotonic() - started, 1)}
     harvest.save()
 

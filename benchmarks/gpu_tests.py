@@ -43,7 +43,8 @@ RANKS = tuple(f"tests/ops/test_{name}_cuda.py" for name in ("tp", "tp_faults", "
 SUITES = {
     "ops": (("tests/ops/test_*.py",), CUDA),
     "ranks": (RANKS, CUDA),
-    "vllm": (("tests/vllm/test_cuda.py", "tests/vllm/test_experts_cuda.py"), {}),
+    "vllm": (("tests/vllm/test_cuda.py",), {}),
+    "experts": (("tests/vllm/test_experts_cuda.py",), {}),
     "megatron": (("tests/megatron/test_cuda.py", "tests/megatron/test_parallel_cuda.py"), {}),
     "bisection": (("tests/bisection/test_cuda.py",), {}),
     "te": (("tests/megatron/test_te_cuda.py",), {}),
@@ -51,8 +52,10 @@ SUITES = {
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
 at a time."""
-LANES = (("vllm", "ops", "bisection"), ("ranks", "megatron", "fuzz", "te"))
+LANES = (("vllm",), ("experts", "bisection"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
 """Run side by side, the suites of each one after the other."""
+PROCESSES = {"tests/ops/test_moe_cuda.py": 12}
+"""Files whose many kernels take long to compile: processes of each, where pytest-xdist is installed."""
 NEED_PACKAGES = {"te": "transformer_engine"}
 """Suites that run, if they are not asked for, only where a package is installed."""
 NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}
@@ -60,8 +63,8 @@ NEEDS = re.compile(rf"needs? (\d+|{'|'.join(NUMBERS)}) GPUs?\b")
 NOT_BUILT = "not built"
 """In the reason of a skip: how many GPUs there should be, and that the CUDA kernels are missing, which `make` builds.
 Other reasons are of tests that are not for GPUs, or of peers that are not installed."""
-RESULT = re.compile(r"\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b")
-"""Of a test, as pytest says it."""
+RESULT = re.compile(r"\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b|\[gw\d+\].* (PASSED|FAILED|SKIPPED|ERROR)\b")
+"""Of a test, as pytest says it, alone or with several processes."""
 
 
 def could_have_run(reason: str, gpus: int) -> bool:
@@ -108,6 +111,8 @@ def of_commit(old: dict, commit: str) -> dict:
 
 def run(file: str, env: dict[str, str], arguments: list[str], gpus: int) -> dict:
     """Runs a test file. Prints a line when a test has ended, and all that was said at the end."""
+    if file in PROCESSES and importlib.util.find_spec("xdist"):
+        arguments = ["-n", str(PROCESSES[file]), "--dist", "worksteal", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         report, said = Path(folder) / "junit.xml", []
         with subprocess.Popen(

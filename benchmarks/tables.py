@@ -30,6 +30,11 @@ ROLLOUTS = {
     "v1": "batch, V1 runner",
     "tp2": "batch, TP 2",
     "tp4": "batch, TP 4",
+    "tp2-ep": "batch, TP 2 EP 2",
+    "tp4-ep": "batch, TP 4 EP 4",
+    "routed": "batch, eager, V1 runner",
+    "tp2-ep-routed": "batch, TP 2 EP 2, eager, V1 runner",
+    "tp4-ep-routed": "batch, TP 4 EP 4, eager, V1 runner",
 }
 ENGINES = {
     "stock": "stock",
@@ -118,21 +123,37 @@ def versions(results: dict) -> str:
 
 
 def e2e(results: dict) -> str:
-    """A line for each model and rollout, over all trainings that it was compared with but those of `layouts`."""
+    """A line for each model and rollout, over all trainings that it was compared with but those of `layouts`. With mixtures of
+    experts among them two columns more, and what those are."""
     groups: dict[tuple[str, str], dict[bool, list[dict]]] = {}
     for row in filter(_plain, results["rows"]):
         groups.setdefault((row["model"], row["rollout"]), {True: [], False: []})[row["patched"]].append(row)
-    lines = [
-        "| model | rollout (vLLM) | trainings (Megatron-core) | aligned: bit-equal | stock: bit-equal "
-        "| stock: max abs difference |",
-        "|---|---|---|---|---|---|",
-    ]
+    if not groups:
+        return ""
+    known = any("routed" in row for row in results["rows"])
+    titles = ["model", "rollout (vLLM)", "trainings (Megatron-core)", "aligned: bit-equal", "stock: bit-equal"]
+    titles += ["stock: max abs difference"] + ["aligned: tokens with other experts", "stock: these"] * known
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for (model, rollout), by in sorted(groups.items(), key=lambda item: _place(*item[0])):
         aligned, stock = by[True], by[False]
-        lines.append(
-            f"| {model} | {ROLLOUTS.get(rollout, rollout)} | {_trainings(aligned or stock)} | {_both(aligned, stock)} |"
-        )
-    return "\n".join(lines) if groups else ""
+        cells = [model, ROLLOUTS.get(rollout, rollout), _trainings(aligned or stock), _both(aligned, stock)]
+        cells += [_rerouted(aligned), _rerouted(stock)] * known
+        lines.append(f"| {' | '.join(cells)} |")
+    mixtures = {name: of for run in results.get("runs", {}).values() for name, of in run.get("models", {}).items()}
+    for name, of in mixtures.items():
+        if of.get("experts"):
+            lines += [
+                "",
+                f"({name}: {of['layers']} layers, hidden {of['hidden']}, {of['experts']} experts of {of['intermediate']}, "
+                f"{of['top_k']} for each token)",
+            ]
+    return "\n".join(lines)
+
+
+def _rerouted(rows: list[dict]) -> str:
+    """``41 of 900``: tokens that had other experts in training, where that is known."""
+    known = [row for row in rows if "routed" in row]
+    return f"{sum(row['rerouted'] for row in known)} of {sum(row['routed'] for row in known)}" if known else ""
 
 
 def layouts(results: dict) -> str:
@@ -180,7 +201,7 @@ def _trainings(rows: list[dict]) -> str:
     modes: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row["training"].rpartition("-")[0]):
         engine, _, mode = row["training"].rpartition("-")
-        modes.setdefault(engine.replace("tp", "TP ").replace("-sp", " SP"), []).append(mode)
+        modes.setdefault(engine.replace("tp", "TP ").replace("-sp", " SP").replace("-ep", " EP "), []).append(mode)
     same: dict[str, list[str]] = {}
     for engine, found in sorted(modes.items()):
         same.setdefault(", ".join(found), []).append(engine)
@@ -567,12 +588,13 @@ def e2e_plot(results: dict, path: Path) -> None:
     ]
     panels = [(title, rows) for title, rows in panels if rows]
     figure, axes = _figure(len(panels), 1, (9.5, 3.6 * len(panels)))
-    trainings = sorted(
-        dict.fromkeys(r["training"] for r in results["rows"]),
-        key=lambda t: (t.split("-")[0], "-sp-" in t, t.split("-")[-1]),
-    )
-    rollouts = [r for r in ROLLOUTS if any(row["rollout"] == r for row in results["rows"])]
     for ax, (title, rows) in zip(axes, panels, strict=True):
+        of_model = [r for r in results["rows"] if r["model"] == rows[0]["model"]]
+        trainings = sorted(
+            dict.fromkeys(r["training"] for r in of_model),
+            key=lambda t: (t.split("-")[0], "-sp-" in t, t.split("-")[-1]),
+        )
+        rollouts = [r for r in ROLLOUTS if any(row["rollout"] == r for row in of_model)]
         for row in rows:
             x, y = trainings.index(row["training"]), rollouts.index(row["rollout"])
             equal = row["bit_equal"] == row["tokens"]
@@ -607,7 +629,7 @@ def cost_plot(results: dict, path: Path) -> None:
         "stock_te": "#a16207",
         "aligned_te": "#60a5fa",
     }
-    units = ("output tokens/s", "tokens/s")
+    units = ("output tokens/s", "prompt tokens/s", "tokens/s")
     rows = [r for r in results["rows"] if r["ratio_to_stock"] is not None and r["unit"] in units]
     panels = [part for part in by_commit(results | {"rows": rows}) if part["rows"]]
     shown = [e for e in ENGINES if any(r["engine"] == e for r in rows)]

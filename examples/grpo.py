@@ -4,9 +4,10 @@
     python examples/grpo.py --stock           # the engines as they come; on a CPU one step, for stock vLLM packs its
                                               # weights away there and takes no new ones
     python examples/grpo.py --size large      # 8 layers, hidden size 1024, 151936 ids, on one GPU
+    python examples/grpo.py --model-family qwen3-moe    # a mixture of experts: nothing tells training whom the rollout chose
     python examples/grpo.py --rows aligned.json stock.json --plot drift.png    # draws runs that --json has written
 
-A random-weight Qwen3 and a toy reward, the share of even token ids. All in one process, and in full what a trainer does
+A random-weight Qwen3 or Qwen3-MoE and a toy reward, the share of even token ids. All in one process, and in full what a trainer does
 between the engines: groups of samples, logprobs again, clipped loss and KL term, fp32 main gradients and master weights
 (Megatron's DDP, AdamW), refit. There is no correction for the difference between the engines: there is none.
 """
@@ -30,15 +31,17 @@ from alignkit.drift import compare_tensors
 
 IGNORE = -100
 CLIP, KL_FACTOR = 0.2, 0.05
+FAMILIES = ("qwen3", "qwen3-moe")
 GPU = torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
 class Size:
-    """model: of `make_checkpoint`. prompts: their number. longest: tokens of the longest prompt. group: samples of each
+    """model: of `make_checkpoint`; experts: in a mixture in place of that. prompts: their number. longest: tokens of the longest prompt. group: samples of each
     prompt. sampled: tokens of a sample. rows: samples of a micro-batch. lr: of AdamW."""
 
     model: dict
+    experts: dict
     prompts: int
     longest: int
     group: int
@@ -50,6 +53,7 @@ class Size:
 SIZES = {
     "small": Size(
         {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2000},
+        {"intermediate": 128, "experts": 16, "top_k": 4},
         prompts=4,
         longest=64,
         group=8,
@@ -68,6 +72,7 @@ SIZES = {
             "vocab": 151936,
             "logit_std": 4.5,
         },
+        {"intermediate": 768, "experts": 64, "top_k": 8},
         prompts=8,
         longest=256,
         group=8,
@@ -81,6 +86,7 @@ SIZES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", action="store_true", help="leave the engines as they come")
+    parser.add_argument("--model-family", choices=FAMILIES, default=FAMILIES[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -103,7 +109,9 @@ def run(args: argparse.Namespace) -> list[dict]:
     """The training run: a row per step."""
     size, dtype = SIZES[args.size], getattr(torch, args.dtype)
     steps = 1 if args.stock and not GPU else args.steps
-    directory = make_checkpoint(Path(tempfile.mkdtemp()) / "model", dtype=dtype, **size.model)
+    shape = size.model | (size.experts if args.model_family == "qwen3-moe" else {})
+    family = args.model_family.replace("-", "_")
+    directory = make_checkpoint(Path(tempfile.mkdtemp()) / "model", family, dtype, **shape)
     arch = read_architecture(directory)
     llm = engine(args, directory, size)  # also starts torch.distributed, which Megatron joins
 
@@ -154,6 +162,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             rows.append(
                 {
                     "step": step,
+                    "model_family": args.model_family,
                     "engines": "stock" if args.stock else "aligned",
                     "tokens": drift.tokens,
                     "bit_equal": drift.bit_equal,

@@ -12,6 +12,8 @@ if WORKERS > 1:  # torch reads it when it is imported, here and in the processes
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.forks import METHOD, preload  # noqa: E402
+
 # Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
 settings.register_profile(
     "alignkit",
@@ -21,6 +23,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("alignkit")
+preload()
 
 # The op tests run on this device; the engines' tests choose theirs.
 DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
@@ -33,7 +36,7 @@ def ranks():
     """Four processes joined by gloo."""
     from alignkit.testing import Ranks
 
-    with Ranks(4) as r:
+    with Ranks(4, method=METHOD) as r:
         r.run(4, str)  # they have started: from here on a test may say how long a call may take
         yield r
 
@@ -62,26 +65,22 @@ SEVERAL_GPUS = (
     "ops/test_tp_cuda.py",
     "ops/test_tp_faults_cuda.py",
 )
-SLOW = (
-    "e2e/test_benchmarks.py",
-    "e2e/test_check.py",
-    "fuzz/test_fuzz.py",
-    "test_sm90_build.py",
-    "vllm/test_processes.py",
-)
+SLOW = ("e2e/test_benchmarks.py",)
+"""Files all of whose tests are slow; single tests of others mark themselves."""
 LONGEST = (
     "e2e/test_check.py",
-    "vllm/test_processes.py",
-    "fuzz/test_fuzz.py",
-    "integrations/test_verl.py",
     "e2e/test_benchmarks.py",
-    "test_sm90_build.py",
+    "vllm/test_experts.py",
     "bisection/test_engines.py",
-    "vllm/test_serve.py",
-    "vllm/test_live.py",
+    "vllm/test_processes.py",
     "e2e/test_grpo.py",
-    "vllm/test_engine.py",
+    "integrations/test_verl.py",
+    "vllm/test_serve.py",
+    "fuzz/test_fuzz.py",
+    "test_sm90_build.py",
     "test_package.py",
+    "vllm/test_live.py",
+    "vllm/test_engine.py",
 )
 """Files that take longest: they come first, so that several workers end at much the same time."""
 GPU = ("ops/test_linear_logp_sm90.py", "ops/test_schedules.py")

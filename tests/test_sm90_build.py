@@ -282,7 +282,9 @@ def test_an_error_of_nvcc_fails_the_build(tmp_path, capfd):
     assert "kernel.cu(1): error" in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("extension,suffix", [(setup.CPU, "cpp"), (setup.SM90, "cu")])
+@pytest.mark.parametrize(
+    "extension,suffix", [(setup.CPU, "cpp"), pytest.param(setup.SM90, "cu", marks=pytest.mark.slow)]
+)
 def test_what_changed_is_compiled_again(extension, suffix, objects, tmp_path, monkeypatch, capfd):
     """A file, or each that includes it, or is compiled otherwise; the identity whenever anything changed."""
     sources = {name: tmp_path / f"{name}.{suffix}" for name in ("one", "two", "identity")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,14 @@ def make_checkpoint(
     top_k: int = 4,
     normalize_top_k: bool | None = None,
     shared_intermediate: int = 512,
+    dense_layers: Collection[int] | None = None,
+    dense_intermediate: int = 1024,
+    groups: int = 1,
+    top_groups: int = 1,
+    routed_scale: float = 1.5,
+    options: Collection[str] | None = None,
+    rotary_factor: float | None = None,
+    mtp_layers: int = 1,
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
@@ -57,6 +65,10 @@ def make_checkpoint(
     rope_scaling: as config.json has it.
     experts, top_k, normalize_top_k, shared_intermediate: of a family with experts, as in `Architecture`; None: as in the
         published models.
+    dense_layers, dense_intermediate: layers, from 0 on, that have an MLP in place of experts, and how wide it is; None: the
+        first of several, in a family whose first ones have, else none.
+    groups, top_groups, routed_scale, options, rotary_factor, mtp_layers: as in `Architecture`, of a family that has them;
+        None: all options, the family's factor. No weights are made for multi-token prediction.
     weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
 
     There is no tokenizer: prompts are token ids. Returns the directory.
@@ -76,6 +88,16 @@ def make_checkpoint(
         raise InputError(f"top_k: {top_k}, of {experts} experts")
     if family.experts and family.experts.normalize is None and normalize_top_k is False:
         raise InputError(f"normalize_top_k: False, and {arch} always normalizes")
+    of_first = family.experts is not None and family.experts.dense == "first"
+    if dense_layers is None:
+        dense_layers = (0,) if of_first and layers > 1 else ()
+    if dense_layers and not (family.experts and family.experts.dense):
+        raise InputError(f"dense_layers: {arch} has layers of one kind")
+    if of_first and sorted(dense_layers) != list(range(len(dense_layers))):
+        raise InputError(f"dense_layers: {arch} has none but the first ones, not {sorted(dense_layers)}")
+    unknown = set(options or ()) - {field for field, _ in family.optional}
+    if unknown:
+        raise InputError(f"options: {arch} has no {', '.join(sorted(unknown))}")
     if intermediate is None:
         intermediate = 256 if family.experts else 1536
 
@@ -111,7 +133,21 @@ def make_checkpoint(
         if family.experts.normalize:
             config[family.experts.normalize] = family.experts.normalizes if normalize_top_k is None else normalize_top_k
         if family.experts.shared:
-            config[family.experts.shared] = shared_intermediate
+            config[family.experts.shared] = 2 if family.experts.shared_counts else shared_intermediate
+        if dense_layers:
+            config |= {"intermediate_size": dense_intermediate}
+            config |= {"mlp_only_layers": sorted(dense_layers)} if family.experts.dense == "steps" else {}
+        if of_first:
+            config["first_k_dense_replace"] = len(dense_layers)
+        if family.experts.groups:
+            config |= dict(zip(family.experts.groups, (groups, top_groups), strict=True))
+        if family.experts.scale:
+            config[family.experts.scale] = routed_scale
+    config |= {field: options is None or field in options for field, _ in family.optional}
+    if family.rotary_factor:
+        config["partial_rotary_factor"] = rotary_factor or family.rotary_factor
+    if family.mtp:
+        config[family.mtp] = mtp_layers
     if family.sliding_window == "must be null":
         config["sliding_window"] = None
     _write_json(path / "config.json", config)
@@ -130,6 +166,8 @@ def make_checkpoint(
     def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
             return normal(*shape, scale=head_scale)
+        if name.endswith("_bias"):  # of a choice: fp32 in every checkpoint
+            return torch.randn(shape, generator=generator) * 0.05
         if name.endswith(".bias"):
             return normal(*shape, scale=0.5)
         if len(shape) == 1:  # a norm's: not all ones, so that a lost weight shows

@@ -17,7 +17,7 @@ PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 CHUNK = 64
 MIXTURE = "qwen3_moe"
 """Family of the mixture of experts of `mixture_rows`."""
-_KINDS = ("chunked", "eager", "v1", "ep")
+_KINDS = ("chunked", "eager", "v1", "ep", "routed", "ep-routed")
 """Rollouts whose batch is sampled by an engine of their own."""
 _TRAINING = re.compile(r"tp\d+(-sp)?(-ep\d+)?(-te)?(-pp\d+)?(-cp\d+)?-(one|padded|packed)")
 
@@ -28,6 +28,7 @@ class Row:
 
     rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``; on more than
     one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others; ``tp2-ep``: each rank has whole experts.
+    ``routed``, ``tp2-routed``, ``tp2-ep-routed``: as the batch, and on a GPU too the choices of the routers are saved.
     training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ``tp1-ep2`` and ``tp2-sp-ep2`` (expert parallelism), ..., then
     of ``-te`` (TransformerEngine's layer spec), ``-pp2`` (pipeline stages) and ``-cp2`` (context parallelism) what there is, in
     this order, then ``-one``, ``-padded`` or ``-packed``.
@@ -53,6 +54,11 @@ class Row:
     @property
     def rollout_tp(self) -> int:
         return _rollout(self.rollout)[0]
+
+    @property
+    def rollout_ep(self) -> bool:
+        """Whether each rank of the rollout has whole experts."""
+        return _rollout(self.rollout)[1].startswith("ep")
 
     @property
     def training_tp(self) -> int:
@@ -190,15 +196,20 @@ def training_file(out: Path, row: Row) -> Path:
     return out / "logprobs" / f"{row.named}-training-{row.training}-of-{row.rollout}.safetensors"
 
 
-def routed(row: Row) -> bool:
-    """Whether the choices of both sides' routers can be saved, in a model that has any."""
-    tp, _, mode = _rollout(row.rollout)
-    return _routed(tp, mode) and row.training in ("tp1-one", "tp1-padded")
+def routed(row: Row, gpu: bool) -> bool:
+    """Whether the choices of both sides' routers are saved, in a model that has any."""
+    _, kind, mode = _rollout(row.rollout)
+    return _watched(kind, gpu) and _routed(mode) and row.training_pp == row.training_cp == 1
 
 
-def _routed(tp: int, mode: str) -> bool:
-    """Of a rollout; from a warm prefix cache not all tokens are computed."""
-    return tp == 1 and mode != "prefix"
+def _watched(kind: str, gpu: bool) -> bool:
+    """Whether an engine of this kind is one whose routers can be looked at: eager, and of vLLM's V1 runner."""
+    return not gpu or "routed" in kind
+
+
+def _routed(mode: str) -> bool:
+    """Of a run; from a warm prefix cache not all tokens are computed."""
+    return mode != "prefix"
 
 
 def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
@@ -225,12 +236,11 @@ def jobs(
     """The engines that `wanted`, rows of one model, needs, each once, rollouts first, those on more ranks before the others.
 
     models: HF directory by dtype. chunk: tokens in a chunk of a ``chunked`` prefill. micro_batch: tokens, with
-    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models;
-    then, on a CPU, the choices of their routers are saved where rollout and training are on one rank.
+    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models; the
+    choices of their routers are saved, on a GPU of the rollouts ``routed``.
     """
     first: list[Job] = []
     second: list[Job] = []
-    routing = experts and not gpu
     for dtype, patched in dict.fromkeys((row.dtype, row.patched) for row in wanted):
         mine = [row for row in wanted if (row.dtype, row.patched) == (dtype, patched)]
         common = {"model": str(models[dtype]), "dtype": dtype, "patched": patched}
@@ -246,14 +256,15 @@ def jobs(
             runs[mode] = str(rollout_file(out, replace(mine[0], rollout=name)))
         for engine, runs in engines.items():
             tp, kind, _ = _rollout(engine)
+            watched = experts and _watched(kind, gpu)
             spec = common | {
                 "tp": tp,
-                "expert_parallel": kind == "ep",
+                "expert_parallel": kind.startswith("ep"),
                 "eager": not gpu or kind == "eager",
                 "runner": "v2" if gpu and kind != "v1" else "v1",
                 "max_num_batched_tokens": chunk if kind == "chunked" else None,
                 "runs": [
-                    {"mode": mode, "out": path} | ({"routing": True} if routing and _routed(tp, mode) else {})
+                    {"mode": mode, "out": path} | ({"routing": True} if watched and _routed(mode) else {})
                     for mode, path in runs.items()
                 ],
                 "prompts": prompts,
@@ -262,6 +273,8 @@ def jobs(
                 "seed": seed,
                 "tokens_from": runs["batch"] if "prompt_logprobs" in runs else None,
             }
+            if watched:
+                spec |= {"eager": True, "runner": "v1"}
             first.append(Job(f"{named}-rollout-{engine}", "alignkit.check.rollout", spec))
 
         for engine in dict.fromkeys(row.training.rpartition("-")[0] for row in mine):
@@ -272,7 +285,7 @@ def jobs(
                     "in": str(rollout_file(out, row)),
                     "out": str(training_file(out, row)),
                 }
-                | ({"routing": True} if routing and routed(row) else {})
+                | ({"routing": True} if experts and routed(row, gpu) else {})
                 for row in of_engine
             ]
             spec = common | {

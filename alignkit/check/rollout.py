@@ -39,13 +39,16 @@ BLOCK_SIZE = 32
 GPU_SHARE = 0.3
 """Of the memory of a GPU, vLLM starts only if this much is free. What it takes is weights and the cache below."""
 RUNNERS = {"v1": "0", "v2": "1"}
-_ENV = {
+ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # one sampler for every row of the table
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+"""Where the user's environment does not say otherwise."""
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""The same of eager engines: nothing in them is worth seconds of compilation."""
 
 
 def run(job: dict) -> None:
@@ -82,11 +85,9 @@ def shut_down(llm) -> None:
 
 def prepare(job: dict) -> None:
     """The process's environment and the patch, before vLLM is imported."""
-    for name, value in _ENV.items():
+    for name, value in (ENVIRON | (EAGER if job["eager"] else {})).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[job["runner"]]
-    if job["eager"]:
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing here is worth seconds of compilation
     if job["tp"] == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.pop(ENV, None)  # a stock row stays stock whatever the user's environment asks for
@@ -204,5 +205,9 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
     )
 
 
+def main(arguments: list[str]) -> None:
+    run(json.loads(Path(arguments[0]).read_text()))
+
+
 if __name__ == "__main__":
-    run(json.loads(Path(sys.argv[1]).read_text()))
+    main(sys.argv[1:])

@@ -8,6 +8,7 @@ vLLM must run eagerly, in its V1 runner.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from .. import ops
+from ..dist import TP
 from ..drift import Logprobs
 from ..errors import InputError, UnsupportedError
+from ..ops.moe_router.reference import sigmoid
 
 
 def file_of(logprobs: Path | str) -> Path:
@@ -45,7 +49,9 @@ def rows_of_step(runner: Any, args: tuple, kwargs: Mapping[str, Any], first: Map
 class Recording:
     """Methods for ``collective_rpc`` of a vLLM worker (its ``worker_extension_cls``)."""
 
-    model_runner: Any  # vLLM's, of the worker that these are methods of
+    # vLLM's, of the worker that these are methods of
+    model_runner: Any
+    rank: int
 
     def alignkit_watch_routers(self, prompts: list[list[int]], longest: int) -> None:
         """From now on, of these prompts; longest: most tokens of one, with those that are sampled."""
@@ -54,20 +60,24 @@ class Recording:
         self._alignkit_routers.begin(prompts, longest)
 
     def alignkit_save_routing(self, lengths: list[int], path: str) -> None:
-        """What was seen of the sequences of those prompts; lengths: tokens of each."""
-        save_file({"logits": self._alignkit_routers.end(lengths)}, path)
+        """What was seen of the sequences of those prompts; lengths: tokens of each. Every rank has all tokens: one saves."""
+        if self.rank == 0:
+            save_file({"logits": self._alignkit_routers.end(lengths)}, path)
 
 
 class _Routers:
     def __init__(self, runner: Any):
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
         self._runner = runner
         model = runner.get_model()
         gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-        if len(gates) != len(model.model.layers):
-            raise UnsupportedError(f"{len(gates)} routers in {len(model.model.layers)} layers")
+        mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
+        if len(gates) != len(mixtures):
+            raise UnsupportedError(f"{len(gates)} routers of {len(mixtures)} mixtures")
         model.register_forward_pre_hook(self._step, with_kwargs=True)
-        for i, gate in enumerate(gates):
-            gate.register_forward_hook(self._gate(i))
+        for i, (gate, mixture) in enumerate(zip(gates, mixtures, strict=True)):
+            gate.register_forward_hook(self._gate(i, mixture.routed_experts))
         self._layers = len(gates)
 
     def begin(self, prompts: list[list[int]], longest: int) -> None:
@@ -84,9 +94,9 @@ class _Routers:
     def _step(self, _, args, kwargs) -> None:
         self._rows = torch.from_numpy(rows_of_step(self._runner, args, kwargs, self._first)[0])
 
-    def _gate(self, layer: int):
+    def _gate(self, layer: int, experts: Any):
         def hook(_, inputs, output) -> None:
-            logits = output[0] if isinstance(output, tuple) else output
+            logits = _decisive(output[0] if isinstance(output, tuple) else output, experts)
             if self._logits is None:
                 shape = len(self._first) * self._longest, self._layers, logits.shape[-1]
                 self._logits = torch.full(shape, torch.nan)
@@ -96,14 +106,39 @@ class _Routers:
         return hook
 
 
-class Choices:
-    """Within the block, what the routers of a Megatron-core model choose."""
+def _decisive(logits: torch.Tensor, experts: Any) -> torch.Tensor:
+    """What vLLM's `experts` are chosen by: the logits, or sigmoids and a bias; in groups that are left out, -inf."""
+    if experts.scoring_func == "softmax":
+        return logits
+    logits, bias = logits.float(), experts.e_score_correction_bias
+    values = sigmoid(logits) if bias is None else sigmoid(logits) + bias
+    groups, best = experts.num_expert_group, experts.topk_group
+    if not experts.use_grouped_topk or groups == 1:
+        return values
+    of_best = logits.shape[-1] // groups * best
+    _, ids = ops.moe_router(logits, of_best, score="sigmoid", bias=bias, groups=groups, top_groups=best)
+    return torch.full_like(values, -torch.inf).scatter(-1, ids, values.gather(-1, ids))
 
-    def __init__(self, model: torch.nn.Module):
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a forward has the tokens of a sequence: in which row the first one, and how many rows on each further one."""
+
+    sequence: int
+    first: int
+    step: int
+
+
+class Choices:
+    """Within the block, what the routers of a Megatron-core model choose; its ranks have the same tokens, or with sequence
+    parallelism parts of the same."""
+
+    def __init__(self, model: Any):
         from megatron.core.transformer.moe.router import TopKRouter
 
         self._routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         self._seen: list[list[torch.Tensor]] = []
+        self._parts = TP(model.pg_collection.tp) if model.config.sequence_parallel else None
 
     def __enter__(self) -> Choices:
         self._seen = [[] for _ in self._routers]
@@ -115,23 +150,24 @@ class Choices:
         for handle in self._handles:
             handle.remove()
 
-    def save(self, given: Logprobs, micro_batches: list[list[int]], path: Path) -> None:
-        """What was chosen for the sequences of `given`. micro_batches: which of them each forward had, padded on the right."""
+    def of(self, given: Logprobs, forwards: list[list[Placed]]) -> torch.Tensor:
+        """uint8 [rows, layers, experts]: what was chosen for the sequences of `given`, which the forwards had. A collective of
+        the ranks with parts of them."""
         lengths = [len(p) + len(t) for p, t in zip(given.prompts, given.tokens, strict=True)]
         parts: list[torch.Tensor] = [torch.empty(0)] * len(lengths)
-        for n, sequences in enumerate(micro_batches):
-            chosen = torch.stack([seen[n] for seen in self._seen], dim=1)
-            chosen = chosen.unflatten(
-                0, (-1, len(sequences))
-            )  # Megatron's rows: of all sequences, position by position
-            for i, sequence in enumerate(sequences):
-                parts[sequence] = chosen[: lengths[sequence] - 1, i]
-        save_file({"chosen": torch.cat(parts).to(torch.uint8)}, path)
+        for n, sequences in enumerate(forwards):
+            chosen = torch.stack([seen[n] for seen in self._seen], dim=1).to(torch.uint8)
+            if self._parts is not None:
+                chosen = self._parts.gather(chosen)
+            chosen = chosen.cpu()
+            for at in sequences:
+                parts[at.sequence] = chosen[at.first :: at.step][: lengths[at.sequence] - 1]
+        return torch.cat(parts)
 
 
 def _chosen_by(seen: list[torch.Tensor]):
     def hook(_, inputs, output) -> None:
-        seen.append(output[1].flatten(0, -2).cpu())
+        seen.append(output[1].flatten(0, -2))
 
     return hook
 
@@ -139,7 +175,7 @@ def _chosen_by(seen: list[torch.Tensor]):
 def rerouted(rollout: Path, training: Path) -> tuple[int, int]:
     """How many rows went to another expert in some layer, and of how many both are known.
 
-    A row did if a chosen expert's logit in the rollout is less than that of one that was not chosen: which of equal logits
+    A row did if a chosen expert's logit, or whatever the choice goes by, in the rollout is less than that of one that was not chosen: which of equal logits
     vLLM takes is not seen, so any of them counts as its choice."""
     logits, chosen = load_file(rollout)["logits"], load_file(training)["chosen"].bool()
     if logits.shape != chosen.shape:

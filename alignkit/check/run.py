@@ -21,8 +21,9 @@ from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
 from ..drift.compare import finite_or_none
 from ..errors import AlignkitError, InputError, UnsupportedError
-from . import plan
+from . import forks, plan
 from . import routing as routed
+from .forks import Fork
 from .machine import family, gpus, installed, machine
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
@@ -132,7 +133,7 @@ def run(options: Options, progress: Progress) -> Result:
     """Runs the check and writes `check.json` and `run.json` into `options.out`.
 
     Raises InputError or UnsupportedError before anything runs, WorkerError if an engine's process fails or
-    writes something other than it was asked for. However it ends, no process of its own is left behind.
+    writes something other than it was asked for. However it ends, no engine of its own is left running.
     """
     architecture = _check_options(options)
     out = options.out
@@ -195,11 +196,11 @@ def run(options: Options, progress: Progress) -> Result:
 
 def bisect_command(options: Options, result: Result) -> str | None:
     """The command that finds where the first patched row that is not equal begins to differ; None if it takes none of them."""
-    if result.info["model"]["experts"]:
-        return None
     unequal = [c.row for c in result.compared if c.row.patched and not c.report.all_equal and not c.row.model]
     taken = [
-        row for row in unequal if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"}
+        row
+        for row in unequal
+        if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"} and not row.rollout_ep
     ]
     if not taken:
         return None
@@ -326,6 +327,9 @@ def execute(
     """
     progress.planned(jobs)
     devices = gpus()
+    if not devices:
+        for module in dict.fromkeys(job.module for job in jobs if forks.known(job.module)):
+            forks.prepare(module, _environ())
     free = devices * per_gpu or [""] * max(os.cpu_count() or 1, per_gpu)
     waiting = list(jobs)
     running: dict[Job, _Running] = {}
@@ -378,7 +382,7 @@ def execute(
 class _Running:
     """A job's process, since when it runs, and what it holds of the machine's slots."""
 
-    def __init__(self, process: subprocess.Popen, held: list[str]):
+    def __init__(self, process: subprocess.Popen | Fork, held: list[str]):
         self.process, self.held, self._since = process, held, time.monotonic()
 
     @property
@@ -386,7 +390,7 @@ class _Running:
         return time.monotonic() - self._since
 
 
-def _failure(job: Job, process: subprocess.Popen, timeout: float, out: Path) -> str | None:
+def _failure(job: Job, process: subprocess.Popen | Fork, timeout: float, out: Path) -> str | None:
     """Why the job has failed, None if it has not: it has ended, or its time is over."""
     if process.poll() is None:
         problem = f"no result after {timeout:.0f} s"
@@ -400,26 +404,33 @@ def _failure(job: Job, process: subprocess.Popen, timeout: float, out: Path) -> 
     return f"{problem}\n{_tail(job, out)}"
 
 
-def _start(job: Job, out: Path, devices: list[str] | None) -> subprocess.Popen:
-    path = out / "jobs" / f"{job.name}.json"
+def _start(job: Job, out: Path, devices: list[str] | None) -> subprocess.Popen | Fork:
+    path, log = out / "jobs" / f"{job.name}.json", _log(job, out)
     plan.write(job, path)
-    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | os.environ
+    env = _environ()
+    if devices is None and forks.known(job.module):
+        return forks.start(job.module, path, log, env)
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    env.pop("ALIGNKIT_VLLM", None)  # the job alone says whether its engine is patched
-    with open(_log(job, out), "wb") as log:
+    with log.open("wb") as said:
         # A session of its own, so that it can be stopped with all that it starts.
         return subprocess.Popen(
             [sys.executable, "-m", job.module, str(path)],
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=said,
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
         )
 
 
-def stop(process: subprocess.Popen) -> None:
+def _environ() -> dict[str, str]:
+    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | os.environ
+    env.pop("ALIGNKIT_VLLM", None)  # the job alone says whether its engine is patched
+    return env
+
+
+def stop(process: subprocess.Popen | Fork) -> None:
     """Ends a worker and what it started; no error if they have ended."""
     for sig, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         try:

@@ -7,7 +7,7 @@ JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "
 "temperature": 1.0 (optional, patched only),
 "micro_batch": tokens in a micro-batch, with their padding (optional; null: everything in one),
 "runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path, "routing": false (optional; of a model
-with experts, on one rank and not packed: save what its routers choose)}, ...]}
+with experts, without stages and context parallelism: save what its routers choose)}, ...]}
 
 The model is built once, in `tp` times `pp` times `cp` processes, or in `ep` if those are more, and each run writes the
 logprobs of the tokens of its `in` file. With `ep` above `tp` ranks are data-parallel, and all compute the same tokens.
@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from alignkit.check import forks
 from alignkit.check.layout import over_parts, through_stages
 from alignkit.check.machine import installed
-from alignkit.check.routing import Choices, file_of
+from alignkit.check.routing import Choices, Placed, file_of
 from alignkit.contract import contract_id
 from alignkit.convert import Architecture, check_ep, read_architecture
 from alignkit.dist import CP
@@ -65,7 +67,8 @@ def launch(job: dict[str, Any], body: Callable) -> None:
         return _rank(0, job, body, dist.HashStore())
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        torch.multiprocessing.spawn(_guarded, (job, body, store.port), nprocs=ranks)
+        method = "fork" if forks.forked else "spawn"  # in a fork all is imported, and nothing has been done yet
+        torch.multiprocessing.start_processes(_guarded, (job, body, store.port), nprocs=ranks, start_method=method)
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None
@@ -201,7 +204,10 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
                 micro_batch=job.get("micro_batch"),
             )
         if choices is not None:
-            choices.save(given, _forwards(given, run["mode"], job.get("micro_batch")), file_of(run["out"]))
+            forwards = _forwards(given, run["mode"], _multiple(model), job.get("micro_batch"))
+            chosen = choices.of(given, forwards)
+            if rank == 0:
+                save_file({"chosen": chosen}, file_of(run["out"]))
         if rank == 0:
             meta = {
                 "engine": f"megatron-core {megatron.core.__version__}",
@@ -253,9 +259,7 @@ def recompute(
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
         return of_all(tokens, positions, mask, labels, packed)
 
-    multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-    if model.config.context_parallel_size > 1:  # each of its ranks has two chunks of every sequence
-        multiple *= 2 * model.config.context_parallel_size
+    multiple = _multiple(model)
     if drawn:
         pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
         values = [
@@ -264,6 +268,14 @@ def recompute(
         for i, value in zip(drawn, values, strict=True):
             result[i] = value.cpu()
     return result
+
+
+def _multiple(model) -> int:
+    """What the length of a sequence must be a multiple of."""
+    multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    if model.config.context_parallel_size > 1:  # each of its ranks has two chunks of every sequence
+        multiple *= 2 * model.config.context_parallel_size
+    return multiple
 
 
 Pairs = list[tuple[list[int], list[int]]]
@@ -284,15 +296,20 @@ def _micro_batches(pairs: Pairs, tokens: int | None) -> Iterator[Pairs]:
     yield part
 
 
-def _forwards(given: Logprobs, mode: str, micro_batch: int | None) -> list[list[int]]:
-    """Which sequences each forward of `recompute` has."""
+def _forwards(given: Logprobs, mode: str, multiple: int, micro_batch: int | None) -> list[list[Placed]]:
+    """Where each forward of `recompute` has the rows of which sequences, without stages and context parallelism."""
     drawn = [i for i, tokens in enumerate(given.tokens) if tokens]
-    parts = [[i] for i in drawn] if mode == "one" else []
-    if mode == "padded":
-        left = iter(drawn)
-        pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
-        parts = [[next(left) for _ in part] for part in _micro_batches(pairs, micro_batch)]
-    return parts
+    left, forwards = iter(drawn), []
+    for part in _micro_batches([(given.prompts[i], given.tokens[i]) for i in drawn], micro_batch):
+        if mode == "packed":  # end to end
+            lengths = [len(prompt) + len(sampled) - 1 for prompt, sampled in part]
+            starts = [0, *itertools.accumulate(n + -n % multiple for n in lengths)][:-1]
+            forwards.append([Placed(next(left), start, 1) for start in starts])
+        elif mode == "padded":  # Megatron's order: of all sequences, position by position
+            forwards.append([Placed(next(left), i, len(part)) for i in range(len(part))])
+        else:
+            forwards += [[Placed(next(left), 0, 1)] for _ in part]
+    return forwards
 
 
 def _padded(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:

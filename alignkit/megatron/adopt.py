@@ -94,7 +94,7 @@ class Models:
             look = Look(model, fingerprint.modules(found), keep=runs)
         look.watch_hooks()
         hooks.watch_global_hooks()
-        modules.rotations[rotary] = modules.Rotations(base, model.config.kv_channels, device, scaling)
+        modules.rotations[rotary] = modules.Rotations(base, supported.rotary_dim(model), device, scaling)
         if runs:
             vocab_size = self.vocabulary_of(model)
             if model.post_process and isinstance(model.output_layer, modules.OutputLayer):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -30,6 +31,7 @@ from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import modules
 from alignkit.megatron.models import hybrid_block, hybrid_model, pattern
 from alignkit.megatron.supported import MEGATRON_LLAMA3
+from alignkit.models.family import CHOICE_BIAS
 
 
 def transformer_config(
@@ -74,8 +76,25 @@ def transformer_config(
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
         )
+    if arch.dense_layers:
+        fields |= dict(
+            ffn_hidden_size=arch.dense_intermediate,
+            moe_layer_freq=[int(arch.has_experts(i)) for i in range(arch.layers)],
+        )
     if arch.shared_intermediate:
-        fields |= dict(moe_shared_expert_intermediate_size=arch.shared_intermediate, moe_shared_expert_gate=True)
+        fields |= dict(
+            moe_shared_expert_intermediate_size=arch.shared_intermediate, moe_shared_expert_gate=arch.shared_gate
+        )
+    if arch.score == "sigmoid":
+        fields |= dict(
+            moe_router_score_function="sigmoid",
+            moe_router_pre_softmax=False,
+            moe_router_topk_scaling_factor=arch.routed_scale,
+            moe_router_enable_expert_bias=arch.choice_bias,
+            moe_router_bias_update_rate=0.0,  # the bias is the checkpoint's, unless the caller wants it to move
+        )
+    if arch.groups > 1:
+        fields |= dict(moe_router_num_groups=arch.groups, moe_router_group_topk=arch.top_groups)
     config = TransformerConfig(**(fields | overrides))
     if isinstance(scaling := arch.rope_scaling, Yarn):  # GPTModel reads them there, though they are no fields
         config.yarn_rotary_scaling_factor = scaling.factor
@@ -89,20 +108,18 @@ def transformer_config(
 def rotary_arguments(arch: Architecture) -> dict[str, Any]:
     """GPTModel's arguments for `arch`'s rotary embedding. Raises UnsupportedError for one that Megatron-core lacks."""
     scaling = arch.rope_scaling
+    usual = {"rotary_base": arch.rope_base} | (
+        {"rotary_percent": arch.rotary_factor} if arch.rotary_factor != 1 else {}
+    )
     if not isinstance(scaling, Llama3):
-        return {"position_embedding_type": "rope" if scaling is None else "yarn", "rotary_base": arch.rope_base}
+        return usual | {"position_embedding_type": "rope" if scaling is None else "yarn"}
     given = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
     if given != MEGATRON_LLAMA3:
         raise UnsupportedError(
             f"rope_scaling: low_freq_factor, high_freq_factor and original_max_position_embeddings are {given}; "
             f"Megatron-core only has {MEGATRON_LLAMA3}"
         )
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": arch.rope_base,
-        "rope_scaling": True,
-        "rope_scaling_factor": scaling.factor,
-    }
+    return usual | {"position_embedding_type": "rope", "rope_scaling": True, "rope_scaling_factor": scaling.factor}
 
 
 def gpt_model(
@@ -173,6 +190,8 @@ def gpt_model(
         if transformer_engine
         else get_gpt_layer_local_spec(normalization="RMSNorm", **of_layer)
     )
+    if arch.dense_layers:  # the block's spec has one for each layer of this stage
+        spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     cls = GPTModel
     if hybrid_layer_pattern is not None:
         config.num_layers = 2 * arch.layers
@@ -191,7 +210,7 @@ def gpt_model(
             **rotary_arguments(arch),
         )
     model = model.to(torch.cuda.current_device(), dtype)  # norms are created in fp32
-    names = {name: whole_name(model, name) for name, _ in model.named_parameters()}
+    names = {name: whole_name(model, name) for name, _ in _tensors(model, arch)}
     model.load_state_dict({name: weights[whole] for name, whole in names.items() if whole in weights}, strict=False)
     missing = set(names.values()) - set(weights)
     if config.pipeline_model_parallel_size == 1:
@@ -249,7 +268,15 @@ def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch
     A collective of the model's tensor-parallel group, and of those that share experts: every rank must run it to its end,
     and every rank gets every tensor.
     """
-    return whole(model, arch, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    return whole(model, arch, {name: tensor.detach() for name, tensor in _tensors(model, arch)})
+
+
+def _tensors(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, and the biases of the choice of experts where the checkpoint has them, which are buffers."""
+    yield from model.named_parameters()
+    if not arch.choice_bias:
+        return
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(CHOICE_BIAS))
 
 
 def whole(model: GPTModel, arch: Architecture, parts: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

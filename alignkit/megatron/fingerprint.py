@@ -56,6 +56,7 @@ def settings(model) -> dict[str, str]:
     config = model.config
     return {
         "rotary_base": repr(aligned.rotations[model.rotary_pos_emb].base),
+        "rotary_percent": repr(aligned.rotations[model.rotary_pos_emb].rotary_dim),
         "hybrid_layer_pattern": repr(pattern(model)),
         "padded vocab_size": repr(model.vocab_size),
         "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),

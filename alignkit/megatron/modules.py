@@ -44,14 +44,14 @@ class Rotations:
     """Which `ops.rope_table` a model's rotary embedding hands down."""
 
     base: float
-    head_dim: int
+    rotary_dim: int
     device: torch.device
     scaling: Scaling | None = None
 
     def table(self, max_seq_len: int) -> torch.Tensor:
         """A power of two of rows, so that few tables are made; a row does not depend on how many there are."""
         rows = 1 << max(int(max_seq_len) - 1, 0).bit_length()
-        return ops.rope_table(self.head_dim, rows, self.base, self.device, self.scaling)
+        return ops.rope_table(self.rotary_dim, rows, self.base, self.device, self.scaling)
 
 
 rotations: weakref.WeakKeyDictionary[torch.nn.Module, Rotations] = weakref.WeakKeyDictionary()
@@ -196,7 +196,7 @@ def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group
     positions = context_parallel(config, cp_group).positions(t.shape[0], cu_seqlens, t.device)
     if cu_seqlens is None:
         positions = positions.repeat_interleave(t.shape[1])
-    return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs).view(t.shape)
+    return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs, rotary_dim=freqs.shape[1]).view(t.shape)
 
 
 class DotProductAttention(dot_product_attention.DotProductAttention):

@@ -44,12 +44,21 @@ def check_model(model) -> None:
         raise UnsupportedError("mtp_block_spec: multi-token prediction (MTP) is not supported")
     if model.position_embedding_type not in ("rope", "yarn"):
         raise UnsupportedError(f"position_embedding_type: {model.position_embedding_type!r} is not supported")
-    if (percent := vars(model).get("rotary_percent", 1.0)) != 1.0:  # of a HybridModel the frequencies tell
-        raise UnsupportedError(f"rotary_percent: {percent} is not supported, only 1.0")
+    if not 0 < (percent := _rotary_percent(model)) <= 1 or rotary_dim(model) % 2 or not rotary_dim(model):
+        raise UnsupportedError(f"rotary_percent: {percent} of a head of {model.config.kv_channels} is not supported")
     if whole and model.config.num_moe_experts is not None and not modules.expert_ranks(model):
         raise UnsupportedError("num_moe_experts (MoE): set for a model without a MoELayer")
     if model.config.sequence_parallel and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
         raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported")
+
+
+def _rotary_percent(model) -> float:
+    return vars(model).get("rotary_percent", 1.0)  # of a HybridModel the frequencies tell
+
+
+def rotary_dim(model) -> int:
+    """How many of a head's dimensions are rotated; as Megatron has it."""
+    return int(model.config.kv_channels * _rotary_percent(model))
 
 
 def left_stock(model) -> str | None:
@@ -76,7 +85,7 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
     """The base and scaling that a model's rotary embedding asks for. UnsupportedError unless its frequencies are those of one that
     alignkit knows. They are not used, but a model whose frequencies were changed asks for other rotations; where the
     powers were taken may change their last bits."""
-    rotary, given, head_dim = model.rotary_pos_emb, vars(model).get("rotary_base"), model.config.kv_channels
+    rotary, given, head_dim = model.rotary_pos_emb, vars(model).get("rotary_base"), rotary_dim(model)
     if rotary.rotary_interleaved or rotary.seq_len_interpolation_factor is not None:
         raise UnsupportedError("rotary_interleaved / seq_len_interpolation_factor: neither is supported")
     yarn = model.position_embedding_type == "yarn"

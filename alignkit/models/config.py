@@ -7,11 +7,23 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from alignkit.contract.rope import Llama3, Scaling, Yarn, yarn_attention_factor
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
-from alignkit.models.family import EMBEDDING, FINAL_NORM, HEAD, Family, Weight
+from alignkit.models.family import (
+    CHOICE_BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    QK_NORMS,
+    QKV_BIASES,
+    SHARED_GATE,
+    Experts,
+    Family,
+    Weight,
+)
 from alignkit.models.fields import HARMLESS, MUST_BE, MUST_BE_OFF, READ
 
 VOCAB_MULTIPLE = 128
@@ -27,9 +39,12 @@ ROPE_TYPES = {
 @dataclass(frozen=True)
 class Architecture:
     """What an HF checkpoint is made of. Sizes are in elements; `vocab` is the true vocabulary size, `intermediate` the
-    width of an MLP. With experts (`experts` of them; 0 in a dense model) every layer has them, `intermediate` is the width
-    of each, a token goes to `top_k`, and `normalize_top_k` says whether the weights of those sum up to 1;
-    `shared_intermediate` is the width of an expert that all tokens go to, 0 without one."""
+    width of an MLP. With experts (`experts` of them; 0 in a dense model) every layer has them but the `dense_layers`, whose
+    MLPs are `dense_intermediate` wide; `intermediate` is the width of each expert, a token goes to `top_k`, and
+    `normalize_top_k` says whether the weights of those sum up to 1; `shared_intermediate` is the width of an expert that all
+    tokens go to, 0 without one. With `groups` of experts a token's are of `top_groups` of them, and their weights are
+    multiplied by `routed_scale`. `options` are the family's optional fields that are true, `rotary_factor` is the part of a
+    head that is rotated, and of `mtp_layers` further layers, which nothing runs, weights may be there."""
 
     family: str
     layers: int
@@ -48,6 +63,14 @@ class Architecture:
     top_k: int = 0
     normalize_top_k: bool = False
     shared_intermediate: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_intermediate: int = 0
+    groups: int = 1
+    top_groups: int = 1
+    routed_scale: float = 1.0
+    options: tuple[str, ...] = ()
+    rotary_factor: float = 1.0
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -55,11 +78,42 @@ class Architecture:
 
     @property
     def qk_norm(self) -> bool:
-        return FAMILIES[self.family].qk_norm
+        """Whether q and k have norms of their own."""
+        return self._has(*QK_NORMS)
 
     @property
     def qkv_bias(self) -> bool:
-        return FAMILIES[self.family].qkv_bias
+        """Whether q, k and v have biases."""
+        return self._has(*QKV_BIASES)
+
+    @property
+    def choice_bias(self) -> bool:
+        """Whether a bias has a part in the choice of experts."""
+        return any(weight.megatron == CHOICE_BIAS for weight in FAMILIES[self.family].layer)
+
+    @property
+    def shared_gate(self) -> bool:
+        """Whether a gate is multiplied with what comes out of the expert that all tokens go to."""
+        return any(weight.megatron == SHARED_GATE for weight in FAMILIES[self.family].layer)
+
+    @property
+    def score(self) -> str:
+        """Of an expert, by its logit."""
+        experts = FAMILIES[self.family].experts
+        return experts.score if experts else Experts.score
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions, the first ones, are rotated."""
+        return int(self.head_dim * self.rotary_factor)
+
+    def _has(self, *weights: Weight) -> bool:
+        held = (*FAMILIES[self.family].layer, *self._optional)
+        return all(weight in held for weight in weights)
+
+    @property
+    def _optional(self) -> tuple[Weight, ...]:
+        return tuple(w for field, of in FAMILIES[self.family].optional if field in self.options for w in of)
 
     def size(self, name: str) -> int:
         """A size by its name in the tables of weights: `q` and `kv` are all heads together, `one` is 1, others are
@@ -67,6 +121,14 @@ class Architecture:
         if name in ("q", "kv"):
             return self.head_dim * (self.heads if name == "q" else self.kv_heads)
         return 1 if name == "one" else getattr(self, name)
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer not in self.dense_layers
+
+    def layer(self, i: int) -> tuple[Weight, ...]:
+        """The weights of layer i."""
+        family = FAMILIES[self.family]
+        return (*(family.dense_layer if i in self.dense_layers else family.layer), *self._optional)
 
     def weights(self) -> Iterator[tuple[Weight, dict[str, tuple[int, ...]], str]]:
         """Each weight, its HF tensors by their whole names, with shapes, and its whole name in Megatron."""
@@ -77,7 +139,7 @@ class Architecture:
 
         yield of(EMBEDDING)
         for i in range(self.layers):
-            for weight in FAMILIES[self.family].layer:
+            for weight in self.layer(i):
                 each = [weight.of_expert(e) for e in range(self.experts)] if weight.per_expert else [weight]
                 for one in each:
                     yield of(one, f"model.layers.{i}.", f"decoder.layers.{i}.")
@@ -100,6 +162,8 @@ class Architecture:
         ]
         if family.experts and family.experts.shared:
             sizes.append((family.experts.shared, self.shared_intermediate))
+        if self.dense_layers:
+            sizes.append(("intermediate_size", self.dense_intermediate))
         for name, size in sizes:
             if tp < 1 or size % tp:
                 raise UnsupportedError(f"tp: {tp} ranks do not divide {name} = {size}")
@@ -135,18 +199,34 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         return value
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
-    rope_base, rope_scaling = _rope(config, family)
+    rope_base, rope_scaling, rotary_factor = _rope(config, family)
     experts, top_k, normalize_top_k, shared_intermediate = 0, 0, False, 0
+    layers, dense_layers = size("num_hidden_layers"), ()
+    groups, top_groups, routed_scale = 1, 1, 1.0
     if family.experts:
         counts = [size(field) for field in family.experts.count if field in config] or [size(family.experts.count[0])]
         if len(set(counts)) > 1:
             raise InputError(f"{' and '.join(family.experts.count)} are {counts}: which one is it?")
         experts, top_k = counts[0], size(family.experts.top_k)
         normalize_top_k = family.experts.normalize is None or _flag(path, config, family.experts.normalize)
-        shared_intermediate = size(family.experts.shared) if family.experts.shared else 0
+        if family.experts.shared:
+            shared_intermediate = size(family.experts.shared)
+            shared_intermediate *= size(family.intermediate) if family.experts.shared_counts else 1
+        if family.experts.groups:
+            groups, top_groups = map(size, family.experts.groups)
+        if family.experts.scale:
+            routed_scale = _positive(family.experts.scale, config.get(family.experts.scale))
+        if family.experts.dense == "steps":
+            step = size("decoder_sparse_step", 1) if "decoder_sparse_step" in config else 1
+            dense_layers = _dense_layers(config.get("mlp_only_layers"), step, layers)
+        elif family.experts.dense == "first":
+            first = config.get("first_k_dense_replace")
+            if type(first) is not int or not 0 <= first < layers:
+                raise InputError(f"first_k_dense_replace: {first!r:.200} is no number of layers below {layers}")
+            dense_layers = tuple(range(first))
     arch = Architecture(
         family=family.name,
-        layers=size("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=size("num_key_value_heads", heads),
@@ -162,7 +242,23 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         top_k=top_k,
         normalize_top_k=normalize_top_k,
         shared_intermediate=shared_intermediate,
+        dense_layers=dense_layers,
+        dense_intermediate=size("intermediate_size") if dense_layers else 0,
+        groups=groups,
+        top_groups=top_groups,
+        routed_scale=routed_scale,
+        options=tuple(field for field, _ in family.optional if _flag(path, config, field)),
+        rotary_factor=rotary_factor,
+        mtp_layers=_count(config, family.mtp) if family.mtp else 0,
     )
+    _check_choice(arch, family)
+    if isinstance(rope_scaling, Yarn) and rotary_factor != 1:
+        raise UnsupportedError(
+            f"partial_rotary_factor: {rotary_factor} is not supported with YaRN, whose frequencies are of whole heads in "
+            "Megatron-core"
+        )
+    if arch.rotary_dim % 2 or not arch.rotary_dim:
+        raise InputError(f"partial_rotary_factor: {rotary_factor} of a head of {arch.head_dim} is no even number")
     if arch.top_k > arch.experts:
         raise InputError(f"num_experts_per_tok: {arch.top_k}, of {arch.experts} experts")
     if arch.heads % arch.kv_heads:
@@ -181,15 +277,53 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     return arch
 
 
+def _check_choice(arch: Architecture, family: Family) -> None:
+    """That both engines can choose experts so."""
+    if family.experts is None or arch.score == "softmax":
+        return
+    if arch.experts % arch.groups or arch.top_groups > arch.groups:
+        raise InputError(f"n_group / topk_group: {arch.top_groups} of {arch.groups} groups of {arch.experts} experts")
+    if arch.top_k > arch.experts // arch.groups * arch.top_groups:
+        raise InputError(f"num_experts_per_tok: {arch.top_k}, of {arch.top_groups} of {arch.groups} groups")
+    if arch.groups > 1 and arch.top_k // arch.top_groups != 2:
+        raise UnsupportedError(
+            f"topk_group: {arch.top_groups} groups for {arch.top_k} experts are not supported: a group's score is the sum of "
+            f"its two best, in Megatron-core of its {arch.top_k // arch.top_groups}"
+        )
+    if arch.normalize_top_k != (arch.top_k > 1):
+        raise UnsupportedError(
+            f"norm_topk_prob: {arch.normalize_top_k} is not supported with {arch.score} scores and num_experts_per_tok "
+            f"{arch.top_k}: Megatron-core normalizes where there are several"
+        )
+
+
+def _count(config: Mapping, field: str) -> int:
+    value = config.get(field) or 0
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise InputError(f"{field}: {config[field]!r:.200} is no number of layers")
+    return value
+
+
 def _flag(path: Path, config: Mapping, field: str) -> bool:
     if type(config.get(field)) is not bool:
         raise InputError(f"{field}: {config.get(field)!r:.200} in {path} is neither true nor false")
     return config[field]
 
 
+def _dense_layers(listed: Any, step: int, layers: int) -> tuple[int, ...]:
+    """Those of `layers` that are `listed`, or not at the end of a `step`."""
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
+        raise InputError(f"mlp_only_layers: {listed!r:.200} is no list of numbers of {layers} layers")
+    dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
+    if len(dense) == layers:
+        raise UnsupportedError("mlp_only_layers / decoder_sparse_step: no layer has experts")
+    return dense
+
+
 def _refuse_foreign(config: Mapping, family: Family) -> None:
     """Refuses by name what an engine may compute with and alignkit does not."""
-    read = READ | family.experts.fields | {family.intermediate} if family.experts else READ
+    read = READ | family.fields
     must_be = MUST_BE | dict(family.must_be)
     for field, value in config.items():
         if field in read:
@@ -215,11 +349,11 @@ def _refuse_foreign(config: Mapping, family: Family) -> None:
         raise UnsupportedError(f"sliding_window: {config['sliding_window']!r:.200} is not supported")
 
 
-def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None]:
-    """The rotary base and scaling; newer configs keep both in `rope_parameters`, older ones the base beside
-    `rope_scaling`."""
+def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float]:
+    """The rotary base and scaling, and the part of a head that is rotated; newer configs keep all in `rope_parameters`,
+    older ones base and part beside `rope_scaling`."""
     bases = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    scalings = {}
+    scalings, parts = {}, [config.get("partial_rotary_factor")]
     for field in ("rope_scaling", "rope_parameters"):
         rope = config.get(field)
         if rope is None:
@@ -231,7 +365,8 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None]:
             if name not in list(ROPE_TYPES) or name != names[0]:
                 known = ", ".join(ROPE_TYPES)
                 raise UnsupportedError(f"{field}: rope type {name!r:.200} is not supported, only {known}")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        parts.append(rope.get("partial_rotary_factor"))
+        if family.rotary_factor is None and parts[-1] not in (None, 1):
             raise UnsupportedError(f"{field}: partial_rotary_factor {rope['partial_rotary_factor']!r:.200} is not 1")
         for name in rope.keys() - _ROPE_FIELDS - frozenset(ROPE_TYPES[names[0]]):
             raise UnsupportedError(f"{field}: {name}: {rope[name]!r:.200} is not supported")
@@ -241,14 +376,24 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None]:
     if len(set(scalings.values())) > 1:
         raise InputError("rope_scaling and rope_parameters ask for different rotary embeddings")
     scaling = next(iter(scalings.values()), None)
+    part = _rotary_factor([part for part in parts if part is not None], family)
     if not bases and family.rope_base is not None:
-        return family.rope_base, scaling
+        return family.rope_base, scaling, part
     if not bases:
         raise InputError("rope_theta: the config names no rotary base")
     values = [_positive(*item) for item in bases.items()]
     if len(set(values)) > 1:
         raise InputError("; ".join(f"{field} is {value}" for field, value in bases.items()) + ": which one is it?")
-    return values[0], scaling
+    return values[0], scaling, part
+
+
+def _rotary_factor(given: list, family: Family) -> float:
+    if family.rotary_factor is None:
+        return 1.0
+    values = [_positive("partial_rotary_factor", value) for value in given] or [family.rotary_factor]
+    if len(set(values)) > 1 or values[0] > 1:
+        raise InputError(f"partial_rotary_factor: {values}, expected one number up to 1")
+    return values[0]
 
 
 def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:

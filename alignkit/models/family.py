@@ -14,12 +14,13 @@ class Weight:
     megatron: its name, in a layer below ``decoder.layers.N.``. hf: names, in a layer below ``model.layers.N.``, and their
     shapes in sizes of `Architecture.size`. Where the names say ``{expert}``, every expert has one. cut: how tensor-parallel ranks hold it, which also says how it is put
     together: by the rows of the padded vocabulary; by KV group, q, k and v of a group together; gate above up, each cut
-    by rows; by columns; or whole, on every rank.
+    by rows; by columns; or whole, on every rank. fp32: it is of that type, whatever the model's is.
     """
 
     megatron: str
     hf: Mapping[str, tuple[str, ...]]
     cut: Literal["vocabulary", "kv groups", "gate and up", "columns", "whole"]
+    fp32: bool = False
 
     @property
     def per_expert(self) -> bool:
@@ -51,15 +52,20 @@ ATTENTION = (
 )
 """What a layer of every family has."""
 
-LAYER = (
-    *ATTENTION,
-    Weight(
-        "mlp.linear_fc1.weight",
-        {"mlp.gate_proj.weight": ("intermediate", "hidden"), "mlp.up_proj.weight": ("intermediate", "hidden")},
-        "gate and up",
-    ),
-    Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "intermediate")}, "columns"),
-)
+
+def _mlp(width: str) -> tuple[Weight, ...]:
+    """An MLP that all tokens go to."""
+    return (
+        Weight(
+            "mlp.linear_fc1.weight",
+            {"mlp.gate_proj.weight": (width, "hidden"), "mlp.up_proj.weight": (width, "hidden")},
+            "gate and up",
+        ),
+        Weight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", width)}, "columns"),
+    )
+
+
+LAYER = (*ATTENTION, *_mlp("intermediate"))
 """What a layer of every dense family has."""
 
 
@@ -80,12 +86,21 @@ def experts_layer(router: str, expert: str, gate: str, up: str, down: str) -> tu
     )
 
 
-def shared_expert(expert: str, gate: str) -> tuple[Weight, ...]:
+def choice_bias(bias: str) -> Weight:
+    """What such a layer has beside these where a bias has a part in the choice of experts. bias: HF's name of it."""
+    return Weight(CHOICE_BIAS, {bias: ("experts",)}, "whole", fp32=True)
+
+
+CHOICE_BIAS = "mlp.router.expert_bias"
+"""A buffer of Megatron's; all other weights are parameters."""
+
+
+def shared_expert(expert: str, gate: str | None) -> tuple[Weight, ...]:
     """What such a layer has beside these for an expert that all tokens go to. expert: HF's name of it; gate: of the weight
-    that makes a factor of its output, one for each token."""
+    that makes a factor of its output, one for each token, if there is one."""
     parts = {f"{expert}.{part}_proj.weight": ("shared_intermediate", "hidden") for part in ("gate", "up")}
     return (
-        Weight("mlp.shared_experts.gate_weight", {gate: ("one", "hidden")}, "whole"),
+        *([Weight(SHARED_GATE, {gate: ("one", "hidden")}, "whole")] if gate else []),
         Weight("mlp.shared_experts.linear_fc1.weight", parts, "gate and up"),
         Weight(
             "mlp.shared_experts.linear_fc2.weight",
@@ -94,6 +109,8 @@ def shared_expert(expert: str, gate: str) -> tuple[Weight, ...]:
         ),
     )
 
+
+SHARED_GATE = "mlp.shared_experts.gate_weight"
 
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -119,24 +136,46 @@ class Experts:
     """The fields of config.json in which a family with experts says how many there are (either; transformers writes both
     names), how many of them a token goes to, whether the weights of those are normalized to sum up to 1; None: they
     always are, and the width of an expert that all tokens go to, if there is one. normalizes: whether the published
-    models' are."""
+    models' are. shared_counts: that field says instead how many experts make it up, by their width. dense: the fields that
+    say which layers have an MLP in place of experts: "steps" are `mlp_only_layers` and `decoder_sparse_step`, "first" is
+    `first_k_dense_replace`; "": all layers have experts. score: of an expert, by its logit. groups: the fields with the number
+    of equal groups that experts are in, and of those that a token's experts are of. scale: the field with a factor of their
+    weights."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k: str = "num_experts_per_tok"
     normalize: str | None = None
     normalizes: bool = True
     shared: str | None = None
+    shared_counts: bool = False
+    dense: Literal["", "steps", "first"] = ""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: tuple[str, str] | None = None
+    scale: str | None = None
 
     @property
     def fields(self) -> frozenset[str]:
-        return frozenset(field for field in (*self.count, self.top_k, self.normalize, self.shared) if field)
+        named = (
+            *self.count,
+            self.top_k,
+            self.normalize,
+            self.shared,
+            *_OF_DENSE_LAYERS[self.dense],
+            *(self.groups or ()),
+            self.scale,
+        )
+        return frozenset(field for field in named if field)
+
+
+_OF_DENSE_LAYERS = {"": (), "steps": ("mlp_only_layers", "decoder_sparse_step"), "first": ("first_k_dense_replace",)}
 
 
 @dataclass(frozen=True)
 class Family:
     """A family. Everything that differs between families is a field of this.
 
-    name: `model_type` in config.json. architecture: HF's class, and vLLM's. layer: the weights of a layer.
+    name: `model_type` in config.json. architecture: HF's class, and vLLM's. layer: the weights of a layer, of a family with
+    experts of one that has them.
 
     Of config.json: may_be_absent, sizes that follow from others (the other defaults of transformers' classes are the
     sizes of some one model). rope_base: the rotary base if the config names none; None where transformers and vLLM have
@@ -144,7 +183,9 @@ class Family:
     says. sliding_window: "unused" unless `use_sliding_window` asks for it; used unless it is "null", or absent; used
     unless the config says that it "must be null", as transformers' class has a window by default. intermediate: the field
     with the width of an MLP, or of an expert's. experts: None of a dense family. must_be: fields of its own class that an
-    engine computes with, and what they must be, if they are there.
+    engine computes with, and what they must be, if they are there. optional: fields that say, each by true or false, whether
+    a layer has further weights, and those. rotary_factor: what part of a head is rotated if the config does not say; None:
+    all of it, always. mtp: the field with the number of further layers, for multi-token prediction, which neither engine runs.
 
     Of vLLM: file, its model's below `model_executor/models`. structure: classes of a built model that only arrange
     others. mlp: the attribute of a layer. off: attributes of its attention that must be false, each with the field of a config that turns it on.
@@ -162,15 +203,21 @@ class Family:
     intermediate: str = "intermediate_size"
     experts: Experts | None = None
     must_be: tuple[tuple[str, tuple], ...] = ()
+    optional: tuple[tuple[str, tuple[Weight, ...]], ...] = ()
+    rotary_factor: float | None = None
+    mtp: str | None = None
     mlp: str = "mlp"
     off: tuple[tuple[str, str], ...] = ()
 
     @property
-    def qk_norm(self) -> bool:
-        """Whether q and k have norms of their own."""
-        return all(weight in self.layer for weight in QK_NORMS)
+    def dense_layer(self) -> tuple[Weight, ...]:
+        """The weights of a layer without experts, in a family with them."""
+        return (*(w for w in self.layer if not w.megatron.startswith("mlp.")), *_mlp("dense_intermediate"))
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether q, k and v have biases."""
-        return all(weight in self.layer for weight in QKV_BIASES)
+    def fields(self) -> frozenset[str]:
+        """Those of config.json that not every family has, and that are read."""
+        fields = {self.intermediate, *(field for field, _ in self.optional)}
+        fields |= self.experts.fields if self.experts else set()
+        fields |= {"partial_rotary_factor"} if self.rotary_factor else set()
+        return frozenset(fields | ({self.mtp} if self.mtp else set()))

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts in place of every MLP, beside them one that all tokens go to."""
+"""Qwen2-MoE: Qwen2 with experts in place of MLPs, of every one or of some, beside them one that all tokens go to."""
 
 from alignkit.models.family import QKV_BIASES, Experts, Family, experts_layer, shared_expert
 
@@ -24,6 +24,8 @@ QWEN2_MOE = Family(
     ),
     heads_fill_hidden=True,
     intermediate="moe_intermediate_size",
-    experts=Experts(normalize="norm_topk_prob", normalizes=False, shared="shared_expert_intermediate_size"),
+    experts=Experts(
+        normalize="norm_topk_prob", dense="steps", normalizes=False, shared="shared_expert_intermediate_size"
+    ),
     must_be=(("qkv_bias", (True,)),),
 )

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in place of every MLP."""
+"""Qwen3-MoE: Qwen3 with experts in place of MLPs, of every one or of some."""
 
 from alignkit.models.family import QK_NORMS, Experts, Family, experts_layer
 
@@ -15,8 +15,9 @@ QWEN3_MOE = Family(
         "Qwen3MoeDecoderLayer",
         "Qwen3MoeAttention",
         "Qwen3MoeSparseMoeBlock",
+        "Qwen3MoeMLP",
     ),
     layer=experts_layer("mlp.gate.weight", "mlp.experts.{expert}", "gate_proj", "up_proj", "down_proj") + QK_NORMS,
     intermediate="moe_intermediate_size",
-    experts=Experts(normalize="norm_topk_prob"),
+    experts=Experts(normalize="norm_topk_prob", dense="steps"),
 )

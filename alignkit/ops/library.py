@@ -41,11 +41,11 @@ def name_group(name: str, tp: TP) -> None:
     _groups[name] = tp
 
 
-def _group(name: str) -> TP | None:
+def _group(name: str, argument: str = "group") -> TP | None:
     if not name:
         return None
     if name not in _groups:
-        raise InputError(f"group: no ranks are named {name!r} in this process")
+        raise InputError(f"{argument}: no ranks are named {name!r} in this process")
     return _groups[name]
 
 
@@ -133,16 +133,22 @@ def _rms_norm(x, weight, eps):
     return _add_rms_norm(x, None, weight, eps)[0]
 
 
-def _check_rotation(name, x, positions, table):
-    if looks(x.device) or x.ndim != 3 or x.shape[0] != positions.shape[0] or x.shape[2] != table.shape[1]:
-        _check_rope(x, positions, table, name)
+def _check_rotation(name, x, positions, table, rotary_dim):
+    if (
+        looks(x.device)
+        or x.ndim != 3
+        or x.shape[0] != positions.shape[0]
+        or x.shape[2] != table.shape[1]
+        or rotary_dim not in (None, table.shape[1])
+    ):
+        _check_rope(x, positions, table, name, rotary_dim)
 
 
-def _rope_qk(q, k, positions, table):
+def _rope_qk(q, k, positions, table, rotary_dim=None):
     if q is None or k is None or positions is None or table is None:
         _refuse_none(q=q, k=k, positions=positions, table=table)
-    _check_rotation("q", q, positions, table)
-    _check_rotation("k", k, positions, table)
+    _check_rotation("q", q, positions, table, rotary_dim)
+    _check_rotation("k", k, positions, table, rotary_dim)
     return dispatch.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
 
 
@@ -178,8 +184,8 @@ def _moe_experts(x, ids, weights, gate_up, down, num_experts, first_expert, tp, 
             down,
             num_experts=num_experts,
             first_expert=first_expert,
-            tp=_group(tp),
-            ep=_group(ep),
+            tp=_group(tp, "tp"),
+            ep=_group(ep, "ep"),
             gather=gather,
         )
 
@@ -217,9 +223,9 @@ add_rms_norm = _define(
     lambda x, residual, weight, eps: (_like(x), _like(x)),
 )
 rope_qk = _define(
-    "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table) -> (Tensor, Tensor)",
+    "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table, int? rotary_dim=None) -> (Tensor, Tensor)",
     _rope_qk,
-    lambda q, k, positions, table: (_like(q), _like(k)),
+    lambda q, k, *_: (_like(q), _like(k)),
 )
 silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul, _like)
 moe_router = _define(

@@ -264,6 +264,7 @@ def rope(x, positions, table, inverse, y) -> None:
         _long(t),
         _long(h),
         _long(d),
+        _long(table.shape[1]),
         DTYPES[x.dtype],
         int(inverse),
         _ptr(x),

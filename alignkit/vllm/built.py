@@ -51,7 +51,7 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
     yield "a soft cap of the logits", logits.soft_cap, None
     yield "a bias of the head", getattr(head, "bias", None) is not None, False
     yield "rms_norm_eps", trunk.norm.variance_epsilon, read.norm_eps
-    for layer in trunk.layers:
+    for i, layer in enumerate(trunk.layers):
         attention, mlp = layer.self_attn, getattr(layer, FAMILIES[read.family].mlp)
         yield "num_attention_heads", attention.attn.num_heads * tp, read.heads
         yield "num_key_value_heads", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
@@ -59,7 +59,11 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
         yield "the scale of attention", attention.attn.impl.scale, read.head_dim**-0.5
         yield "rope_theta", attention.rotary_emb.base, read.rope_base
         yield "rope_scaling", attention.rotary_emb.scaling, read.rope_scaling
-        yield from _expert_facts(mlp.experts, read) if read.experts else _mlp_facts(mlp, read)
+        yield "partial_rotary_factor", attention.rotary_emb.rotary_dim, read.rotary_dim
+        mixture = read.has_experts(i)
+        yield f"experts in layer {i}", hasattr(mlp, "experts"), mixture
+        if hasattr(mlp, "experts") == mixture:
+            yield from _expert_facts(mlp.experts, read) if mixture else _mlp_facts(mlp, read)
         yield "biases of q, k and v", attention.qkv_proj.bias is not None, read.qkv_bias
         yield "attention_bias", attention.o_proj.bias is not None, False
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
@@ -73,7 +77,7 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
 
 
 def _mlp_facts(mlp: Any, read: Architecture) -> Iterator[tuple[str, Any, Any]]:
-    yield "intermediate_size", mlp.down_proj.input_size, read.intermediate
+    yield "intermediate_size", mlp.down_proj.input_size, read.dense_intermediate or read.intermediate
     for linear in (mlp.gate_up_proj, mlp.down_proj):
         yield "mlp_bias", linear.bias is not None, False
 
@@ -83,6 +87,11 @@ def _expert_facts(runner: Any, read: Architecture) -> Iterator[tuple[str, Any, A
     yield "num_experts", experts.global_num_experts, read.experts
     yield "num_experts_per_tok", experts.top_k, read.top_k
     yield "norm_topk_prob", experts.renormalize, read.normalize_top_k
+    yield "scores of experts", experts.scoring_func, read.score
+    yield "a bias of the choice", experts.e_score_correction_bias is not None, read.choice_bias
+    groups = (experts.num_expert_group, experts.topk_group) if experts.use_grouped_topk else (1, 1)
+    yield "n_group / topk_group", groups, (read.groups, read.top_groups)
+    yield "routed_scaling_factor", runner.routed_scaling_factor * experts.routed_scaling_factor, read.routed_scale
     own, features = read.experts // of.ep_size, read.intermediate // of.tp_size
     yield width, tuple(experts.w13_weight.shape), (own, 2 * features, read.hidden)
     yield width, tuple(experts.w2_weight.shape), (own, read.hidden, features)
@@ -90,6 +99,7 @@ def _expert_facts(runner: Any, read: Architecture) -> Iterator[tuple[str, Any, A
     yield "a shared expert", shared is not None, bool(read.shared_intermediate)
     if shared is not None:
         yield "shared_expert_intermediate_size", shared.down_proj.input_size, read.shared_intermediate
-        yield "a gate of the shared expert", shared.expert_gate is not None, True
-        for linear in (shared.gate_up_proj, shared.down_proj, shared.expert_gate):
+        gate = getattr(shared, "expert_gate", None)
+        yield "a gate of the shared expert", gate is not None, read.shared_gate
+        for linear in (shared.gate_up_proj, shared.down_proj, gate):
             yield "biases of the shared expert", linear is not None and linear.bias is not None, False

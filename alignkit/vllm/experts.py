@@ -19,9 +19,9 @@ from alignkit.ops import library
 from alignkit.vllm.parallel import GROUP
 
 ROUTERS = ("FusedTopKRouter", "CPURouter")
-"""Those of vLLM that may be the plain choice of the best by softmax."""
+"""Those of vLLM that may be the plain choice of the best, by softmax or by sigmoid with a bias and groups."""
 
-SHARED = ("Qwen2MoeMLP",)
+SHARED = ("Qwen2MoeMLP", "Glm4MoeMLP")
 """Those of vLLM's MLPs that a shared expert may be."""
 
 
@@ -73,7 +73,18 @@ class AlignedMoERunner(MoERunner):
         if self.gate is not None:  # else the model has called it
             router_logits, _ = self.gate(hidden_states)
         experts = self.routed_experts
-        weights, ids = library.moe_router(router_logits, experts.top_k, "softmax", experts.renormalize, None, 1, 1, 1.0)
+        grouped = experts.use_grouped_topk
+        weights, ids = library.moe_router(
+            router_logits,
+            experts.top_k,
+            experts.scoring_func,
+            experts.renormalize,
+            experts.e_score_correction_bias,
+            experts.num_expert_group if grouped else 1,
+            experts.topk_group if grouped else 1,
+            self.routed_scaling_factor
+            * experts.routed_scaling_factor,  # vLLM multiplies by one of them, the other is 1
+        )
         output = library.moe_experts(
             hidden_states,
             ids,
@@ -93,7 +104,8 @@ class AlignedMoERunner(MoERunner):
         sum; here its second product is summed over ranks by itself, as a dense MLP's."""
         shared = self._shared
         output, _ = shared.down_proj(shared.act_fn(shared.gate_up_proj(x)[0]))
-        return output if shared.expert_gate is None else library.sigmoid_mul(shared.expert_gate(x)[0], output)
+        gate = getattr(shared, "expert_gate", None)
+        return output if gate is None else library.sigmoid_mul(gate(x)[0], output)
 
 
 def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
@@ -121,11 +133,12 @@ def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
     yield "LoRA", config.is_lora_enabled
     yield "router weights on the input", experts.apply_router_weight_on_input
     yield f"router {type(router).__name__}", type(router).__name__ not in ROUTERS
-    yield f"scores by {experts.scoring_func}", experts.scoring_func != "softmax"
-    yield "groups of experts", experts.use_grouped_topk
+    softmax = experts.scoring_func == "softmax"
+    yield f"scores by {experts.scoring_func}", not softmax and experts.scoring_func != "sigmoid"
+    yield "groups of experts", softmax and experts.use_grouped_topk
     yield "a routing function of the model's", experts.custom_routing_function is not None
-    yield "a bias of the choice", experts.e_score_correction_bias is not None
-    yield "a scale of the routed output", (runner.routed_scaling_factor, experts.routed_scaling_factor) != (1.0, 1.0)
+    yield "a bias of the choice", softmax and experts.e_score_correction_bias is not None
+    yield "two scales of the routed output", 1.0 not in (runner.routed_scaling_factor, experts.routed_scaling_factor)
     yield "redundant experts", config.num_experts != config.num_logical_experts or ranks.enable_eplb
     yield f"{placement.placement_strategy} placement", placement.placement_strategy != "linear"
     yield "data parallel attention", ranks.dp_size > 1

@@ -90,7 +90,10 @@ class AlignedReplicatedLinear(_Router, ReplicatedLinear):
 
 
 class AlignedGateLinear(_Router, GateLinear):
-    pass
+    """Its weight is of the model's type, as in Megatron-core: the product needs no more, and a model's may ask for fp32."""
+
+    def __init__(self, *args, params_dtype: torch.dtype | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
 
 
 class AlignedColumnParallelLinear(_Linear, ColumnParallelLinear):
@@ -169,10 +172,10 @@ class _Rotary:
         return torch.empty(0)  # vLLM would round it to the model's type
 
     def _make_table(self: Any, positions: int) -> None:
-        if self.rotary_dim != self.head_size or not self.is_neox_style:
-            raise UnsupportedError("rotary embedding of a part of the head, or interleaved")
+        if not self.is_neox_style:
+            raise UnsupportedError("interleaved rotary embedding")
         device = torch.get_default_device()  # while it builds, the model's
-        table = ops.rope_table(self.head_size, positions, self.base, scaling=self.scaling)
+        table = ops.rope_table(self.rotary_dim, positions, self.base, scaling=self.scaling)
         # A copy of its own: vLLM's sleep mode takes the memory away from under a model's buffers.
         self.register_buffer("cos_sin_cache", table.to(device, copy=True), persistent=False)
 
@@ -180,7 +183,7 @@ class _Rotary:
         if positions.dim() != 1 or key is None:
             raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
         heads = (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
-        q, k = library.rope_qk(*heads, positions, self.cos_sin_cache)
+        q, k = library.rope_qk(*heads, positions, self.cos_sin_cache, self.rotary_dim)
         return q.view(query.shape), k.view(key.shape)
 
 

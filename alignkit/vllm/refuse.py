@@ -18,7 +18,7 @@ from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.models.config import ROPE_TYPES
 from alignkit.vllm.built import architecture
 from alignkit.vllm.policy import PARTS, Asked
-from alignkit.vllm.versions import installed
+from alignkit.vllm.versions import Version, installed
 
 STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExperts")).union(
     *(f.structure for f in FAMILIES.values())
@@ -50,7 +50,7 @@ def refuse_config(config) -> None:
         }.items()
         if present
     ]
-    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window) or _reading_reasons(
+    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window, asked.version) or _reading_reasons(
         model, config.parallel_config
     )
     if reasons:
@@ -72,17 +72,19 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
-def _model_reasons(hf, sliding_window: int | None) -> list[str]:
+def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str]:
     architectures = tuple(hf.architectures or ())
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         moe = "mixture of experts, " if _COUNTS & vars(hf).keys() else ""
         return [f"model architecture {', '.join(architectures)} ({moe}supported: {', '.join(ARCHITECTURES)})"]
+    if architectures[0] in version.without:
+        return [f"{architectures[0]} in this version of vLLM ({version.without[architectures[0]]})"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))
     if known is None or rope.keys() - {"type", "rope_theta", "partial_rotary_factor", *known}:
         reasons.append(f"rope scaling ({hf.rope_parameters})")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and ARCHITECTURES[architectures[0]].rotary_factor is None:
         reasons.append("rotary embedding of a part of the head")
     layer_types = set(getattr(hf, "layer_types", None) or ())
     if sliding_window is not None or layer_types - {"full_attention"}:
@@ -112,6 +114,8 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
         cuts = {f"{read.intermediate} features of an expert": k_leaves(read.intermediate)}
     if read.shared_intermediate:
         cuts[f"{read.shared_intermediate} features of a shared expert"] = k_leaves(read.shared_intermediate)
+    if read.dense_layers:
+        cuts[f"{read.dense_intermediate} features of a layer without experts"] = k_leaves(read.dense_intermediate)
     return [
         f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"
         for what, parts in cuts.items()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from alignkit.engines.versions import Row, Versions
 from alignkit.runtime import families
@@ -19,6 +20,7 @@ class Version:
     family: of the devices that it runs on. worker: the stock worker class. attention: the entry of
     `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused request must also be, for vLLM's
     server to tell the client why. graphs: whether the V2 runner, torch.compile and CUDA graphs are supported.
+    without: supported architectures that this version builds of other layers than alignkit's, and of which.
     """
 
     family: Family
@@ -26,6 +28,7 @@ class Version:
     attention: str
     client_error: str
     graphs: bool
+    without: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f".x on {self.family.device_type}"
@@ -42,6 +45,7 @@ VERSIONS: Versions[Version] = Versions(
                 attention="CUSTOM",
                 client_error="builtins:ValueError",
                 graphs=True,
+                without={"Glm4MoeForCausalLM": "routers that are torch's own Linear"},
             ),
         ),
         "0.32": Row(

@@ -90,9 +90,9 @@ void alignkit_rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const vo
     current->rms_norm_grad(rows, n, dtype, dy, x, w, zero_centered, rstd, dx, dw, threads);
 }
 
-void alignkit_rope(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
+void alignkit_rope(i64 tokens, i64 heads, i64 dim, i64 rotary, int dtype, int inverse, const void* x, i64 row, i64 head,
                    const i64* positions, const float* table, void* y, int threads) {
-    current->rope(tokens, heads, dim, dtype, inverse, x, row, head, positions, table, y, threads);
+    current->rope(tokens, heads, dim, rotary, dtype, inverse, x, row, head, positions, table, y, threads);
 }
 
 void alignkit_silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y,

@@ -500,11 +500,11 @@ static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void
 // ---------------------------------------------------------------- rope, silu_mul
 
 template <class T>
-static void rope_t(i64 tokens, i64 heads, i64 dim, int inverse, const T* x, i64 row, i64 head, const i64* positions,
-                   const float* table, T* y, int threads) {
-    i64 half = dim / 2;
+static void rope_t(i64 tokens, i64 heads, i64 dim, i64 rotary, int inverse, const T* x, i64 row, i64 head,
+                   const i64* positions, const float* table, T* y, int threads) {
+    i64 half = rotary / 2;
     parallel(tokens, threads, [&](i64 t) {
-        const float *cos = table + positions[t] * dim, *sin = cos + half;
+        const float *cos = table + positions[t] * rotary, *sin = cos + half;
         for (i64 h = 0; h < heads; ++h) {
             const T* p = x + t * row + h * head;
             T* o = y + (t * heads + h) * dim;
@@ -513,15 +513,16 @@ static void rope_t(i64 tokens, i64 heads, i64 dim, int inverse, const T* x, i64 
                 store(o + j, fma1(a, c, -(b * s)));
                 store(o + half + j, fma1(b, c, a * s));
             }
+            for (i64 j = rotary; j < dim; ++j) o[j] = p[j];
         }
     });
 }
 
-static void rope(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
+static void rope(i64 tokens, i64 heads, i64 dim, i64 rotary, int dtype, int inverse, const void* x, i64 row, i64 head,
                  const i64* positions, const float* table, void* y, int threads) {
     if (dtype == F32)
-        rope_t(tokens, heads, dim, inverse, (const float*)x, row, head, positions, table, (float*)y, threads);
-    else rope_t(tokens, heads, dim, inverse, (const bf16*)x, row, head, positions, table, (bf16*)y, threads);
+        rope_t(tokens, heads, dim, rotary, inverse, (const float*)x, row, head, positions, table, (float*)y, threads);
+    else rope_t(tokens, heads, dim, rotary, inverse, (const bf16*)x, row, head, positions, table, (bf16*)y, threads);
 }
 
 template <class T>

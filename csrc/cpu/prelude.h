@@ -78,7 +78,7 @@ struct Kernels {
                      void* y, float* rstd, int threads);
     void (*rms_norm_grad)(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, int zero_centered,
                           const float* rstd, void* dx, float* dw, int threads);
-    void (*rope)(i64 tokens, i64 heads, i64 dim, int dtype, int inverse, const void* x, i64 row, i64 head,
+    void (*rope)(i64 tokens, i64 heads, i64 dim, i64 rotary, int dtype, int inverse, const void* x, i64 row, i64 head,
                  const i64* positions, const float* table, void* y, int threads);
     void (*silu_mul)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y, int threads);
     void (*silu_mul_grad)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, const void* dy,

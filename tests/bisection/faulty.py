@@ -1,6 +1,6 @@
 """Recordings of Megatron-core with a fault planted: ``python -m tests.bisection.faulty JOB.json`` writes, beside the job's
-own recording, one of each fault of its ``what``: "faults", "products", or "swaps", of a stock model after each exchange
-of an op."""
+own recording, one of each fault of its ``what``: "faults", "experts" (of a mixture), "products", or "swaps", of a stock model
+after each exchange of an op."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def main(path):
     if job["engine"] == "hf":
         swaps_of_hf(path, job)
     else:
-        train.launch(job, {"faults": faults, "products": products, "swaps": swaps}[job["what"]])
+        train.launch(job, {"faults": faults, "experts": experts, "products": products, "swaps": swaps}[job["what"]])
 
 
 def record(rank, job, model, contract, name):
@@ -65,6 +65,18 @@ def faults(rank, job, model, contract):
         module = layer.mlp.linear_fc2
         module.__class__ = modules.stock_class(type(module))
     record(rank, job, model, contract, "lost-patch")
+
+
+def experts(rank, job, model, contract):
+    megatron_side.body(rank, job, model, contract)
+    mixture = model.decoder.layers[1].mlp
+    with torch.no_grad():
+        mixture.router.weight[3] += 1.0
+    record(rank, job, model, contract, "router")
+    with torch.no_grad():
+        mixture.router.weight[3] -= 1.0  # nearly as it was
+        mixture.experts.local_experts[3].linear_fc2.weight[0] += 0.5
+    record(rank, job, model, contract, "expert")
 
 
 def products(rank, job, model, contract):

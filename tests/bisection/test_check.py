@@ -1,5 +1,6 @@
 """`alignkit check` says how to find where a difference begins."""
 
+import dataclasses
 import shlex
 
 import pytest
@@ -8,6 +9,16 @@ from alignkit import cli
 from alignkit.check import run
 from alignkit.drift.bisect.run import parse_side
 from tests.cli.test_check import _result
+
+
+@pytest.mark.parametrize("rollout, training, taken", [("tp2", "tp2-one", True), ("tp2-ep", "tp1-one", False)])
+def test_of_a_mixture_without_expert_parallelism(rollout, training, taken, tmp_path):
+    result = _result((-1.0, -2.5))
+    for c in result.compared:
+        c.row = dataclasses.replace(c.row, rollout=rollout, training=training)
+    result.info["model"]["experts"] = 16
+    command = run.bisect_command(run.Options(out=tmp_path), result)
+    assert command.startswith("alignkit bisect aligned-vllm:tp=2 aligned-megatron:tp=2") if taken else command is None
 
 
 def test_a_check_that_is_not_equal_offers_bisect(monkeypatch, capsys, tmp_path):

@@ -11,8 +11,13 @@ from alignkit import contract
 from alignkit.check.model import make_checkpoint
 from alignkit.convert import read_architecture
 from alignkit.drift import bisect
+from alignkit.drift.bisect import recording
 from alignkit.drift.bisect import run as runs
 from alignkit.drift.bisect.points import OPS, points
+from alignkit.errors import UnsupportedError
+from tests.forks import begin, preload
+
+preload("tests.vllm.preload", "tests.megatron.preload")
 
 LENGTHS = (5, 11, 33)
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 300}
@@ -49,6 +54,7 @@ def names(path, **about):
     return [p.name for p in points(read_architecture(path))]
 
 
+@pytest.mark.slow
 def test_stock_vllm_against_stock_megatron_by_command(tmp_path):
     status, out, err = cli(
         "stock-vllm", "stock-megatron", "--arch", "llama", "--swap", "rms_norm=aligned", "--out", tmp_path / "out"
@@ -136,14 +142,7 @@ def job_of(path, at, lengths=LENGTHS, **job):
 
 
 def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
-    job = job_of(path, tmp_path, **job)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.bisection.{script}", str(job), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
+    begin(f"tests.bisection.{script}", str(job_of(path, tmp_path, **job)), *arguments, fork_workers=True)()
     return tmp_path
 
 
@@ -161,6 +160,37 @@ def test_planted_faults_are_found_at_the_right_point(model, tmp_path):
     assert (0, 0) not in found["rope-base"].tokens and rope.differing == rope.compared - len(LENGTHS)
     assert found["stale-shard"].suspect.pieces == [1]  # the second rank's KV head
     assert between(at / "stale-shard", at / "lost-patch", tmp_path).suspect is None
+
+
+def test_a_mixture_of_experts(model, tmp_path):
+    """Both engines' points are equal, the experts of each token among them; a router and an expert of other weights are found."""
+    path = model("qwen3_moe")
+    weights = recording.weights_digest(path)
+    at = run_faulty(path, tmp_path, engine="megatron", patched=True, tp=2, what="experts", weights=weights)
+    result = bisect.bisect(bisect.Options("aligned-vllm:chunk=16", str(at / "good"), tmp_path / "vllm", model=path))
+    assert result.comparison.suspect is None and result.comparison.missing == []
+    assert [p.point for p in result.comparison.points] == names(path)
+    chosen = result.a.values["layers.1.router_choice"]
+    assert chosen.unique().tolist() == [0.0, 1.0] and chosen.sum(1).unique().tolist() == [4.0]
+    router, expert = (between(at / "good", at / name, tmp_path / name) for name in ("router", "expert"))
+    assert router.suspect.point == "layers.1.router_choice" and 0 < router.suspect.differing <= router.suspect.compared
+    assert expert.suspect.point == "layers.1.experts" and expert.suspect.differing < expert.suspect.compared
+
+
+@pytest.mark.parametrize(
+    "a, options, said", [("hf", {}, "^hf: a mixture"), ("stock-vllm", {"swap": "linear"}, "^swap: ")]
+)
+def test_what_is_not_recorded_of_a_mixture(a, options, said, model, tmp_path):
+    for given in ({"model": model("qwen3_moe")}, {"arch": "qwen3_moe"}):
+        with pytest.raises(UnsupportedError, match=said):
+            bisect.bisect(bisect.Options(a, "stock-megatron", tmp_path / "out", **given, **options))
+
+
+@pytest.mark.parametrize("arch, more", [("qwen3_moe", {"dense_layers": (0,)}), ("glm4_moe", {})])
+def test_mixtures_that_are_not_recorded(arch, more, tmp_path):
+    path = make_checkpoint(tmp_path / "model", arch, **SIZES, **more)
+    with pytest.raises(UnsupportedError, match=f"^model: {arch} with such layers or routers"):
+        bisect.bisect(bisect.Options("stock-vllm", "stock-megatron", tmp_path / "out", model=path))
 
 
 def test_keys_and_values_of_old_weights_are_found_in_the_attention_that_reads_them(model, tmp_path):
@@ -186,6 +216,7 @@ def reference(model, tmp_path_factory):
     return record
 
 
+@pytest.mark.slow
 def test_a_stock_layer_in_one_worker_is_found_there(model, reference, tmp_path):
     faulty = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stock-layer", engine="vllm", patched=True, tp=2)
     result = bisect.bisect(bisect.Options(str(reference("qwen3")), str(faulty / "good"), tmp_path / "out"))
@@ -204,27 +235,18 @@ def every_op_exchanged(path, tmp_path, lengths=LENGTHS):
         "vllm": job_of(path, tmp_path / "a", lengths, engine="vllm", patched=False, swap=list(OPS)),
         "megatron": job_of(path, tmp_path / "b", lengths, engine="megatron", patched=True),
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", runs.module_of(engine), str(job)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for engine, job in jobs.items()
-    ]
-    for process in started:
-        said = process.communicate(timeout=400)[0]
-        assert process.returncode == 0, said
+    for end in [begin(runs.module_of(engine), [str(job)]) for engine, job in jobs.items()]:
+        end()
     c = between(tmp_path / "a/good", tmp_path / "b/good", tmp_path)
     assert c.missing == [] and (c.suspect is None or c.suspect.point == "logprob")
 
 
+@pytest.mark.slow
 def test_with_every_op_exchanged_stock_vllm_is_aligned_up_to_the_logprob(model, tmp_path):
     every_op_exchanged(model("llama"), tmp_path)
 
 
-@pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), ("hf", "llama")])
+@pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), pytest.param("hf", "llama", marks=pytest.mark.slow)])
 def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, reference, tmp_path):
     """Each moves the first difference on, and with all of them only the logprob's own arithmetic is stock."""
     at = run_faulty(model(arch), tmp_path, engine=engine, patched=False, what="swaps")
@@ -237,6 +259,7 @@ def test_exchanging_op_after_op_makes_a_stock_side_aligned(engine, arch, model, 
     assert firsts[-1] >= len(c.points) - 1, c.suspect
 
 
+@pytest.mark.slow
 def test_values_are_recorded_in_a_second_run_when_they_are_many(model, tmp_path):
     result = bisect.bisect(
         bisect.Options("stock-megatron", "hf", tmp_path / "out", model=model("llama"), budget=2**17, swap="silu_mul")

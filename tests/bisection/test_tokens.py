@@ -64,6 +64,7 @@ def test_another_contract_is_refused_before_an_engine_starts(tmp_path):
     tokens.check_contract(path, tokens.read(path)[1], False)  # stock engines have none
 
 
+@pytest.mark.slow
 def test_a_replay_is_run(tmp_path):
     path = kept(tmp_path / "run", {"input_ids": IDS, "attention_mask": MASK})
     result = bisect.bisect(

@@ -5,9 +5,13 @@ import json
 import os
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
+
+from alignkit.check.train import check_layout
+from alignkit.models.config import Architecture
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 INFO = {
@@ -45,6 +49,8 @@ def tables(module):
 
 
 # e2e
+
+LARGE_MOE = Architecture("qwen3_moe", 8, 2048, 32, 4, 128, 768, 151936, 4096, 1e-6, 1e4, False, None, 128, 8, True)
 
 
 def pairs(rows, patched=True):
@@ -115,6 +121,39 @@ def test_e2e_starts_each_engine_once(e2e, tmp_path):
         [f"rollout-{e}" for e in ("tp1", "tp1-chunked", "tp1-eager", "tp1-v1", "tp2", "tp4")]
         + [f"training-{e}" for e in ("tp1", "tp2", "tp2-sp", "tp4", "tp4-sp")]
     )
+
+
+def test_e2e_of_a_mixture(e2e, tmp_path):
+    """Experts over 1, 2 and 4 ranks on both sides, as many as there are GPUs; each is beside a rollout whose routers are watched."""
+    given = dict(max_tokens=1, temperature=1.0, seed=0, gpu=True, experts=True)
+    for n in (1, 2, 4):
+        rows = e2e.mixture_rows(e2e.PARTS, n)
+        assert len(rows) == len(set(rows))
+        for r in rows:
+            check_layout(LARGE_MOE, patched=r.patched, **r.layout)
+        jobs = e2e.plan.jobs(rows, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], **given)
+        assert max(job.slots for job in jobs) == n
+        aligned = pairs(rows)
+        sizes = [m for m in (2, 4) if m <= n]
+        rollouts = {"batch", "routed", *(f"tp{m}{ep}" for m in sizes for ep in ("", "-ep"))}
+        trainings = {"tp1"} | ({"tp2", "tp2-sp"} if sizes else set())
+        trainings |= {f"{t}-ep{m}" for m in sizes for t in ("tp1", "tp2-sp")}
+        assert {(r, f"{t}-{m}") for r in rollouts for t in trainings for m in ("padded", "packed")} <= aligned
+        assert {(r, f"tp1-{m}") for r in ("one", "prefix", "chunked") for m in ("one", "padded", "packed")} <= aligned
+        stock = pairs(rows, False)
+        assert ("routed", "tp1-padded") in stock and not [t for _, t in stock if t.endswith("packed")]
+        assert bool(sizes) == (("tp2-ep-routed", "tp1-ep2-padded") in stock)
+    assert not [r for r in e2e.mixture_rows(e2e.PARTS, 2, gpu=False) if "routed" in r.rollout]
+    assert {r.rollout_tp for r in e2e.mixture_rows(e2e.PARTS, 2, gpu=False) if not r.patched} == {1}
+
+
+def test_e2e_gives_a_gpu_as_many_mixtures_as_fit(e2e, monkeypatch):
+    monkeypatch.setattr(e2e.torch.cuda, "is_available", lambda: True)
+    for gib, engines in ((40, 1), (79, 1), (139, 2), (500, 2)):
+        memory = types.SimpleNamespace(total_memory=gib << 30)
+        monkeypatch.setattr(e2e.torch.cuda, "get_device_properties", lambda _, memory=memory: memory)
+        assert e2e.engines_per_gpu(["qwen3", "qwen3-moe"]) == engines
+        assert e2e.engines_per_gpu(["qwen3", "llama-tied"]) == 2
 
 
 def test_prompt_lengths(e2e):
@@ -234,6 +273,13 @@ def test_rollout_rows(cost):
     json.dumps(rows, allow_nan=False)
 
 
+def test_prefill_rows(cost):
+    result = rollout_result("stock", [2.0])
+    result["cases"][0]["max_tokens"] = 1
+    (row,) = cost.rollout_rows({"stock": result})
+    assert (row["unit"], row["value"]) == ("prompt tokens/s", 2400)
+
+
 def test_no_ratio_without_stock(cost):
     rows = cost.rollout_rows({"aligned": rollout_result("aligned", [1.0])})
     assert {r["ratio_to_stock"] for r in rows} == {None}
@@ -250,6 +296,8 @@ def test_training_rows(cost):
     by = {(r["engine"], r["unit"]): r for r in rows}
     assert by["stock", "tokens/s"]["value"] == 8192 and by["aligned", "tokens/s"]["ratio_to_stock"] == 0.5
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
+    titled = cost.training_rows({"stock": result("stock", [1.0], 0)}, cost.titled("small-moe", eager=False))
+    assert {r["case"] for r in titled} == {"small-moe: 4 x 2048 tokens"}  # beside another size's, never in their place
 
 
 def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypatch, tmp_path, capsys):
@@ -266,14 +314,20 @@ def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypat
 
 
 def test_rollout_cases(cost):
-    cases = cost.rollout_cases("large", [64, 256], 1500, measured=True, profiled=True)
-    assert [(c["name"], len(c["lengths"]), c["profile"]) for c in cases] == [
-        ("64 requests", 64, "prefill"),
-        ("64 requests, short prompts", 64, "decode"),
-        ("256 requests", 256, None),
-        ("256 requests, short prompts", 256, None),
+    cases = cost.rollout_cases("", [64, 1], 1500, 128, measured=True, profiled=True)
+    assert [(c["name"], len(c["lengths"]), c["max_tokens"], c["profile"]) for c in cases] == [
+        ("64 requests", 64, 128, "prefill"),
+        ("64 requests, short prompts", 64, 128, "decode"),
+        ("64 requests, prefill", 64, 1, None),
+        ("1 request", 1, 128, None),
+        ("1 request, short prompts", 1, 128, None),
+        ("1 request, prefill", 1, 1, None),
     ]
-    assert len(cost.rollout_cases("qwen3-8b", [64, 256], 1500, measured=False, profiled=True)) == 2
+    assert cases[2]["lengths"] == cases[0]["lengths"] and cases[3]["lengths"] == (1500,)
+    title = cost.titled("qwen3-30b-a3b", eager=True)
+    only = cost.rollout_cases(title, [64, 256], 1500, 128, measured=False, profiled=True)
+    assert [c["name"] for c in only] == [f"qwen3-30b-a3b, eager: 64 requests{more}" for more in ("", ", short prompts")]
+    assert [cost.titled("large", eager) for eager in (False, True)] == ["", "eager: "]
 
 
 def test_profile_summary(module):
@@ -964,6 +1018,33 @@ def test_a_table_a_commit(tables, monkeypatch):
     newer, both, older, batch = tables.tables()["e2e-h200"].split("\n\n")
     assert "commit bbbbbbb; 2030-01-02)" in newer and "commit aaaaaaa; 2030-01-01)" in older
     assert "one request" in both and "eager" in both and "| batch |" not in both and "| batch |" in batch
+
+
+def test_mixtures_in_the_table(tables, tmp_path):
+    """Two columns more, where it is known which experts the tokens had; what the model is; none of it without one."""
+    experts = {"layers": 8, "hidden": 2048, "experts": 128, "intermediate": 768, "top_k": 8}
+    runs = {"a": INFO | {"models": {"qwen3": {"experts": 0}, "qwen3-moe": experts}}}
+    of = {"model": "qwen3-moe", "run": "a", "ep": 2}
+    rows = [
+        row(run="a"),
+        row(**of, training="tp2-sp-ep2-packed", rollout="tp2-ep"),
+        row(**of, rollout="routed", rerouted=0, routed=30),
+        row(**of, rollout="routed", training="tp1-ep2-padded", rerouted=0, routed=30),
+        row(**of, rollout="routed", patched=False, bit_equal=0, max_abs=0.5, rerouted=4, routed=30),
+    ]
+    assert tables.e2e({"runs": runs, "rows": rows}).splitlines()[2:] == [
+        "| qwen3 | batch | TP 1: one | **10 of 10** |  |  |  |  |",
+        "| qwen3-moe | batch, TP 2 EP 2 | TP 2 SP EP 2: packed | **10 of 10** |  |  |  |  |",
+        "| qwen3-moe | batch, eager, V1 runner | TP 1: one; TP 1 EP 2: padded | **20 of 20** | 0 of 10 | 5.0e-01 "
+        "| 0 of 60 | 4 of 30 |",
+        "",
+        "(qwen3-moe: 8 layers, hidden 2048, 128 experts of 768, 8 for each token)",
+    ]
+    dense = tables.e2e({"runs": {"a": INFO}, "rows": rows[:1]})
+    assert "experts" not in dense and dense.splitlines()[0].count("|") == 7
+    pytest.importorskip("matplotlib")
+    tables.e2e_plot({"runs": runs, "rows": rows}, tmp_path / "e2e.svg")
+    assert b"<svg" in (tmp_path / "e2e.svg").read_bytes()
 
 
 def test_the_cost_table_says_its_noise(tables):

@@ -121,17 +121,24 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
 
 def test_choices_of_routers_are_saved_where_both_sides_have_all_tokens(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, experts=True)
+    routed = [
+        plan.Row("bfloat16", f"{ranks}routed", f"tp2-sp-ep2-{mode}", True)
+        for ranks in ("", "tp2-", "tp2-ep-")
+        for mode in ("padded", "packed")
+    ]
+    rows += [*routed, plan.Row("bfloat16", "batch", "tp1-pp2-padded", True)]
     common = {"max_tokens": 4, "temperature": 1.0, "seed": 0}
     for gpu, experts in ((False, True), (True, True), (False, False)):
         jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], gpu=gpu, experts=experts, **common)
         saved = {out["out"] for job in jobs for out in job.spec["runs"] if out.get("routing")}
-        expected = {
-            str(of(tmp_path, row))
-            for row in rows
-            for of in (plan.rollout_file, plan.training_file)
-            if (row.rollout, row.training.rpartition("-")[0]) in {(r, "tp1") for r in ROLLOUTS - {"prefix", "tp2"}}
-        }
-        assert saved == (expected if experts and not gpu else set())
+        known = [r for r in rows if r.rollout != "prefix" and r.training_pp == 1] if not gpu else routed
+        expected = {str(of(tmp_path, r)) for r in known for of in (plan.rollout_file, plan.training_file)}
+        assert saved == (expected if experts else set())
+        engines = {job.name.rpartition("rollout-")[2]: job.spec for job in jobs if "rollout-" in job.name}
+        for name in ("tp1-routed", "tp2-routed", "tp2-ep-routed"):
+            assert engines[name]["expert_parallel"] == ("ep" in name)
+            if experts:  # hooks see no other engine's routers
+                assert (engines[name]["eager"], engines[name]["runner"]) == (True, "v1")
 
 
 def test_a_few_rows_of_a_mixture_stand_beside_a_dense_model(tmp_path, monkeypatch):
@@ -318,15 +325,16 @@ def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
 
 
 def test_bisect_is_offered_for_what_it_takes(tmp_path):
-    """Not of another layer spec, stages or parts of sequences, nor with experts."""
+    """Not of another layer spec, stages or parts of sequences; of mixtures too."""
     report = type("Report", (), {"all_equal": False})
     of = {
         t: run.Compared(plan.Row("bfloat16", "batch", t, True), report, None, None) for t in ("tp1-te-one", "tp2-one")
     }
-    options, dense = run.Options(out=tmp_path), {"model": {"experts": 0}}
-    assert run.bisect_command(options, run.Result([of["tp1-te-one"]], dense)) is None
-    assert "aligned-megatron:tp=2,mode=one" in run.bisect_command(options, run.Result(list(of.values()), dense))
-    assert run.bisect_command(options, run.Result(list(of.values()), {"model": {"experts": 8}})) is None
+    options = run.Options(out=tmp_path)
+    for experts in (0, 8):
+        info = {"model": {"experts": experts}}
+        assert run.bisect_command(options, run.Result([of["tp1-te-one"]], info)) is None
+        assert "aligned-megatron:tp=2,mode=one" in run.bisect_command(options, run.Result(list(of.values()), info))
 
 
 def test_commit_by_the_environment(monkeypatch):

@@ -23,11 +23,13 @@ def test_is_what_it_says(tmp_path, arch, tied, dtype):
     architecture = read_architecture(tmp_path / "m")
     assert (architecture.family, architecture.tied, architecture.vocab) == (arch, tied, 200)
     weights = load_file(tmp_path / "m" / "model.safetensors")
-    assert {w.dtype for w in weights.values()} == {dtype}
+    of_choice = {name: weights[name] for name in weights if name.endswith("e_score_correction_bias")}
+    assert {w.dtype for name, w in weights.items() if name not in of_choice} == {dtype}
+    assert {w.dtype for w in of_choice.values()} == ({torch.float32} if arch == "glm4_moe" else set())
     assert ("lm_head.weight" in weights) is not tied
-    assert any("q_norm" in name for name in weights) is arch.startswith("qwen3")
-    assert any("q_proj.bias" in name for name in weights) is arch.startswith("qwen2")
-    assert any("shared_expert" in name for name in weights) is (arch == "qwen2_moe")
+    assert any("q_norm" in name for name in weights) is arch.startswith(("qwen3", "glm4"))
+    assert any("q_proj.bias" in name for name in weights) is arch.startswith(("qwen2", "glm4"))
+    assert any("shared_expert" in name for name in weights) is (arch in ("qwen2_moe", "glm4_moe"))
     for name, weight in weights.items():
         assert weight.float().std() > 0, name  # nothing that an engine could lose unnoticed
 
@@ -65,6 +67,12 @@ def test_the_softmax_is_real(tmp_path, arch, tied):
         (dict(arch="qwen2", head_dim=32), "head_dim: qwen2"),
         (dict(arch="qwen3_moe", top_k=17), "top_k: 17, of 16 experts"),
         (dict(arch="mixtral", normalize_top_k=False), "normalize_top_k: False"),
+        (dict(arch="mixtral", dense_layers=[0]), "dense_layers: mixtral has layers of one kind"),
+        (
+            dict(arch="glm4_moe", layers=3, dense_layers=[1]),
+            r"dense_layers: glm4_moe has none but the first ones, not .1.",
+        ),
+        (dict(arch="glm4_moe", options=["bias"]), "options: glm4_moe has no bias"),
     ],
 )
 def test_refused(tmp_path, kwargs, message):

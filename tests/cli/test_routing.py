@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from alignkit.check import routing
-from alignkit.check.train import _forwards
+from alignkit.check.train import _MODES, _forwards, _micro_batches
 from alignkit.drift import Logprobs
 from alignkit.errors import InputError
 
@@ -46,8 +46,9 @@ def test_choices_of_other_tokens_are_refused(tmp_path):
         compared(tmp_path, [[[1.0, 0.0]]], [[[1, 0]], [[0, 1]]])
 
 
-@pytest.mark.parametrize("mode, micro_batch", [("one", None), ("padded", None), ("padded", 6)])
-def test_rows_of_megatron(tmp_path, mode, micro_batch):
+@pytest.mark.parametrize("mode", ["one", "padded", "packed"])
+@pytest.mark.parametrize("micro_batch, multiple", [(None, 1), (12, 1), (None, 4)])
+def test_rows_of_megatron(mode, micro_batch, multiple):
     """Each token's expert has the number of its position in its sequence, and of its layer."""
     router = pytest.importorskip("megatron.core.transformer.moe.router")
 
@@ -59,18 +60,26 @@ def test_rows_of_megatron(tmp_path, mode, micro_batch):
             return None, torch.nn.functional.one_hot(numbers, 64).bool()
 
     routers, batch = torch.nn.ModuleList([Router(), Router()]), given(3, 5, 1)
-    forwards = _forwards(batch, mode, micro_batch)
-    assert sorted(i for sequences in forwards for i in sequences) == [0, 1, 2]
+    routers.config = SimpleNamespace(sequence_parallel=False)
+    forwards = _forwards(batch, mode, multiple, micro_batch)
+    assert [at.sequence for sequences in forwards for at in sequences] == [0, 1, 2]
+    assert len(forwards) == (3 if mode == "one" else 2 if micro_batch else 1)
+
+    def logp(tokens, labels, mask=None, packed=None):
+        """As a model, whose routers are asked about Megatron's [s, b]."""
+        assert tokens.shape[1] % multiple == 0
+        numbers = tokens.mT
+        for layer, one in enumerate(routers):
+            one((numbers + layer).flatten())
+        return torch.zeros(tokens.shape)
+
     with routing.Choices(routers) as choices:
-        for sequences in forwards:
-            positions = max(len(batch.tokens[i]) for i in sequences)
-            numbers = torch.arange(positions)[:, None] + 10 * torch.tensor(sequences)  # Megatron's [s, b]
-            for layer, one in enumerate(routers):
-                one((numbers + layer).flatten())
+        numbered = [([10 * i + 10], [10 * i + 10 + p for p in range(1, n + 1)]) for i, n in enumerate((3, 5, 1))]
+        for part in _micro_batches(numbered, micro_batch):
+            _MODES[mode](logp, part, multiple, torch.device("cpu"))
     routers[0](torch.zeros(1, dtype=torch.int64))  # outside
-    choices.save(batch, forwards, tmp_path / "chosen")
-    chosen = load_file(tmp_path / "chosen")["chosen"].argmax(dim=-1)
-    expected = [10 * i + p for i, n in enumerate((3, 5, 1)) for p in range(n)]
+    chosen = choices.of(batch, forwards).argmax(dim=-1)
+    expected = [10 * i + 10 + p for i, n in enumerate((3, 5, 1)) for p in range(n)]
     assert chosen.tolist() == [[e, e + 1] for e in expected]
 
 

@@ -35,11 +35,11 @@ def test_the_end_to_end_benchmark(tmp_path):
     the tests have their own."""
     result = tmp_path / "e2e.json"
     layouts = ("tp1-te-pp2-padded", "tp1-te-cp2-packed")
-    for models, more in (("qwen3", ()), ("llama-tied", layouts)):  # two commands fill one file
+    for models, more in ((("qwen3", "qwen3-moe"), ()), (("llama-tied",), layouts)):  # two commands fill one file
         out = benchmark(
             "e2e.py",
             "--models",
-            models,
+            *models,
             "--parts",
             "modes",
             "layouts",
@@ -62,15 +62,15 @@ def test_the_end_to_end_benchmark(tmp_path):
             "--json",
             result,
             "--out",
-            tmp_path / models,
+            tmp_path / models[0],
             env=TE_ON_CPU,
         )
-        count = 6 + len(more)
+        count = 6 * len(models) + len(more)
         assert f"{48 * count} of {48 * count} logprobs are bit-equal, in {count} of {count} rows" in out
     rows = json.loads(result.read_text())["rows"]
     pairs = set(
         itertools.product(
-            ("qwen3", "llama-tied"), ("batch", "prompt_logprobs"), ("tp1-one", "tp1-padded", "tp1-packed")
+            ("qwen3", "qwen3-moe", "llama-tied"), ("batch", "prompt_logprobs"), ("tp1-one", "tp1-padded", "tp1-packed")
         )
     )
     pairs |= {("llama-tied", "batch", training) for training in layouts}
@@ -78,6 +78,10 @@ def test_the_end_to_end_benchmark(tmp_path):
     assert [sizes[name] for name in ("tp1-one", *layouts)] == [("local", 1, 1), ("te", 2, 1), ("te", 1, 2)]
     assert {(r["model"], r["rollout"], r["training"]) for r in rows} == pairs and len(rows) == len(pairs)
     assert all(r["bit_equal"] == r["tokens"] == 48 for r in rows)
+    assert all(("routed" in r) == (r["model"] == "qwen3-moe") for r in rows)
+    assert all(
+        r["rerouted"] == 0 and r["routed"] > 48 for r in rows if r["model"] == "qwen3-moe"
+    )  # prompts' tokens too
 
 
 def test_the_cost_benchmark(tmp_path):
@@ -113,6 +117,19 @@ def test_the_cost_benchmark(tmp_path):
     profile = json.loads((tmp_path / "profile.json").read_text())["rows"]
     assert {(r["what"], r["engine"]) for r in profile} == both
     assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)
+
+
+def test_the_cost_of_a_mixture(tmp_path):
+    few = ["--concurrency", 1, "--longest", 40, "--max-tokens", 4, "--shapes", "2x32", "--repeats", 1]
+    which = ["--size", "small-moe", "--engines", "aligned", "--only", "rollout", "training"]
+    eager = {"TORCHDYNAMO_DISABLE": "1"}  # of stock functions that vLLM compiles, for longer than all else takes
+    benchmark("cost.py", *which, *few, "--json", tmp_path, "--out", tmp_path / "out", env=eager)
+    cost = json.loads((tmp_path / "cost.json").read_text())
+    cases = [*(f"1 request{more}" for more in ("", ", short prompts", ", prefill")), "2 x 32 tokens"]
+    assert {r["case"] for r in cost["rows"]} == {f"small-moe: {case}" for case in cases}
+    assert all(r["value"] > 0 for r in cost["rows"] if r["unit"] != "GiB, peak")
+    (run,) = cost["runs"].values()
+    assert run["engines"]["training aligned"] == {"experts": "SequentialMLP"}
 
 
 def test_where_the_drift_comes_from(tmp_path):

@@ -21,6 +21,7 @@ SMALL = {"hidden": 256, "layers": 2, "heads": 4, "intermediate": 512}
 """Its row-parallel layers still have all eight leaves."""
 
 
+@pytest.mark.slow
 def test_every_pairing_is_bit_equal(tmp_path, monkeypatch, capfd):
     every, out = plan.rows, tmp_path / "results"
     monkeypatch.setattr(
@@ -51,6 +52,17 @@ def test_every_pairing_is_bit_equal(tmp_path, monkeypatch, capfd):
     html = (out / "report.html").read_text()
     assert f"{8 * TOKENS * len(expected)} of {8 * TOKENS * len(expected)}" in html
     assert "http" not in html.replace("http://www.w3.org", "")
+
+
+def test_some_pairings_are_bit_equal(tmp_path, monkeypatch):
+    """Two rollouts and two trainings of a dense model."""
+    pairs = (("batch", "tp1-padded"), ("chunked", "tp2-sp-one"))
+    rows = [plan.Row("bfloat16", *pair, True) for pair in pairs]
+    monkeypatch.setattr(plan, "rows", lambda *args: rows)
+    model = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16, **SMALL)
+    options = run.Options(out=tmp_path / "out", model=model, dtypes=["bfloat16"], tp=2, max_tokens=TOKENS)
+    compared = run.run(options, run.Progress()).compared
+    assert all(c.report.all_equal and c.report.tokens == 8 * TOKENS for c in compared) and len(compared) == len(pairs)
 
 
 def test_tokens_keep_their_experts(tmp_path, monkeypatch):

@@ -19,10 +19,17 @@ def run(tmp_path, *arguments):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_aligned(tmp_path, dtype):
-    rows = run(tmp_path, "--dtype", dtype, "--steps", "4")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    "dtype, family, steps",
+    [
+        ("bfloat16", "qwen3", 4),
+        pytest.param("float32", "qwen3", 4, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "qwen3-moe", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_aligned(tmp_path, dtype, family, steps):
+    rows = run(tmp_path, "--dtype", dtype, "--model-family", family, "--steps", str(steps))
+    assert [row["step"] for row in rows] == list(range(steps))
     for row in rows:
         assert row["bit_equal"] == row["tokens"] > 0, row
         assert row["ratio_min"] == row["ratio_max"] == 1.0 and row["kl"] == 0.0, row
@@ -30,6 +37,7 @@ def test_aligned(tmp_path, dtype):
     assert rows[-1]["reward"] > rows[0]["reward"]  # and the gradients point the right way
 
 
+@pytest.mark.slow
 def test_stock_engines_drift(tmp_path):
     (row,) = run(tmp_path, "--stock")
     assert row["bit_equal"] < row["tokens"] and row["ratio_max"] > 1.0 and row["kl"] > 0.0, row

@@ -327,6 +327,7 @@ KINDS = {
     "tp": [3, "tp", object(), True, torch.ones(1), TypeError],
     "device": ["nowhere", 3.5, [], "cuda:99", "meta"],
     "group": ["nobody"],
+    "score": ["best", "", "Softmax", None, 1],
 }
 """By kind: values that are refused."""
 
@@ -339,6 +340,8 @@ RELATED = {
     "sequence_parallel": ("x",),
     "head_dim": ("table",),
     "max_position": ("positions",),
+    "groups": ("top_groups", "top_k"),
+    "top_groups": ("top_k",),
 }
 """What a value of an argument may make wrong."""
 
@@ -352,7 +355,7 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
     a = scalars[name]
     value = a.value
     draws = [lambda v, bad=bad: bad for bad in (*KINDS[a.kind], *a.bad)]
-    if a.kind in ("tp", "device", "dtype", "group"):
+    if a.kind in ("tp", "device", "dtype", "group", "score"):
         put, must = s.rng.choice([*draws, lambda v: _Plain(), lambda v: 2])(value), REFUSE
         if a.kind == "device" and put == "meta":
             must = EITHER
@@ -555,7 +558,8 @@ def _wrong_shape(d: Draw, s: Source) -> None:
         d.args[name] = torch.zeros(shape, dtype=t.dtype, device="cpu")
     d.worst(REFUSE)
     d.touched.add(name)
-    d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)} | {"k_cache, v_cache", "num_chunks"}
+    d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
+    d.names |= {"k_cache, v_cache", "num_chunks", "top_k", "groups"}
     d.what.append(f"{name}: shape {tuple(shape)} instead of {tuple(t.shape)}")
 
 

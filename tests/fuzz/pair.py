@@ -13,9 +13,12 @@ from multiprocessing import connection
 
 import torch
 
+from tests.forks import preload
+
 from . import faults
 from .draw import ANSWER, REFUSE
 
+preload("tests.fuzz.preload", "tests.megatron.preload")
 LIMIT = 10.0
 """Seconds that two ranks may take to end a forward, each with an answer or an exception."""
 SETUP = 240.0
@@ -151,8 +154,6 @@ class Pair:
     def __init__(self, device: str, checkpoints: dict[str, str], log: str):
         # A forked process cannot use CUDA if the one that it was forked from has looked for a device.
         context = mp.get_context("forkserver" if device == "cpu" else "spawn")
-        if device == "cpu":
-            context.set_forkserver_preload(["tests.fuzz.preload", "tests.fuzz.preload_megatron"])
         from alignkit.testing import free_port
 
         port, self.pipes, self.processes = free_port(), [], []

@@ -15,13 +15,17 @@ import traceback
 from collections.abc import Iterable, Iterator
 from multiprocessing import connection
 
+from tests.forks import preload
+
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tests.fuzz.preload"])
+preload("tests.fuzz.preload")
 
 
 def _serve(jobs, target: str, log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_TRUNC)
     os.dup2(file, 2)
+    # What other tests have imported in the process that is forked may have a handler of its own, which takes ten seconds.
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     faulthandler.enable(sys.stderr)
     import torch
 

@@ -1,10 +1,6 @@
 """What torch imports at first use, imported once, before processes are forked: no call waits for it."""
 
-import os
 import warnings
-
-# Threads of OpenMP do not live on in what is forked, and who waited for them would hang. A process makes its own later.
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -276,6 +278,100 @@ def silu_mul(s: Source) -> Problem:
         name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True) for name in ("gate", "up")
     }
     return Problem("silu_mul", ops.silu_mul, given)
+
+
+def moe_router(s: Source) -> Problem:
+    lead, sigmoid = s.lead(), s.chance(0.5)
+    groups = s.size(4) if sigmoid else 1
+    top_groups = s.rng.randint(1, groups)
+    n = groups * s.size(8)
+    most = n // groups * top_groups
+    given = {
+        "logits": Tensor(s.floats(*lead, n), (), (torch.float32,), "logits", leaf=True),
+        "top_k": Scalar(s.rng.randint(1, most), "positive int", bad=(most + 1,)),
+        "score": Scalar("sigmoid" if sigmoid else "softmax", "score"),
+        "normalize": Scalar(s.chance(0.6), "flag"),
+        "bias": Tensor(
+            s.floats(n, finite=True) if sigmoid and s.chance(0.6) else None,
+            (0,),
+            (torch.float32,),
+            "bias",
+            ndim=True,
+            optional=True,
+            finite=True,
+        ),
+        "groups": Scalar(groups, "positive int", bad=(n + 1, 2 * n)),
+        "top_groups": Scalar(top_groups, "positive int", bad=(groups + 1,)),
+        "scale": Scalar(s.rng.choice((1.0, s.rng.uniform(0.1, 5))), "positive finite"),
+    }
+    faults = []
+    if given["bias"].value is not None:
+        given["logits"].bound = (len(lead),)
+        for value in (float("nan"), float("inf")):
+            faults.append((f"bias with {value}", _poke("bias", value, s), ("bias",)))
+        faults.append(("bias of the choice by softmax", _set("score", lambda _: "softmax"), ("bias", "groups")))
+    return Problem("moe_router", ops.moe_router, given, faults)
+
+
+def moe_experts(s: Source) -> Problem:
+    """Of one rank; the experts' matrices stacked, or a sequence of them."""
+    dtype, lead, experts, h = s.dtype(), s.lead(), s.size(7), s.size(20)
+    f = s.rng.choice((s.size(20), 16 * s.size(3)))
+    k = s.rng.randint(1, experts)
+    tokens = math.prod(lead)
+    ids = [[e if s.chance(0.9) else -1 for e in s.rng.sample(range(experts), k)] for _ in range(tokens)]
+    listed = s.chance(0.4)
+
+    def call(gate_up, down, **others):
+        if listed:
+            gate_up, down = _apart(gate_up), _apart(down)
+        return ops.moe_experts(gate_up=gate_up, down=down, **others)
+
+    whole = tuple(range(len(lead) + 1))
+    given = {
+        "x": Tensor(s.floats(*lead, h, dtype=dtype), whole, leaf=True),
+        "ids": Tensor(torch.tensor(ids, dtype=s.dtype(INTS)).view(*lead, k), whole, INTS, "ids"),
+        "weights": Tensor(s.floats(*lead, k), whole, (torch.float32,), "weights", leaf=True),
+        "gate_up": Tensor(s.floats(experts, 2 * f, h, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
+        "down": Tensor(s.floats(experts, h, f, dtype=dtype), (0, 1, 2), ndim=True, leaf=True),
+        "num_experts": Scalar(s.rng.choice((None, experts)), "positive int", optional=True, bad=(experts + 1,)),
+        "first_expert": Scalar(0, "int", bad=(1, -1, experts)),
+        "tp": Scalar(s.rng.choice((None, TP(None))), "tp"),
+        "ep": Scalar(s.rng.choice((None, TP(None))), "tp"),
+        "gather": Scalar(s.chance(0.3), "flag"),
+    }
+    return Problem("moe_experts", call, given, _choice_faults(s, given))
+
+
+def _apart(matrices):
+    """A sequence of tensors, if it can be."""
+    if type(matrices) is torch.Tensor and matrices.layout == torch.strided and matrices.ndim == 3 and len(matrices):
+        with contextlib.suppress(RuntimeError):  # of what has no memory torch makes no views
+            return [*matrices.unbind()]
+    return matrices
+
+
+def _choice_faults(s: Source, given) -> list:
+    experts, ids = len(given["gate_up"].value), given["ids"].value
+    faults = [
+        ("no features", lambda a: a.update(gate_up=a["gate_up"][:, :0], down=a["down"][..., :0]), ("gate_up", "down")),
+        ("no experts", lambda a: a.update(gate_up=a["gate_up"][:0], down=a["down"][:0]), ("gate_up", "down")),
+        ("odd rows", _set("gate_up", lambda w: w[:, :-1]), ("gate_up", "down")),
+    ]
+    if ids.numel():
+        faults += [(f"expert {e}", _poke("ids", e, s), ("ids",)) for e in (experts, -2, 2**31 - 1)]
+        if ids.shape[-1] > 1:
+            faults.append(("an expert twice", _set("ids", lambda t: torch.zeros_like(t)), ("ids",)))
+    return faults
+
+
+def sigmoid_mul(s: Source) -> Problem:
+    lead = s.lead()
+    given = {
+        "gate": Tensor(s.floats(*lead, 1), tuple(range(len(lead) + 1)), (torch.float32,), "gate", leaf=True),
+        "x": Tensor(s.floats(*lead, s.size(40, 0), dtype=s.dtype()), tuple(range(len(lead))), leaf=True),
+    }
+    return Problem("sigmoid_mul", ops.sigmoid_mul, given)
 
 
 def _starts_faults(s: Source, name: str, rows: int) -> list:
@@ -628,6 +724,25 @@ def custom_silu_mul(s: Source) -> Problem:
     return _custom("silu_mul", silu_mul(s).given, ops.silu_mul)
 
 
+def custom_moe_router(s: Source) -> Problem:
+    p = moe_router(s)
+    return _custom("moe_router", p.given, ops.moe_router, p.faults)
+
+
+def custom_moe_experts(s: Source) -> Problem:
+    p = moe_experts(s)
+    p.given |= {"tp": Scalar("", "group"), "ep": Scalar("", "group")}
+
+    def reference(tp, ep, **others):
+        return ops.moe_experts(**others)
+
+    return _custom("moe_experts", p.given, reference, p.faults)
+
+
+def custom_sigmoid_mul(s: Source) -> Problem:
+    return _custom("sigmoid_mul", sigmoid_mul(s).given, ops.sigmoid_mul)
+
+
 PROBLEMS: dict[Callable[[Source], Problem], int] = {
     linear: 12,
     rms_norm: 9,
@@ -643,10 +758,16 @@ PROBLEMS: dict[Callable[[Source], Problem], int] = {
     log_softmax: 5,
     token_logp_: 6,
     gated_delta_rule: 6,
+    moe_router: 7,
+    moe_experts: 10,
+    sigmoid_mul: 5,
     custom_linear: 5,
     custom_rms_norm: 4,
     custom_rope_qk: 4,
     custom_silu_mul: 3,
+    custom_moe_router: 3,
+    custom_moe_experts: 4,
+    custom_sigmoid_mul: 2,
 }
 """How often each is drawn."""
 

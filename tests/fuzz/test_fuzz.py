@@ -1,5 +1,6 @@
-"""The fuzz's short form; ``make fuzz`` is the long one. ALIGNKIT_FUZZ_SEED chooses another population,
-ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the fuzz sees what it looks for."""
+"""The fuzz's short form, its first draws in `make test` and the others in `make test-slow`; ``make fuzz`` is the long one.
+ALIGNKIT_FUZZ_SEED chooses another population, ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the
+fuzz sees what it looks for."""
 
 import ctypes
 import os
@@ -96,7 +97,7 @@ def planted(what, number):
 
 def test_the_pool_outlives_its_processes():
     jobs = [(what, i) for i, what in enumerate(["runs", "dies", "runs", "hangs", "fails", "runs", "dies", "runs"])]
-    ended = {job: (how, value) for job, how, value in pool.outcomes("tests.fuzz.test_fuzz:planted", jobs, 2, 5.0)}
+    ended = {job: (how, value) for job, how, value in pool.outcomes("tests.fuzz.test_fuzz:planted", jobs, 2, 10.0)}
     assert {job: how for job, (how, _) in ended.items()} == {
         job: {"runs": "done", "dies": "crashed", "hangs": "hung", "fails": "failed"}[job[0]] for job in jobs
     }
@@ -114,7 +115,7 @@ def test_a_draw_is_that_of_its_number():
 def test_the_population():
     """What is drawn is of every op, valid and invalid, and some that may be either."""
     drawn = [draw.draw(SEED, i) for i in range(600)]
-    assert len({d.problem.op for d in drawn}) == 20
+    assert len({d.problem.op for d in drawn}) == 26
     for must, least in ((draw.ANSWER, 200), (draw.EITHER, 25), (draw.REFUSE, 150)):
         assert sum(d.must == must for d in drawn) > least, must
     assert sum(bool(d.leaves) for d in drawn) > 100
@@ -143,16 +144,26 @@ def test_verdicts_of_ranks(must, answers, expected):
     assert pair._verdict(fault, ANSWERS, answers, "cpu")[0] == expected
 
 
-def test_calls():
+def first_and_others(first, all):
+    """Ranges; the second is slow."""
+    parts = range(min(first, all)), range(min(first, all), all)
+    return pytest.mark.parametrize(
+        "numbers", [parts[0], pytest.param(parts[1], marks=pytest.mark.slow)], ids=["first", "others"]
+    )
+
+
+@first_and_others(300, CALLS)
+def test_calls(numbers):
     """Every drawn call is right to the bit or one clear error."""
-    tally = run.calls(SEED, range(CALLS), workers=min(2, os.cpu_count()))
-    assert sum(tally.totals().values()) == CALLS
+    tally = run.calls(SEED, numbers, workers=min(2, os.cpu_count()))
+    assert sum(tally.totals().values()) == len(numbers)
     assert not tally.failures, tally.told()
 
 
 @pytest.mark.skipif(not run.MEGATRON, reason="needs Megatron-core")
-def test_rank_faults():
+@first_and_others(12, FAULTS)
+def test_rank_faults(numbers):
     """What differs or is wrong on one of two ranks raises on both, in time."""
-    tally = run.rank_faults(SEED, range(FAULTS))
-    assert sum(tally.totals().values()) == FAULTS
+    tally = run.rank_faults(SEED, numbers)
+    assert sum(tally.totals().values()) == len(numbers)
     assert not tally.failures, tally.told()

@@ -148,6 +148,38 @@ def test_the_line_that_is_missing(tmp_path):
     assert said["actor_rollout_ref.rollout.calculate_log_probs"][0] == ADD
 
 
+@pytest.mark.parametrize(
+    "name, supported",
+    [
+        ("zai-org/GLM-4.5-Air", True),
+        ("zai-org/GLM-4.6", True),
+        ("zai-org/GLM-4.5-Air-Base", True),
+        ("zai-org/GLM-4.5-FP8", False),
+        ("zai-org/GLM-4.5V", False),
+        ("zai-org/glm-4-9b", False),
+    ],
+)
+def test_models_of_glm(name, supported, tmp_path):
+    """What GLM-4.5's training asks for of Megatron-core passes, but for multi-token prediction."""
+    config = "actor_rollout_ref.actor.megatron.override_transformer_config."
+    asked = {
+        "moe_layer_freq": "[0,1,1]",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": "True",
+        "moe_router_topk_scaling_factor": "2.5",
+        "mtp_num_layers": "1",
+    }
+    more = " ".join(f"{config}{field}={value}" for field, value in asked.items())
+    text = VERL.replace("Qwen/Qwen3-8B", name).replace('"${ACTOR[@]}"', f'"${{ACTOR[@]}}" {more}')
+    said = found(recipes.read(write(tmp_path / "run.sh", text)))
+    assert said["actor_rollout_ref.model.path"][0] == (PASSES if supported else REFUSED)
+    assert {field: said[config + field][0] for field in asked} == dict.fromkeys(asked, PASSES) | {
+        "mtp_num_layers": REFUSED
+    }
+    eager = said.get("actor_rollout_ref.rollout.enforce_eager")
+    assert (eager is not None) is supported
+
+
 def test_a_model_of_a_name_that_says_nothing(tmp_path):
     said = found(recipes.read(write(tmp_path / "run.sh", VERL.replace("Qwen/Qwen3-8B", "/models/policy"))))
     assert said["actor_rollout_ref.model.path"][0] == UNKNOWN

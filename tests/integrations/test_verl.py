@@ -97,6 +97,7 @@ def test_the_path_of_fused_kernels(verl, engine, path):
             assert_bitwise_equal(a, b, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks(sequence_parallel, two, verl, engine, path):
     expected = verl(_call, in_verl.stock_on_aligned_logits, path, 0.7)[0]

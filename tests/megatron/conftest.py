@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from alignkit.check.model import make_checkpoint
+from tests.forks import METHOD, preload
 
 if importlib.util.find_spec("megatron") is None:  # the converter and the seams are tested without it
     collect_ignore = [
@@ -37,6 +38,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
         )
     ]
 
+preload("tests.megatron.preload")
 SMALL = dict(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=512)
 
 
@@ -83,7 +85,7 @@ def pair():
     """Two processes, Megatron's tensor-parallel ranks."""
     from alignkit.testing import Ranks
 
-    with Ranks(2) as ranks:
+    with Ranks(2, method=METHOD) as ranks:
         yield ranks
 
 
@@ -92,7 +94,7 @@ def two():
     """Two processes of a module's own, as it chooses among layouts that would outlast it."""
     from alignkit.testing import Ranks
 
-    with Ranks(2) as ranks:
+    with Ranks(2, method=METHOD) as ranks:
         yield ranks
 
 
@@ -100,7 +102,7 @@ def two():
 def four():
     from alignkit.testing import Ranks
 
-    with Ranks(4) as ranks:
+    with Ranks(4, method=METHOD) as ranks:
         yield ranks
 
 

@@ -51,7 +51,7 @@ def stock(_, model_dir, dtype, rows, how, sequence_parallel=False):
 
 def step(_, model_dir, dtype, rows, how, sequence_parallel=False, patched=True, bare=False, packed=True, **config):
     """A step over all ranks' rows, each packed on its rank: HF name -> whole gradient of the mean loss, and this rank's
-    choices, [layers, tokens, experts].
+    choices, [mixtures, tokens, experts].
 
     bare: the gradients as the model made them, without Megatron's DDP; of dense weights they are this rank's alone."""
     from megatron.core import distributed
@@ -60,8 +60,8 @@ def step(_, model_dir, dtype, rows, how, sequence_parallel=False, patched=True, 
     chosen = []
     with layout(**how), patch_megatron(arch.vocab) if patched else contextlib.nullcontext():
         model = build(model_dir, dtype, sequence_parallel, **config)
-        for layer in model.decoder.layers:
-            layer.mlp.router.register_forward_hook(lambda module, given, output: chosen.append(output[1].detach()))
+        for router in (layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")):
+            router.register_forward_hook(lambda module, given, output: chosen.append(output[1].detach()))
         ddp = model
         if not bare:
             ddp = distributed.DistributedDataParallel(

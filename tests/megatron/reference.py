@@ -23,7 +23,7 @@ def entropy(arch, w, tokens, temperature):
 
 def frequencies(arch):
     """Of the rotary embedding, float64 [head_dim / 2]: by torch, from the papers' definitions."""
-    d, scaling = arch.head_dim, arch.rope_scaling
+    d, scaling = arch.rotary_dim, arch.rope_scaling
     f = 1 / arch.rope_base ** (torch.arange(0, d, 2).double() / d)
     if isinstance(scaling, Llama3):
         turns = scaling.original_max_position * f / (2 * torch.pi)
@@ -40,7 +40,7 @@ def frequencies(arch):
 
 
 def logits(arch, w, tokens, chosen=None):
-    """float64 [len(tokens), vocab]. chosen: bool [layers, len(tokens), experts], the experts of each token; None: the best."""
+    """float64 [len(tokens), vocab]. chosen: bool [mixtures, len(tokens), experts], the experts of each token; None: the best."""
     x = w["model.embed_tokens.weight"][torch.tensor(tokens)]
     t, d = x.shape[0], arch.head_dim
     angle = torch.arange(t).double()[:, None] * frequencies(arch)
@@ -52,27 +52,29 @@ def logits(arch, w, tokens, chosen=None):
         return x / (x.pow(2).mean(-1, keepdim=True) + arch.norm_eps).sqrt() * weight
 
     def turn(x):
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        a, b = x[..., : arch.rotary_dim].chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., arch.rotary_dim :]], -1)
 
     def mixture(y, project, gate, chosen, layer):
         scores = y @ gate.T
         if chosen is None:
             mine = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(arch.top_k).indices, True)
         else:
-            mine = chosen[layer]
-        share = scores.softmax(-1) * mine
+            mine = chosen[sum(arch.has_experts(i) for i in range(layer))]
+        share = (scores.softmax(-1) if arch.score == "softmax" else scores.sigmoid()) * mine
         if arch.normalize_top_k:
             share = share / share.sum(-1, keepdim=True)
+        share = share * arch.routed_scale
         out = 0
         for e in range(arch.experts):
             gate, up = (project(y, f"experts.{e}.{name}") for name in ("gate", "up"))
             out = out + share[:, e, None] * project(gate * gate.sigmoid() * up, f"experts.{e}.down")
         if not arch.shared_intermediate:
             return out
-        gate, up = (project(y, f"shared_expert.{name}") for name in ("gate", "up"))
-        share = (y @ w[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].T).sigmoid()
-        return out + share * project(gate * gate.sigmoid() * up, "shared_expert.down")
+        shared = "shared_expert" if arch.shared_gate else "shared_experts"
+        gate, up = (project(y, f"{shared}.{name}") for name in ("gate", "up"))
+        share = (y @ w[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].T).sigmoid() if arch.shared_gate else 1
+        return out + share * project(gate * gate.sigmoid() * up, f"{shared}.down")
 
     for i in range(arch.layers):
         p = f"model.layers.{i}."
@@ -92,7 +94,7 @@ def logits(arch, w, tokens, chosen=None):
         attended = scores.masked_fill(hidden_from, float("-inf")).softmax(-1)
         x = x + project(torch.einsum("hqk,khd->qhd", attended, v).reshape(t, -1), "self_attn.o")
         y = norm(x, w[p + "post_attention_layernorm.weight"])
-        if arch.experts:
+        if p + "mlp.gate.weight" in w:
             x = x + mixture(y, lambda y, name: project(y, f"mlp.{name}"), w[p + "mlp.gate.weight"], chosen, i)
             continue
         gate = project(y, "mlp.gate")

@@ -66,6 +66,33 @@ def test_experts_over_ranks(grouped, arch, checkpoint):
     assert back.keys() == set(weights) and all(torch.equal(back[name], weights[name]) for name in back)
 
 
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+def test_layers_without_experts(arch, checkpoint):
+    """Their MLPs are cut as a dense model's, whatever the experts are, and have the norm before them within."""
+    path = checkpoint(arch, layers=3, experts=4, intermediate=64, dense_layers=[0, 2], dense_intermediate=96)
+    shape, weights = read_architecture(path), Checkpoint(path)
+    assert (shape.dense_layers, shape.dense_intermediate, shape.intermediate) == ((0, 2), 96, 64)
+    for fused in (False, True):
+        held = [
+            to_megatron(shape, weights, tp_rank=r, tp_size=2, ep_rank=r, ep_size=2, expert_tp_rank=0, expert_tp_size=1,
+                        fused_norms=fused, grouped_experts=fused)
+            for r in range(2)
+        ]  # fmt: skip
+        gate, up, down = (weights[f"model.layers.2.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        assert torch.equal(held[1]["decoder.layers.2.mlp.linear_fc1.weight"], torch.cat([gate[48:], up[48:]]))
+        assert torch.equal(held[0]["decoder.layers.2.mlp.linear_fc2.weight"], down[:, :48])
+        assert [f"decoder.layers.{i}.mlp.router.weight" in held[0] for i in range(3)] == [False, True, False]
+        alone = [f"decoder.layers.{i}.pre_mlp_layernorm.weight" in held[0] for i in range(3)]
+        assert alone == ([False, True, False] if fused else [True, True, True])
+
+        def shards(name, held=held):
+            whole = ".router." in name or "norm" in name or "gate_weight" in name
+            return [held[0][name]] if whole else [part[name] for part in held]
+
+        back = dict(to_hf(shape, held[0], shards, ep_size=2))
+        assert back.keys() == set(weights) and all(torch.equal(back[name], weights[name]) for name in back)
+
+
 @pytest.mark.parametrize(
     "ranks, error, named",
     [
@@ -147,21 +174,39 @@ def scaling(rope):
     return both | given | {"attention_factor": attention_factor, "truncate": rope.get("truncate", True)}
 
 
+def dense_layers(config):
+    """Those that have an MLP in a model whose other layers have experts."""
+    listed, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    listed = (*listed, *range(getattr(config, "first_k_dense_replace", 0)))
+    return tuple(i for i in range(config.num_hidden_layers) if i in listed or (i + 1) % step)
+
+
 def transformers_reads(directory):
     """What transformers, and with it vLLM, makes of the config: the fields of Architecture."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(directory)
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
+    glm = config.model_type == "glm4_moe"
     return {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "intermediate": getattr(config, "moe_intermediate_size", config.intermediate_size),
-        "experts": getattr(config, "num_experts", 0),
+        "experts": getattr(config, "n_routed_experts" if glm else "num_experts", 0),
         "top_k": getattr(config, "num_experts_per_tok", 0),
         "normalize_top_k": getattr(config, "norm_topk_prob", config.model_type == "mixtral"),
-        "shared_intermediate": getattr(config, "shared_expert_intermediate_size", 0),
+        "shared_intermediate": config.n_shared_experts * config.moe_intermediate_size
+        if glm
+        else getattr(config, "shared_expert_intermediate_size", 0),
+        "groups": config.n_group if glm else 1,
+        "top_groups": config.topk_group if glm else 1,
+        "routed_scale": config.routed_scaling_factor if glm else 1.0,
+        "options": tuple(name for name in ("attention_bias", "use_qk_norm") if glm and getattr(config, name)),
+        "rotary_factor": rope.get("partial_rotary_factor", 1.0),
+        "mtp_layers": config.num_mtp_layers if glm else 0,
+        "dense_layers": (dense := dense_layers(config)),
+        "dense_intermediate": config.intermediate_size if dense else 0,
         "vocab": config.vocab_size,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "max_position": config.max_position_embeddings,
@@ -219,7 +264,7 @@ def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change,
     }
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen2Moe", "Mixtral"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen2Moe", "Mixtral", "Glm4Moe"])
 @pytest.mark.parametrize("diff", [True, False])
 def test_configs_that_transformers_saves(family, diff, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -230,6 +275,7 @@ def test_configs_that_transformers_saves(family, diff, tmp_path):
         num_attention_heads=8,
         num_key_value_heads=2,
         **({"sliding_window": None} if family == "Mistral" else {}),
+        **({"head_dim": 64} if family == "Glm4Moe" else {}),
     )
     config.to_json_file(tmp_path / "config.json", use_diff=diff)
     assert asdict(read_architecture(tmp_path)) == transformers_reads(tmp_path)
@@ -315,8 +361,15 @@ def test_experts(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "change, error, named",
     [
-        ({"decoder_sparse_step": 2}, UnsupportedError, "decoder_sparse_step"),
-        ({"mlp_only_layers": [0]}, UnsupportedError, "mlp_only_layers"),
+        ({"decoder_sparse_step": 0}, InputError, "decoder_sparse_step"),
+        ({"decoder_sparse_step": 3}, UnsupportedError, "mlp_only_layers / decoder_sparse_step: no layer"),
+        ({"mlp_only_layers": [0, 1]}, UnsupportedError, "mlp_only_layers / decoder_sparse_step: no layer"),
+        ({"mlp_only_layers": [2]}, InputError, r"mlp_only_layers: .2. is no list of numbers of 2 layers"),
+        ({"mlp_only_layers": [True]}, InputError, "mlp_only_layers"),
+        ({"mlp_only_layers": 1}, InputError, "mlp_only_layers"),
+        ({"mlp_only_layers": [0]}, InputError, "model: .* has no field 'intermediate_size'"),
+        ({"mlp_only_layers": [0], "intermediate_size": 0}, InputError, "intermediate_size: 0"),
+        ({"first_k_dense_replace": 1}, UnsupportedError, "first_k_dense_replace"),
         ({"shared_expert_intermediate_size": 64}, UnsupportedError, "shared_expert_intermediate_size"),
         ({"num_local_experts": 8}, InputError, "num_experts and num_local_experts"),
         ({"n_shared_experts": 1}, UnsupportedError, "n_shared_experts"),
@@ -330,6 +383,73 @@ def test_experts_refused(change, error, named, checkpoint, tmp_path):
     config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
     with pytest.raises(error, match=f"^{named}"):
         read(tmp_path, config | change)
+
+
+def test_which_layers_have_experts(checkpoint, tmp_path):
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text()) | {"intermediate_size": 384}
+
+    def dense(**change):
+        arch = read(tmp_path, config | {"num_hidden_layers": 6} | change)
+        assert arch.dense_intermediate == (384 if arch.dense_layers else 0)
+        assert [arch.has_experts(i) for i in range(6)] == [i not in arch.dense_layers for i in range(6)]
+        return arch.dense_layers
+
+    assert dense() == dense(mlp_only_layers=[], decoder_sparse_step=1) == ()
+    assert dense(mlp_only_layers=[5, 0]) == (0, 5)
+    assert dense(decoder_sparse_step=2) == (0, 2, 4)
+    assert dense(decoder_sparse_step=3, mlp_only_layers=[2]) == (0, 1, 2, 3, 4)
+    odd = read(tmp_path, config | {"mlp_only_layers": [0], "intermediate_size": 99})
+    with pytest.raises(UnsupportedError, match="^tp: 2 ranks do not divide intermediate_size = 99"):
+        odd.check_tp(2)
+
+
+def test_sigmoid_scores(checkpoint, tmp_path):
+    """What GLM-4.5's configuration says of them, of shared experts, of rotary embeddings and of further layers."""
+    path = checkpoint("glm4_moe", torch.bfloat16, experts=8, top_k=4, groups=4, top_groups=2, options=["use_qk_norm"])
+    config, weights = json.loads((path / "config.json").read_text()), Checkpoint(path)
+    arch = read_architecture(path)
+    assert (arch.score, arch.choice_bias, arch.groups, arch.top_groups, arch.routed_scale) == (
+        "sigmoid",
+        True,
+        4,
+        2,
+        1.5,
+    )
+    assert (arch.dense_layers, arch.shared_intermediate, arch.shared_gate) == ((0,), 2 * arch.intermediate, False)
+    assert (arch.qk_norm, arch.qkv_bias, arch.rotary_dim, arch.head_dim) == (True, False, 32, 64)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    held = to_megatron(arch, weights, dtype=torch.bfloat16)["decoder.layers.1.mlp.router.expert_bias"]
+    assert held.dtype == torch.float32 and torch.equal(held, weights[bias])
+    assert read(tmp_path, config | {"use_qk_norm": False, "attention_bias": True}).options == ("attention_bias",)
+    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+    without = {k: v for k, v in config.items() if k not in ("partial_rotary_factor", "rope_scaling", "rope_theta")}
+    assert read(tmp_path, without | newer) == read(tmp_path, {"rope_theta": 10000.0} | without) == arch
+    for change, error, named in (
+        ({"topk_group": 1}, InputError, "num_experts_per_tok: 4, of 1 of 4 groups"),
+        ({"topk_group": 4}, UnsupportedError, "topk_group: 4 groups for 4 experts are not supported"),
+        ({"topk_group": 5}, InputError, "n_group / topk_group: 5 of 4"),
+        ({"n_group": 3}, InputError, "n_group / topk_group: 2 of 3 groups of 8 experts"),
+        ({"n_group": 0}, InputError, "n_group: 0"),
+        ({"norm_topk_prob": False}, UnsupportedError, "norm_topk_prob: False is not supported"),
+        ({"routed_scaling_factor": 0}, InputError, "routed_scaling_factor: 0"),
+        ({"first_k_dense_replace": 2}, InputError, "first_k_dense_replace: 2 is no number of layers below 2"),
+        ({"first_k_dense_replace": None}, InputError, "first_k_dense_replace"),
+        ({"use_qk_norm": None}, InputError, "use_qk_norm"),
+        ({"partial_rotary_factor": 0.52}, InputError, "partial_rotary_factor: 0.52 of a head of 64"),
+        ({"partial_rotary_factor": 1.5}, InputError, "partial_rotary_factor: .1.5., expected one number up to 1"),
+        (newer | {"partial_rotary_factor": 0.25}, InputError, "partial_rotary_factor: .0.25, 0.5., expected one"),
+        ({"rope_scaling": ROPES["yarn"]}, UnsupportedError, "partial_rotary_factor: 0.5 is not supported with YaRN"),
+        ({"num_nextn_predict_layers": -1}, InputError, "num_nextn_predict_layers"),
+        ({"scoring_func": "softmax", "moe_layer_freq": 2}, UnsupportedError, "moe_layer_freq"),
+    ):
+        with pytest.raises((InputError, UnsupportedError), match=f"^({named})") as raised:
+            read(tmp_path, config | change)
+        assert isinstance(raised.value, error), change
+    # Layers for multi-token prediction may lie in the checkpoint: as many as it says, and neither engine reads them.
+    further = {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}
+    check_weights(arch, {name: weights[name] for name in weights} | further)
+    with pytest.raises(UnsupportedError, match="first 'model.layers.2.eh_proj.weight'"):
+        check_weights(replace(arch, mtp_layers=0), {name: weights[name] for name in weights} | further)
 
 
 def test_a_shared_expert(checkpoint, tmp_path):
@@ -348,8 +468,6 @@ def test_a_shared_expert(checkpoint, tmp_path):
     assert read(tmp_path, config | {"qkv_bias": True, "mlp_only_layers": None, "decoder_sparse_step": 1}) == arch
     for change, named in (
         ({"qkv_bias": False}, "qkv_bias: False is not True"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers: "),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step: "),
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: 0"),
     ):
         with pytest.raises((InputError, UnsupportedError), match=f"^{named}"):

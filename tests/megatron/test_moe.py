@@ -17,6 +17,9 @@ from tests.megatron.test_recompute import RECOMPUTED
 from tests.vllm import moe
 
 SIZES = dict(intermediate=128, experts=8, top_k=2)
+DENSE = dict(layers=3, dense_layers=(1,), dense_intermediate=192)
+"""A layer without experts between two mixtures."""
+OF_FAMILY = {"qwen3_moe": {}, "qwen2_moe": DENSE, "glm4_moe": {}}
 LAYOUTS = {
     "two data-parallel ranks, experts on each": (dict(ep=2), False),
     "tensor parallel, experts cut": (dict(tp=2), False),
@@ -71,10 +74,25 @@ def test_every_way_gives_the_same_bits(dtype, mixture, rows, alone, two):
                 assert_bitwise_equal(value, of_rows(expected[way], rows, which), f"{called}: {way}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_a_shared_expert_that_has_a_gate(dtype, mixture, rows, world, two):
-    """Qwen2-MoE, which vLLM's engine is compared with too: what its ops give on whole weights, in every layout."""
-    path = mixture(dtype, "qwen2_moe")
+GLM = dict(layers=3, dense_layers=(0, 1), dense_intermediate=192, options=("attention_bias",), top_k=2)
+"""As GLM-4.5-Air: biases of q, k and v, and no norms of q and k."""
+OTHERS = {
+    "qwen2_moe bf16": ("qwen2_moe", torch.bfloat16, DENSE),
+    "qwen2_moe fp32": ("qwen2_moe", torch.float32, DENSE),
+    "glm4_moe bf16": ("glm4_moe", torch.bfloat16, GLM),
+    "glm4_moe fp32, groups, norms of q and k": (
+        "glm4_moe",
+        torch.float32,
+        {"groups": 4, "top_groups": 1, "options": ("use_qk_norm",), "rotary_factor": 0.25},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_the_ops_give_on_whole_weights(kind, mixture, rows, world, two):
+    """Of families that vLLM's engine is compared with in the same way, with layers without experts, in every layout."""
+    arch, dtype, sizes = OTHERS[kind]
+    path = mixture(dtype, arch, **sizes)
     expected, _ = mixtures.every_way(None, path, dtype, rows, {})
     composed = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
     for way in ("one", "padded", "packed", "loss call"):
@@ -127,22 +145,26 @@ def relative_error(gradient, wanted):
     return ((gradient.double() - wanted).norm() / wanted.norm()).item() if wanted.any() else float(gradient.any())
 
 
-@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("arch", OF_FAMILY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_one_step_agrees_with_float64(dtype, arch, mixture, rows, world, two):
     """The reference has the experts that were chosen; its own choice differs where two experts are as good."""
-    path = mixture(dtype, arch)
+    path = mixture(dtype, arch, **OF_FAMILY[arch])
     arch = read_architecture(path)
-    width = arch.top_k * arch.intermediate + arch.shared_intermediate
+    width = max(arch.top_k * arch.intermediate + arch.shared_intermediate, arch.dense_intermediate)
     most = bound(dataclasses.replace(arch, intermediate=width), dtype)
     grads, chosen = mixtures.step(None, path, dtype, rows, {})
     again, _ = mixtures.step(None, path, dtype, rows, {})
     weights = reference.weights64(Checkpoint(path))
+    assert [name for name in weights if name not in grads] == [name for name in weights if name.endswith("_bias")]
+    for name in weights.keys() - grads.keys():  # of the choice: it has no gradient
+        weights[name].requires_grad_(False)
+    trained = {name: w for name, w in weights.items() if name in grads}
     starts = torch.tensor([0, *(len(row) - 1 for row in rows)]).cumsum(0).tolist()
     parts = [chosen[:, a:b] for a, b in itertools.pairwise(starts)]
     logp = [reference.logprobs(arch, weights, row, mine) for row, mine in zip(rows, parts, strict=True)]
     (-torch.cat(logp).mean()).backward()
-    for name, w in weights.items():
+    for name, w in trained.items():
         assert_bitwise_equal(again[name], grads[name], name)
         error = relative_error(grads[name], w.grad)
         assert error < most, f"{name} is off by {error:.2e}, more than {most:.2e}"
@@ -150,7 +172,7 @@ def test_one_step_agrees_with_float64(dtype, arch, mixture, rows, world, two):
         if called not in TRAINED:
             continue
         for other, _ in two.run(2, mixtures.step, path, dtype, rows, how, sequence_parallel):
-            for name, w in weights.items():
+            for name, w in trained.items():
                 error = relative_error(other[name], w.grad)
                 assert error < most, f"{called}: {name} is off by {error:.2e}, more than {most:.2e}"
 
@@ -284,11 +306,17 @@ def test_context_and_pipeline_parallelism(mixture, rows, alone, two):
     said, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
     got = torch.cat([logp for _, logp in said])
     assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
+    # A stage without experts, and one of experts alone.
+    path = mixture(dense_layers=(0,), dense_intermediate=192)
+    expected = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
+    said, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
+    got = torch.cat([logp for _, logp in said])
+    assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
 
 
-@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("arch", OF_FAMILY)
 def test_weights_over_ranks(arch, mixture, two):
-    path = mixture(arch=arch)
+    path = mixture(arch=arch, **OF_FAMILY[arch])
     held = Checkpoint(path)
     for how in (dict(ep=2), dict(tp=2), dict(tp=2, ep=2, etp=1)):
         for weights in two.run(2, mixtures.whole_weights, path, torch.bfloat16, how):
@@ -297,10 +325,10 @@ def test_weights_over_ranks(arch, mixture, two):
                 assert_bitwise_equal(weight, held[name], name)
 
 
-@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("arch", OF_FAMILY)
 def test_distributed_checkpoints(arch, mixture, two, tmp_path):
     """Saved by expert-parallel ranks, loaded by tensor-parallel ones, and the other way round."""
-    path = mixture(arch=arch)
+    path = mixture(arch=arch, **OF_FAMILY[arch])
     held = Checkpoint(path)
     for i, (before, after) in enumerate([(dict(ep=2), dict(tp=2)), (dict(tp=2), dict(ep=2))]):
         folder = tmp_path / str(i)

@@ -93,7 +93,7 @@ def gpt(path, config=None, **arguments):
         ({"rotary_interleaved": True}, {}, "rotary_interleaved"),
         ({}, {"rope_scaling": True, "rotary_base": 986}, "rotary_pos_emb"),  # no wave is long: no factor is seen
         ({}, {"rope_scaling": True, "rope_scaling_factor": 0.5}, "rope_scaling"),
-        ({}, {"rotary_percent": 0.5}, "rotary_percent"),
+        ({}, {"rotary_percent": 0.55}, "rotary_percent"),
         ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
         ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
         ({}, {"position_embedding_type": "none"}, "position_embedding_type"),

@@ -39,8 +39,9 @@ def test_every_way_gives_the_bits_of_the_local_spec(name, checkpoint, rows, te, 
     "arch, grouped", [("qwen3_moe", False), ("qwen2_moe", True)], ids=["one by one", "grouped, and a shared one"]
 )
 def test_mixtures_of_experts(arch, grouped, checkpoint, rows, te, world):
-    """Of both kinds of experts: the bits, the gradients, and a model that is stock again."""
-    path = checkpoint(arch, torch.bfloat16, intermediate=128, experts=8, top_k=2)
+    """Of both kinds of experts, and after a layer without them: the bits, the gradients, and a model that is stock again."""
+    dense = {"layers": 3, "dense_layers": (0,)} if grouped else {}
+    path = checkpoint(arch, torch.bfloat16, intermediate=128, experts=8, top_k=2, **dense)
     config = {"transformer_engine": True, "moe_grouped_gemm": grouped}
     alone, _ = mixtures.every_way(None, path, torch.bfloat16, rows, {})
     grads, _ = mixtures.step(None, path, torch.bfloat16, rows, {})

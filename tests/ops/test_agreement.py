@@ -12,6 +12,7 @@ from alignkit import ops
 from alignkit.dist import agreement
 from alignkit.errors import AlignkitError, BackendError, InputError
 from alignkit.testing import Failed, Ranks, assert_bitwise_equal
+from tests.forks import METHOD
 
 from . import agreement as calls
 from .helpers import CPU, randn
@@ -115,7 +116,7 @@ def test_sequence_parallel_keeps_only_its_rows(ranks):
 
 def test_a_rank_that_died():
     """The other one learns it at once."""
-    with Ranks(2) as two:
+    with Ranks(2, method=METHOD) as two:
         two.run(2, calls.linear, 4)
         begin = time.monotonic()
         answer = two.answer(2, calls.dies_alone, 1, timeout=20)

@@ -88,6 +88,7 @@ INTEGERS = {
     "moe_router": ["top_k", "groups", "top_groups"],
     "moe_experts": ["num_experts", "first_expert"],
     "rope_table": ["head_dim", "max_position"],
+    "rope": ["rotary_dim"],
     "log_softmax": ["vocab_size"],
     "linear_logp": ["ignore_index", "vocab_size", "vocab_start", "workspace"],
     "logp_from_logits": ["ignore_index", "vocab_size", "vocab_start"],
@@ -105,7 +106,7 @@ FLAGS = {
     "chunk_gated_delta_rule_bwd_dhu": ["state_v_first", "base2", "need_dh0"],
     "fla": ["state_v_first", "use_exp2", "transpose_state_layout"],
 }
-OPTIONAL = {"scale", "num_experts", "soft_cap", "vocab_size", "workspace", "num_chunks"}
+OPTIONAL = {"scale", "rotary_dim", "num_experts", "soft_cap", "vocab_size", "workspace", "num_chunks"}
 NAMED = {
     "ep": ["moe_experts"],
     "tp": ["moe_experts", "linear", "row_parallel_linear", "linear_logp", "logp_from_logits"],

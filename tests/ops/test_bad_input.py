@@ -9,6 +9,7 @@ import torch
 from alignkit import ops
 from alignkit.contract.rope import Llama3, Yarn
 from alignkit.errors import BackendError, InputError
+from alignkit.ops import library
 from alignkit.ops.linear_logp import token_logp
 from alignkit.runtime import dispatch
 
@@ -72,6 +73,12 @@ CASES = [
     ("positions: dtype", lambda: ops.rope(Q, POS.int(), ROPE)),
     ("positions: 5 entries", lambda: ops.rope(Q, POS[:5], ROPE)),
     ("table: head_dim", lambda: ops.rope(Q, POS, ROPE[:, :4])),
+    ("table: 8 columns, for a rotary_dim of 4", lambda: ops.rope(Q, POS, ROPE, rotary_dim=4)),
+    ("rotary_dim: 3 is not an even number up to x's head_dim, 8", lambda: ops.rope(Q, POS, ROPE, rotary_dim=3)),
+    ("rotary_dim: 10 is not", lambda: ops.rope(Q, POS, ROPE, rotary_dim=10)),
+    ("rotary_dim: 0", lambda: ops.rope(Q, POS, ROPE, rotary_dim=0)),
+    ("table: 8 columns, for a rotary_dim of 4", lambda: library.rope_qk(Q, KV, POS, ROPE, 4)),
+    ("table: head_dim", lambda: library.rope_qk(Q, KV, POS, ROPE[:, :4])),
     ("k: 3 heads do not divide", lambda: ops.attention(Q, torch.randn(6, 3, 8), torch.randn(6, 3, 8), CU)),
     ("k: head_dim", lambda: ops.attention(Q, KV[..., :4], KV[..., :4], CU)),
     ("v: shape", lambda: ops.attention(Q, KV, KV[:5], CU)),

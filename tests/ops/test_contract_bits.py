@@ -142,6 +142,11 @@ def test_rope(tokens, heads, half, dtype, seed):
     positions = torch.randint(0, 50, (tokens,))
     table = ops.rope_table(2 * half, 50, 10000.0)
     assert_same(lambda a: ops.rope(a, positions, table), x)
+    for rest in (0, 2, 14):  # what is beyond the rotated dimensions stays as it is
+        wider = torch.cat([x, randn(tokens, heads, rest, dtype=dtype)], dim=-1)
+        assert_same(lambda a: ops.rope(a, positions, table, rotary_dim=2 * half), wider)
+        parts = torch.cat([ops.rope(x, positions, table), wider[..., 2 * half :]], dim=-1)
+        assert_bitwise_equal(ops.rope(wider, positions, table, rotary_dim=2 * half), parts)
 
 
 def test_rope_table():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from alignkit.testing import Ranks, assert_bitwise_equal
+from tests.forks import METHOD
 
 from .helpers import CPU
 from .test_tp import HEADS, run_head, run_linears
@@ -16,7 +17,7 @@ SHARDS = [1, 130, 3, 250, 128, 57, 400, 31]
 
 @pytest.fixture(scope="module")
 def eight():
-    with Ranks(8) as ranks:
+    with Ranks(8, method=METHOD) as ranks:
         ranks.run(8, str)
         yield ranks
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 
 from alignkit import ops
+from alignkit.ops import library
 from alignkit.ops.linear import matmul
 from alignkit.testing import assert_bitwise_equal
 
@@ -31,6 +32,22 @@ def test_linear(m, n, k, dtype, seed):
     cut = n // 2
     whole = ops.linear(x, w)
     assert_bitwise_equal(ops.linear(x, w[cut:]), whole[:, cut:], "columns of a shard")
+
+
+@given(t=st.integers(1, 70), half=st.integers(1, 40), rest=st.integers(0, 40), dtype=dtypes, seed=seeds)
+def test_rope_of_a_part_of_the_head(t, half, rest, dtype, seed):
+    """It is rotated as a smaller head is, and what lies beyond it stays; back too, and in a wider tensor."""
+    rotary = 2 * half
+    x, g = (randn(t, 3, rotary + 2 * rest, dtype=dtype, seed=s) for s in (seed, seed + 1))
+    positions, table = torch.randint(0, 50, (t,)), ops.rope_table(rotary, 50, 1e4, x.device)
+    leaf, small = x.requires_grad_(), x.detach()[..., :rotary].requires_grad_()
+    y, part = ops.rope(leaf, positions, table, rotary_dim=rotary), ops.rope(small, positions, table)
+    assert_bitwise_equal(y, torch.cat([part, x[..., rotary:]], -1))
+    y.backward(g)
+    part.backward(g[..., :rotary])
+    assert_bitwise_equal(leaf.grad, torch.cat([small.grad, g[..., rotary:]], -1), "dx")
+    q, k = library.rope_qk(x.detach()[:, :2], x.detach()[:, 2:], positions, table, rotary)
+    assert_bitwise_equal(torch.cat([q, k], 1), y.detach(), "q and k")
 
 
 @given(m=st.integers(1, 300), h=st.integers(1, 700), dtype=dtypes, seed=seeds)

@@ -273,6 +273,24 @@ def test_gradients_of_experts_are_of_their_rows_in_order(rows, dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(dtype, cast):
+    """Of the other half type too, of which torch's own joins of tensors refuse one under autocast."""
+    x, ids, weights, *matrices = model(4, 5, 2, 16, 24, dtype, 3)
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (x, weights, *matrices)]
+        out = ops.moe_experts(leaves[0], ids, *leaves[1:])
+        out.backward(torch.ones_like(out))
+        return out.detach(), *(t.grad for t in leaves)
+
+    plain = run()
+    with torch.autocast(x.device.type, cast):
+        for a, b in zip(run(), plain, strict=True):
+            assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_one_expert_is_a_dense_mlp(rows, dtype):
     """All rows to one of many, weight 1: the bits of the layers."""

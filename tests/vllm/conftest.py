@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import traceback
 from types import SimpleNamespace
 
@@ -14,25 +12,27 @@ import torch
 from alignkit.check.model import make_checkpoint
 from alignkit.check.rollout import shut_down
 from alignkit.drift import load
+from tests.forks import METHOD, begin, forking, preload
 from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+preload("tests.vllm.preload")
 
 
 class VllmProcess:
     """Runs functions ``f(state, *args)`` in one process; `state` keeps what they put there (an engine)."""
 
-    def __init__(self, fork: bool = not torch.cuda.is_available(), **env: str):
+    def __init__(self, fork: bool = METHOD == "forkserver", fork_workers: bool = False, **env: str):
         """fork: of a process that has imported vLLM, which takes ten seconds, and has done nothing else. What a fork
-        prints goes where that process's output goes."""
+        prints goes where that process's output goes. fork_workers: the engine's own processes too, which vLLM else starts
+        anew on a CPU; they find the process patched as it is, as they do on a GPU."""
         context = multiprocessing.get_context("forkserver" if fork else "spawn")
-        if fork:
-            context.set_forkserver_preload(["tests.vllm.preload"])
         self._connection, child = context.Pipe()
         before = dict(os.environ)
         os.environ.update(ENV | env)
         try:
-            self._process = context.Process(target=_serve, args=(child, dict(os.environ)))
+            self._process = context.Process(target=_serve, args=(child, dict(os.environ), fork_workers))
             self._process.start()
         finally:
             os.environ.clear()
@@ -60,9 +60,11 @@ class VllmProcess:
             self._process.join()
 
 
-def _serve(connection, env):
+def _serve(connection, env, fork_workers):
     os.environ.clear()
     os.environ.update(env)
+    if fork_workers:
+        forking()
     state = SimpleNamespace(llm=None)
     while (call := connection.recv()) is not None:
         function, args = call
@@ -142,14 +144,7 @@ def rollout(tmp_path_factory, checkpoint, prompts):
             "runs": [{"mode": m, "out": str(folder / m)} for m in modes],
         }
         (folder / "job.json").write_text(json.dumps(job))
-        result = subprocess.run(
-            [sys.executable, "-m", "alignkit.check.rollout", folder / "job.json"],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env=os.environ | {"ALIGNKIT_VLLM": ""},
-        )
-        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+        begin("alignkit.check.rollout", [str(folder / "job.json")])(timeout=240)
         done[key] = {m: load(folder / m) for m in modes}
         return done[key]
 

@@ -13,7 +13,7 @@ def logprobs(path, prompt, tokens, device="cpu"):
     arch, weights = read_architecture(path), load_file(f"{path}/model.safetensors", device)
     ids = torch.tensor(prompt + tokens, device=device)
     positions, cu_seqlens = torch.arange(len(ids), device=device), torch.tensor([0, len(ids)], device=device)
-    table = ops.rope_table(arch.head_dim, len(ids), arch.rope_base, device)
+    table = ops.rope_table(arch.rotary_dim, len(ids), arch.rope_base, device)
     x, residual = weights["model.embed_tokens.weight"][ids], None
 
     def norm(x, name, residual=None):
@@ -33,7 +33,7 @@ def logprobs(path, prompt, tokens, device="cpu"):
         )
         if arch.qk_norm:
             q, k = norm(q, of + "self_attn.q_norm.weight"), norm(k, of + "self_attn.k_norm.weight")
-        q, k = ops.rope(q, positions, table), ops.rope(k, positions, table)
+        q, k = (ops.rope(x, positions, table, rotary_dim=arch.rotary_dim) for x in (q, k))
         x = ops.attention(q, k, v, cu_seqlens).flatten(1)
         x = ops.row_parallel_linear(x, weights[of + "self_attn.o_proj.weight"])
         x, residual = norm(x, of + "post_attention_layernorm.weight", residual)
@@ -44,17 +44,33 @@ def logprobs(path, prompt, tokens, device="cpu"):
 
 
 def mixture(x, arch, weights):
+    """Or an MLP, in a layer without experts."""
+    if "mlp.down_proj.weight" in weights:
+        gate, up, down = (weights[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return ops.row_parallel_linear(ops.silu_mul(ops.linear(x, gate), ops.linear(x, up)), down)
     if arch.family == "mixtral":
         before, names = "block_sparse_moe.", ("w1", "w3", "w2")
     else:
         before, names = "mlp.", ("gate_proj", "up_proj", "down_proj")
     logits = ops.linear(x, weights[before + "gate.weight"], out_dtype=torch.float32)
-    chosen, ids = ops.moe_router(logits, arch.top_k, normalize=arch.normalize_top_k)
+    chosen, ids = ops.moe_router(
+        logits,
+        arch.top_k,
+        score=arch.score,
+        normalize=arch.normalize_top_k,
+        bias=weights.get("mlp.gate.e_score_correction_bias"),
+        groups=arch.groups,
+        top_groups=arch.top_groups,
+        scale=arch.routed_scale,
+    )
     gate, up, down = ([weights[f"{before}experts.{e}.{name}.weight"] for e in range(arch.experts)] for name in names)
     out = ops.moe_experts(x, ids, chosen, [torch.cat(both) for both in zip(gate, up, strict=True)], down)
     if not arch.shared_intermediate:
         return out
-    gate, up, down = (weights[f"mlp.shared_expert.{name}.weight"] for name in names)
+    shared = "mlp.shared_experts" if "mlp.shared_experts.down_proj.weight" in weights else "mlp.shared_expert"
+    gate, up, down = (weights[f"{shared}.{name}.weight"] for name in names)
     shared = ops.row_parallel_linear(ops.silu_mul(ops.linear(x, gate), ops.linear(x, up)), down)
+    if "mlp.shared_expert_gate.weight" not in weights:
+        return out + shared
     share = ops.linear(x, weights["mlp.shared_expert_gate.weight"], out_dtype=torch.float32)
     return out + ops.sigmoid_mul(share, shared)

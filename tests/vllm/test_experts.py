@@ -180,6 +180,25 @@ def changed_shared(state):
     return seen, statuses(state)[0]["patched"]
 
 
+def changed_choice(state):
+    """The same of what chooses experts by sigmoid scores, and of rotary embeddings."""
+    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    layer = model.model.layers[1]
+    experts = layer.mlp.experts.routed_experts
+    seen = []
+    for owner, name, value in (
+        (experts, "scoring_func", "softmax"),
+        (experts, "e_score_correction_bias", None),
+        (experts, "topk_group", 1),
+        (layer.mlp.experts, "routed_scaling_factor", 1.0),
+        (layer.self_attn.rotary_emb, "rotary_dim", 32),
+    ):
+        put_back = setting(owner, name, value)
+        seen.append(statuses(state)[0].get("replaced", ""))
+        put_back()
+    return seen, statuses(state)[0]["patched"]
+
+
 def configure(state, model, options):
     from vllm.engine.arg_utils import EngineArgs
 
@@ -252,19 +271,30 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
 
 
 @pytest.mark.parametrize(
-    "arch, number_type, expert_parallel",
+    "arch, number_type, expert_parallel, sizes",
     [
-        ("qwen3_moe", "bfloat16", False),
-        ("qwen3_moe", "bfloat16", True),
-        ("qwen3_moe", "float32", True),
-        ("qwen2_moe", "bfloat16", False),
-        ("qwen2_moe", "bfloat16", True),
+        ("qwen3_moe", "bfloat16", False, {}),
+        pytest.param("qwen3_moe", "bfloat16", True, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "float32", True, {"dense_layers": (1,)}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "bfloat16", False, {"dense_layers": (0,)}, marks=pytest.mark.slow),
+        ("qwen2_moe", "bfloat16", True, {"dense_layers": (0,)}),
+        pytest.param("glm4_moe", "bfloat16", False, {"options": ("attention_bias",)}, marks=pytest.mark.slow),
+        ("glm4_moe", "float32", True, {}),
     ],
-    ids=["bfloat16-tp2", "bfloat16-ep2", "float32-ep2", "shared-bfloat16-tp2", "shared-bfloat16-ep2"],
+    ids=[
+        "bfloat16-tp2",
+        "bfloat16-ep2",
+        "dense-float32-ep2",
+        "shared-dense-bfloat16-tp2",
+        "shared-dense-bfloat16-ep2",
+        "glm-bfloat16-tp2",
+        "glm-float32-ep2",
+    ],
 )
-def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_parallel):
-    """Each rank has half of every expert, or half of the experts, and half of a shared one; whole prompts."""
-    process, path = vllm_process(**MULTIPROCESS), small(arch, dtype=number_type)
+def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_parallel, sizes):
+    """Each rank has half of every expert, or half of the experts, and half of a shared one, and of a layer without
+    experts; whole prompts."""
+    process, path = vllm_process(fork_workers=True, **MULTIPROCESS), small(arch, dtype=number_type, **sizes)
     options = {"dtype": number_type, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     process(start, path, options)
     workers = process(statuses)
@@ -273,7 +303,7 @@ def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_para
     assert_composed(found, path, prompts)
     tokens = [tokens for tokens, _ in found]
     assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), found)
-    process(reload, other := small(arch, dtype=number_type, seed=1))
+    process(reload, other := small(arch, dtype=number_type, seed=1, **sizes))
     assert_composed(process(generate, prompts[-1:]), other, prompts[-1:])
 
 
@@ -314,7 +344,10 @@ def test_a_stock_engine_differs(vllm_process, small, prompts, arch):
     "arch, sizes",
     [
         ("mixtral", {"experts": 6, "top_k": 2}),
-        ("qwen3_moe", {"experts": 5, "top_k": 5, "normalize_top_k": False, "tied": True}),
+        (
+            "qwen3_moe",
+            {"experts": 5, "top_k": 5, "normalize_top_k": False, "tied": True, "layers": 3, "dense_layers": (0, 2)},
+        ),
     ],
 )
 def test_other_mixtures(spare, small, prompts, arch, sizes):
@@ -322,13 +355,36 @@ def test_other_mixtures(spare, small, prompts, arch, sizes):
     assert_composed(spare(generate, prompts), path, prompts)
 
 
-def test_a_shared_expert(spare, small, prompts):
-    """Alone too, with weights updated in place, and not when a part of it is replaced."""
-    spare(start, path := small("qwen2_moe", experts=6), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
+def test_sigmoid_scores(spare, small, prompts):
+    """And a bias, groups, a factor, a quarter of each head rotated; with weights updated in place, the bias too, and not when
+    a part of it is replaced."""
+    sizes = {"groups": 4, "top_groups": 2, "rotary_factor": 0.25, "layers": 3}
+    spare(start, path := small("glm4_moe", **sizes), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
     sampled = spare(generate, prompts)
     assert_composed(sampled, path, prompts)
     assert_same(spare(one_by_one, prompts), sampled)
-    spare(load_in_place, other := small("qwen2_moe", experts=6, seed=1))
+    spare(load_in_place, other := small("glm4_moe", **sizes, seed=1))
+    assert_composed(spare(generate, prompts[1:2]), other, prompts[1:2])
+    seen, patched = spare(changed_choice)
+    wanted = (
+        "scores of experts",
+        "a bias of the choice",
+        "n_group / topk_group",
+        "routed_scaling_factor",
+        "partial_rotary_factor",
+    )
+    assert [name in said for name, said in zip(wanted, seen, strict=True)] == [True] * len(wanted), seen
+    assert patched
+
+
+def test_a_shared_expert(spare, small, prompts):
+    """Alone too, after a layer without experts, with weights updated in place, and not when a part of it is replaced."""
+    sizes = {"experts": 6, "dense_layers": (0,)}
+    spare(start, path := small("qwen2_moe", **sizes), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
+    sampled = spare(generate, prompts)
+    assert_composed(sampled, path, prompts)
+    assert_same(spare(one_by_one, prompts), sampled)
+    spare(load_in_place, other := small("qwen2_moe", **sizes, seed=1))
     assert_composed(spare(generate, prompts[1:2]), other, prompts[1:2])
     seen, patched = spare(changed_shared)
     wanted = ("a shared expert", "a gate of the shared expert", "forward is replaced", "reduce_results=False")
@@ -370,6 +426,11 @@ def test_engine_options_refused(spare, small, name, part, field, value):
             False,
             "tensor_parallel_size 4 .the contract cuts 32 features of an expert into 2 parts",
         ),
+        (
+            {"dense_layers": (0,), "dense_intermediate": 32},
+            False,
+            "tensor_parallel_size 4 .the contract cuts 32 features of a layer without experts into 2 parts",
+        ),
     ],
 )
 def test_ranks_that_cannot_share(spare, small, sizes, expert_parallel, name):
@@ -382,8 +443,8 @@ def test_ranks_that_cannot_share(spare, small, sizes, expert_parallel, name):
     "change, name",
     [
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
-        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [2]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 3}, "decoder_sparse_step"),
     ],
 )
 def test_models_refused(spare, small, tmp_path, change, name):

@@ -9,7 +9,7 @@ import torch
 from alignkit.contract import contract_id
 from alignkit.testing import assert_bitwise_equal, bitwise_equal
 
-DTYPES = [torch.bfloat16, torch.float32]
+DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 
 
 def assert_same(actual, expected):

@@ -75,6 +75,10 @@ def test_declared_as_they_are(op, arguments):
 def test_unknown_ranks():
     with pytest.raises(InputError, match="no ranks are named 'mine'"):
         library.row_parallel_linear(drawn(3, 64), drawn(8, 64), None, "mine")
+    given = drawn(3, 64), IDS, drawn(3, 2), drawn(4, 32, 64), drawn(4, 64, 16), 4, 0
+    for argument, groups in (("tp", ("mine", "")), ("ep", ("", "mine"))):
+        with pytest.raises(InputError, match=f"^{argument}: no ranks are named 'mine'"):
+            library.moe_experts(*given, *groups, False)
 
 
 def test_rotated_together():

@@ -131,7 +131,7 @@ def values(state):
 
 def setting(owner, name, value):
     """Sets it; what is returned puts it back."""
-    own = name in vars(owner) or name in getattr(owner, "_modules", ())
+    own = any(name in vars(owner).get(held, ()) for held in ("_modules", "_parameters")) or name in vars(owner)
     old = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, old) if own else delattr(owner, name)

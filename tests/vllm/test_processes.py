@@ -11,7 +11,7 @@ from alignkit.errors import InputError, UnsupportedError
 from tests.vllm.conftest import ENGINE
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
 def engine(request, vllm_process, checkpoint):
     """(process, tp) of a patched multiprocess engine. No plugin of vLLM's is loaded: alignment must not hang
     on one, as vLLM goes on without a plugin that cannot be imported."""
@@ -228,7 +228,7 @@ def test_compiled_models_of_stock_and_aligned_engines_do_not_meet(vllm_process, 
 
 
 def test_asynchronous_engine(vllm_process, checkpoint):
-    (worker,) = vllm_process()(asynchronous, checkpoint())
+    (worker,) = vllm_process(fork_workers=True)(asynchronous, checkpoint())
     assert worker["patched"] and worker["contract"] == contract_id("cpu")
 
 

@@ -135,6 +135,24 @@ def compilation(state, chosen):
     return part_reasons(asked, "compilation_config", COMPILATION)
 
 
+def of_version(state, version, architecture):
+    """What is said of a model there."""
+    import types
+
+    from alignkit.vllm.refuse import _model_reasons
+    from alignkit.vllm.versions import VERSIONS
+
+    hf = types.SimpleNamespace(architectures=[architecture], rope_parameters={"partial_rotary_factor": 0.5})
+    return _model_reasons(hf, None, VERSIONS.rows[version].runs)
+
+
+def test_models_that_a_version_builds_otherwise(process):
+    assert process(of_version, "0.32", "Glm4MoeForCausalLM") == []
+    said = ["Glm4MoeForCausalLM in this version of vLLM (routers that are torch's own Linear)"]
+    assert process(of_version, "0.26", "Glm4MoeForCausalLM") == said
+    assert process(of_version, "0.26", "Qwen3MoeForCausalLM") == ["rotary embedding of a part of the head"]
+
+
 def unknown_field(state, model, part, field, value):
     """What is said of a configuration with a field that alignkit has never heard of."""
     import dataclasses
@@ -223,8 +241,8 @@ def test_compilation_where_it_is_supported(process, name, chosen):
         ),
         (
             "qwen3",
-            "Glm4MoeForCausalLM .mixture of experts",
-            {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 8},
+            "Dots1ForCausalLM .mixture of experts",
+            {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "n_routed_experts": 8},
         ),
         ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", "attention_factor", {"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}),

@@ -181,6 +181,7 @@ def test_what_cannot_be_aligned_is_not_served(vllm_process, model):
         vllm_process()(refused, [model, *OPTIONS, "--port", "0", "--enable-lora"])
 
 
+@pytest.mark.slow
 def test_what_a_worker_refuses_is_not_served(vllm_process, checkpoint, tmp_path, capfd):
     model = shutil.copytree(checkpoint(**SMALL, tied=True), tmp_path / "model")
     weights = load_file(model / "model.safetensors")
@@ -190,6 +191,7 @@ def test_what_a_worker_refuses_is_not_served(vllm_process, checkpoint, tmp_path,
     assert "tie_word_embeddings" in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_a_refusal_has_an_exit_status_of_its_own(model):
     """Another than that of success and of logprobs that are not equal."""
     done = subprocess.run(

@@ -14,6 +14,7 @@ from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
 
 from . import job as jobs
+from .points import ROUTER_CHOICE
 
 _LOGITS = "logits"
 
@@ -128,9 +129,13 @@ class _Hooks:
             self._after(attention.linear_proj, name("attention_proj"))
             self._before(layer.pre_mlp_layernorm, name("attention_residual"))
             self._after(layer.pre_mlp_layernorm, name("post_norm"))
-            mlp.linear_fc1.register_forward_hook(self._gate_up(i))
-            self._before(mlp.linear_fc2, name("activation"))
-            self._after(mlp.linear_fc2, name("down"))
+            if arch.experts:
+                mlp.router.register_forward_hook(self._choice(i))
+                self._after(mlp, name("experts"))
+            else:
+                mlp.linear_fc1.register_forward_hook(self._gate_up(i))
+                self._before(mlp.linear_fc2, name("activation"))
+                self._after(mlp.linear_fc2, name("down"))
             self._after(layer, name("residual"))
         self._after(model.decoder.final_layernorm, "final_norm")
         model.output_layer.register_forward_hook(self._output_layer)
@@ -166,6 +171,12 @@ class _Hooks:
             for j, x in enumerate(("query", "key")):
                 value = keywords[x] if x in keywords else inputs[j]
                 self._put(f"layers.{i}.{x[0]}_rope", value)
+
+        return hook
+
+    def _choice(self, i: int):
+        def hook(_, inputs, output) -> None:
+            self._put(f"layers.{i}.{ROUTER_CHOICE}", output[1].float())
 
         return hook
 
@@ -214,7 +225,7 @@ def swap(model, op: str) -> None:
     if op == "rope" and exchanged:
         base, scaling = supported.check_rotary(model)
         modules.rotations[model.rotary_pos_emb] = modules.Rotations(
-            base, model.config.kv_channels, next(model.parameters()).device, scaling
+            base, supported.rotary_dim(model), next(model.parameters()).device, scaling
         )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not exchanged:

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from ...convert import Architecture
-from ...errors import UnsupportedError
 
 OPS = ("rms_norm", "linear", "rope", "attention", "silu_mul", "head")
 """What `--swap` exchanges."""
+ROUTER_CHOICE = "router_choice"
+"""A point of a mixture of experts: fp32, for each expert 1 if a token goes to it, or 0."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,21 @@ def _layer(before: str, arch: Architecture, q: int, kv: int, mlp: int) -> list[P
         whole("attention_proj", "linear"),
         whole("attention_residual", ""),
         whole("post_norm", "rms_norm"),
-        columns("gate", "linear"),
-        columns("up", "linear"),
-        columns("activation", "silu_mul"),
-        whole("down", "linear"),
-        whole("residual", ""),
     ]
-    return found
+    if arch.experts:
+        found += [Point(before + ROUTER_CHOICE, arch.experts, 1, "moe_router"), whole("experts", "moe_experts")]
+    else:
+        found += [
+            columns("gate", "linear"),
+            columns("up", "linear"),
+            columns("activation", "silu_mul"),
+            whole("down", "linear"),
+        ]
+    return [*found, whole("residual", "")]
 
 
 def points(arch: Architecture) -> list[Point]:
-    """All points of a model of this architecture. Raises UnsupportedError for one with experts."""
-    if arch.experts:
-        raise UnsupportedError(f"model: the points of a mixture of experts ({arch.family}) are not recorded")
+    """All points of a model of this architecture."""
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     mlp = math.gcd(arch.kv_heads, arch.intermediate)
     found = [Point("embedding", arch.hidden, 1, "")]

@@ -167,6 +167,9 @@ class Recording:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.architecture = json.loads(json.dumps(self.architecture))  # as a file has it: lists, no tuples
+
     @property
     def rows(self) -> int:
         return sum(map(len, self.sequences))

@@ -191,9 +191,7 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
                 out / "model", options.arch, getattr(torch, options.dtype), seed=options.seed, vocab=VOCAB
             )
         ).resolve()
-        for side in sides:
-            if side.engine:
-                read_architecture(model).check_tp(side.tp)
+        _check_sides(options, sides, read_architecture(model))
         weights = recording.weights_digest(model)
         for i, one in given.items():
             _check_given(sides[i], one, read_architecture(model), weights)
@@ -279,11 +277,25 @@ def _model_of(options: Options, sides: list[Side]) -> Architecture | None:
     if options.model is None:
         return None
     arch = read_architecture(options.model)
+    _check_sides(options, sides, arch)
+    check_weights(arch, Checkpoint(options.model))
+    return arch
+
+
+_RECORDED = "of mixtures, those with experts in all layers, chosen by softmax, are"
+
+
+def _check_sides(options: Options, sides: list[Side], arch: Architecture) -> None:
+    """Whether the engines can be started on such a model."""
     for side in sides:
         if side.engine:
             arch.check_tp(side.tp)
-    check_weights(arch, Checkpoint(options.model))
-    return arch
+        if arch.experts and side.engine == "hf":
+            raise UnsupportedError(f"{side.name}: a mixture of experts ({arch.family}) is not recorded there")
+    if arch.dense_layers or arch.score != "softmax":
+        raise UnsupportedError(f"model: {arch.family} with such layers or routers is not recorded: {_RECORDED}")
+    if arch.experts and options.swap is not None:
+        raise UnsupportedError(f"swap: of a mixture of experts ({arch.family}) no op is exchanged")
 
 
 def _sequences(

@@ -20,6 +20,7 @@ from alignkit.runtime.families import on_host
 from alignkit.vllm.versions import installed, resolve
 
 from . import job as jobs
+from .points import ROUTER_CHOICE
 
 SWAP = "alignkit_swap"
 """In vLLM's ``additional_config``: which ops `SwappedWorker` exchanges."""
@@ -71,7 +72,7 @@ class _Hooks:
         _after(model.model.embed_tokens, self.recorder, "embedding")
         layers = list(model.model.layers)
         for i, layer in enumerate(layers):
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
             # A norm adds the residual first and gives both.
             _norm(layer.input_layernorm, self.recorder, f"layers.{i}.input_norm", f"layers.{i - 1}.residual")
             attention.qkv_proj.register_forward_hook(
@@ -90,7 +91,12 @@ class _Hooks:
             _norm(
                 layer.post_attention_layernorm, self.recorder, f"layers.{i}.post_norm", f"layers.{i}.attention_residual"
             )
-            width = arch.intermediate // job["tp"]
+            if arch.experts:
+                mixture = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+                mixture.gate.register_forward_hook(_choice(self.recorder, f"layers.{i}.{ROUTER_CHOICE}", arch.top_k))
+                _after(mixture, self.recorder, f"layers.{i}.experts")
+                continue
+            mlp, width = layer.mlp, arch.intermediate // job["tp"]
             mlp.gate_up_proj.register_forward_hook(
                 _split(self.recorder, [f"layers.{i}.gate", f"layers.{i}.up"], [width, width])
             )
@@ -152,6 +158,17 @@ def _split(recorder, names: list[str], sizes: list[int]):
     def hook(_, inputs, output) -> None:
         for name, value in zip(names, output[0].split(sizes, -1), strict=True):
             recorder.put(name, value)
+
+    return hook
+
+
+def _choice(recorder, name: str, top_k: int):
+    """vLLM's kernels do not tell whom they choose: by the logits, of equal ones the lower ids."""
+
+    def hook(_, inputs, output) -> None:
+        logits = (output[0] if isinstance(output, tuple) else output).float()
+        best = logits.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+        recorder.put(name, torch.zeros_like(logits).scatter(-1, best, 1.0))
 
     return hook
 

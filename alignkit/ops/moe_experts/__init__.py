@@ -198,7 +198,8 @@ class _Experts(torch.autograd.Function):
             whole.masked_fill_(pairs.place < 0, 0.0)
             d_weights = ranks.sum_over_experts(whole).reshape(weights.shape)
         if of_x or of_gate_up:
-            d = torch.cat(dispatch.select("silu_mul", h.device).backward(*h.chunk(2, dim=1), da), dim=1)
+            halves = dispatch.select("silu_mul", h.device).backward(*h.chunk(2, dim=1), da)
+            d = torch.cat(halves, dim=1, out=torch.empty_like(h))  # without `out` it would follow autocast
         if of_x:
             of_pairs = _product(d, None, gate_up.t(), pairs, x.dtype, ranks.tp)
             dx = _combine(of_pairs, pairs, all_ids, None, ranks, x.dtype).reshape(x.shape)

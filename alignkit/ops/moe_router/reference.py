@@ -71,6 +71,12 @@ def route_back(z: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, how: Rout
 
 
 @in_torch
+def sigmoid(z: torch.Tensor) -> torch.Tensor:
+    """The scores of logits."""
+    return _scores(z, True, _exp)
+
+
+@in_torch
 def forward(z, bias, how) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights fp32 and ids int64, [N, top_k], of logits z [N, n]."""
     return route(z, bias, how, _exp)

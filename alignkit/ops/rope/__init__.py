@@ -91,26 +91,30 @@ def _check_scaling(scaling: Scaling, base: float) -> None:
 
 
 @op
-def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def rope(
+    x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, rotary_dim: int | None = None
+) -> torch.Tensor:
     """Rotate x by its positions: with halves a, b of a head, ``(a cos - b sin, b cos + a sin)``; one rounding.
 
     Args:
         x: [T, H, D], fp32 or bf16.
         positions: int64 [T], in [0, max_position).
-        table: fp32 [max_position, D] of `rope_table`.
+        table: fp32 [max_position, D] of `rope_table`, or [max_position, rotary_dim].
+        rotary_dim: how many of a head's dimensions, from the first on, are rotated, as a smaller head's would be; the others
+            stay as they are. None: all.
 
     Returns:
         [T, H, D], x's type. Differentiable in x.
 
     Raises:
         InputError: shapes or types do not fit, or a position is outside the table. A GPU is not waited for to find the
-            latter, unless ``ALIGNKIT_STRICT=1``: the rows of such a token are NaN.
+            latter, unless ``ALIGNKIT_STRICT=1``: what is rotated of such a token is NaN.
     """
-    check(x, positions, table)
+    check(x, positions, table, rotary_dim=rotary_dim)
     return _Rope.apply(x, positions.contiguous(), table.contiguous())
 
 
-def check(x, positions, table, name: str = "x") -> None:
+def check(x, positions, table, name: str = "x", rotary_dim: int | None = None) -> None:
     """Raise InputError unless `rope` takes these arguments; `name` is what the caller calls x."""
     check_tensor(name, x, 3)
     check_device(name, x)
@@ -120,7 +124,15 @@ def check(x, positions, table, name: str = "x") -> None:
         require(t.device == x.device, f"{other_name}: device {t.device} differs from {name}'s {x.device}")
     require(positions.shape[0] == x.shape[0], f"positions: {positions.shape[0]} entries for {x.shape[0]} tokens")
     require(x.shape[2] > 0 and x.shape[2] % 2 == 0, f"{name}: head_dim {x.shape[2]} is not a positive even number")
-    require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from {name}'s {x.shape[2]}")
+    if rotary_dim is None:
+        require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from {name}'s {x.shape[2]}")
+    else:
+        rotary_dim = check_int("rotary_dim", rotary_dim, 1)
+        require(
+            rotary_dim % 2 == 0 and rotary_dim <= x.shape[2],
+            f"rotary_dim: {rotary_dim} is not an even number up to {name}'s head_dim, {x.shape[2]}",
+        )
+        require(table.shape[1] == rotary_dim, f"table: {table.shape[1]} columns, for a rotary_dim of {rotary_dim}")
     if positions.numel() and looks(positions.device):
         low, high = int(positions.min()), int(positions.max())
         require(

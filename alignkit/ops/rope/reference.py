@@ -21,11 +21,12 @@ def table(frequencies: list[float], max_position: int, factor: float) -> torch.T
 
 @in_torch
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
-    a, b = x.float().chunk(2, dim=-1)
+    turned, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
+    a, b = turned.float().chunk(2, dim=-1)
     cos, sin = (t[:, None].expand_as(a) for t in table[positions].chunk(2, dim=-1))
     if inverse:
         sin = -sin
-    return torch.cat([fma(a, cos, -(b * sin)), fma(b, cos, a * sin)], dim=-1).to(x.dtype)
+    return torch.cat([fma(a, cos, -(b * sin)).to(x.dtype), fma(b, cos, a * sin).to(x.dtype), rest], dim=-1)
 
 
 def apply_qk(

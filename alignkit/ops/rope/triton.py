@@ -22,8 +22,10 @@ def _rotate(
     sxt,
     sxh,
     H: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     R: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -40,9 +42,14 @@ def _rotate(
         sin = -sin
     x = X + (t * sxt + (r % H) * sxh)[:, None] + j
     a, b = tl.load(x, mask=ok, other=0.0).to(tl.float32), tl.load(x + HALF, mask=ok, other=0.0).to(tl.float32)
-    y = Y + r[:, None] * (2 * HALF) + j
+    y = Y + r[:, None] * DIM + j
     tl.store(y, tl.fma(a, cos, -(b * sin)).to(Y.dtype.element_ty), mask=ok)
     tl.store(y + HALF, tl.fma(b, cos, a * sin).to(Y.dtype.element_ty), mask=ok)
+    if DIM > 2 * HALF:  # what is not rotated of a head
+        i = 2 * HALF + tl.arange(0, REST)[None, :]
+        there = (r < rows)[:, None] & (i < DIM)
+        kept = tl.load(X + (t * sxt + (r % H) * sxh)[:, None] + i, mask=there)
+        tl.store(Y + r[:, None] * DIM + i, kept, mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -56,12 +63,15 @@ def _rope(
     sxt,
     sxh,
     H: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     R: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    _rotate(X, Y, POS, TABLE, tl.program_id(0), tokens * H, positions, sxt, sxh, H, HALF, BLOCK, R, INVERSE)
+    rows = tokens * H
+    _rotate(X, Y, POS, TABLE, tl.program_id(0), rows, positions, sxt, sxh, H, DIM, HALF, BLOCK, REST, R, INVERSE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -80,28 +90,31 @@ def _rope_qk(
     skh,
     HQ: tl.constexpr,
     HK: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     R: tl.constexpr,
 ):
     """The first programs rotate q, the others k."""
     block, queries = tl.program_id(0), tl.cdiv(tokens * HQ, R)
     if block < queries:
-        _rotate(Q, YQ, POS, TABLE, block, tokens * HQ, positions, sqt, sqh, HQ, HALF, BLOCK, R, False)
+        _rotate(Q, YQ, POS, TABLE, block, tokens * HQ, positions, sqt, sqh, HQ, DIM, HALF, BLOCK, REST, R, False)
     else:
-        _rotate(K, YK, POS, TABLE, block - queries, tokens * HK, positions, skt, skh, HK, HALF, BLOCK, R, False)
+        of_k = block - queries
+        _rotate(K, YK, POS, TABLE, of_k, tokens * HK, positions, skt, skh, HK, DIM, HALF, BLOCK, REST, R, False)
 
 
-def _tile(dim: int) -> dict:
-    block = next_power_of_2(dim // 2)
-    return {"HALF": dim // 2, "BLOCK": block, "R": max(1, 1024 // block)}
+def _tile(dim: int, rotary: int) -> dict:
+    block, rest = next_power_of_2(rotary // 2), next_power_of_2(max(1, dim - rotary))
+    return {"DIM": dim, "HALF": rotary // 2, "BLOCK": block, "REST": rest, "R": max(1, 1024 // block)}
 
 
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
     tokens, heads, dim = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        tile = _tile(dim)
+        tile = _tile(dim, table.shape[1])
         launch(
             _rope,
             (triton.cdiv(tokens * heads, tile["R"]),),
@@ -121,7 +134,7 @@ def apply_qk(
     (tokens, hq, dim), hk = q.shape, k.shape[1]
     yq, yk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     if tokens:
-        tile = _tile(dim)
+        tile = _tile(dim, table.shape[1])
         launch(
             _rope_qk,
             (triton.cdiv(tokens * hq, tile["R"]) + triton.cdiv(tokens * hk, tile["R"]),),

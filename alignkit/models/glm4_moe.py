@@ -1,0 +1,39 @@
+"""GLM-4.5: experts by sigmoid scores and a bias, beside them one that all tokens go to; half of a head is rotated."""
+
+from alignkit.models.family import QK_NORMS, QKV_BIASES, Experts, Family, choice_bias, experts_layer, shared_expert
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    may_be_absent=(),
+    rope_base=None,
+    sliding_window="null",
+    file="glm4_moe.py",
+    structure=(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeModel",
+        "Glm4MoeDecoderLayer",
+        "Glm4MoeAttention",
+        "Glm4MoE",
+        "Glm4MoeMLP",
+    ),
+    layer=(
+        *experts_layer("mlp.gate.weight", "mlp.experts.{expert}", "gate_proj", "up_proj", "down_proj"),
+        choice_bias("mlp.gate.e_score_correction_bias"),
+        *shared_expert("mlp.shared_experts", None),
+    ),
+    intermediate="moe_intermediate_size",
+    experts=Experts(
+        count=("n_routed_experts",),
+        normalize="norm_topk_prob",
+        shared="n_shared_experts",
+        shared_counts=True,
+        dense="first",
+        score="sigmoid",
+        groups=("n_group", "topk_group"),
+        scale="routed_scaling_factor",
+    ),
+    optional=(("attention_bias", QKV_BIASES), ("use_qk_norm", QK_NORMS)),
+    rotary_factor=0.5,
+    mtp="num_nextn_predict_layers",
+)

@@ -1,0 +1,126 @@
+"""Forks of a process that has imported what they need, which `alignkit check` starts its engines as on a CPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from alignkit.check import forks, run
+from alignkit.check.plan import Job
+
+from .test_check import _alive
+
+LARGE = "import os\nBY = os.getpid()\n"
+SMALL = "import os, subprocess, sys, time\ndef main(arguments):\n    import large\n"
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """Starts a fork whose ``main`` has the given lines, of a process that has imported `large`."""
+    monkeypatch.setattr(forks, "_servers", {})
+    (tmp_path / "large.py").write_text(LARGE)
+    env = {"PYTHONUNBUFFERED": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def start(name, code, imports=("large",), **more):
+        (tmp_path / f"{name}.py").write_text(SMALL + "".join(f"    {line}\n" for line in code.splitlines()))
+        monkeypatch.setitem(forks._IMPORTS, name, imports)
+        return forks.start(name, tmp_path / "job", tmp_path / f"{name}.log", env | more)
+
+    yield start
+    for server in forks._servers.values():
+        server._process.kill()
+        server._process.wait()
+
+
+def test_what_is_imported_once_serves_all(begin, tmp_path):
+    found = {}
+    for name in ("one", "two"):
+        begin(
+            name,
+            "from alignkit.check import forks\n"
+            "print(large.BY, os.getppid(), forks.forked, os.getpgid(0) == os.getpid(), os.environ['HERE'], *arguments)",
+            HERE=name,
+        ).wait(30)
+        found[name] = (tmp_path / f"{name}.log").read_text().split()
+    (server,) = {int(by) for by, *_ in found.values()}
+    assert server != os.getpid() and found["one"] == [
+        str(server),
+        str(server),
+        "True",
+        "True",
+        "one",
+        str(tmp_path / "job"),
+    ]
+    assert found["two"][4] == "two" and not forks.forked
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"])
+def test_variables_that_are_read_at_import_have_a_process_of_their_own(begin, tmp_path, name):
+    for value in ("1", "2"):
+        begin(f"of{value}", "print(large.BY)", **{name: value}).wait(30)
+    assert (tmp_path / "of1.log").read_text() != (tmp_path / "of2.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "code, status, said",
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise ValueError('that is why')", 1, "ValueError: that is why"),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_how_it_ended(begin, tmp_path, code, status, said):
+    fork = begin("ends", code)
+    assert fork.wait(30) == fork.poll() == fork.returncode == status
+    assert said in (tmp_path / "ends.log").read_text()
+
+
+def test_what_cannot_be_imported_is_said_by_the_fork(begin, tmp_path):
+    assert begin("asks", "import absent", imports=("absent",)).wait(30) == 1
+    assert "No module named 'absent'" in (tmp_path / "asks.log").read_text()
+
+
+def test_it_is_stopped_with_what_it_started(begin, tmp_path):
+    fork = begin(
+        "stuck", "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)\ntime.sleep(600)"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(1)
+    while not (said := (tmp_path / "stuck.log").read_text()):
+        time.sleep(0.05)
+    run.stop(fork)
+    assert fork.returncode == -signal.SIGTERM
+    until = time.monotonic() + 30
+    while _alive(int(said)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _alive(int(said))
+
+
+def test_nothing_outlives_the_process_that_is_forked(begin):
+    fork = begin("left", "time.sleep(600)")
+    forks._servers.popitem()[1]._connection.close()  # as when the process that has started it ends
+    until = time.monotonic() + 30
+    while _alive(fork.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _alive(fork.pid)
+    assert fork.poll() == -signal.SIGKILL
+    assert begin("next", "").wait(30) == 0
+
+
+def test_the_jobs_of_engines_are_forked_on_a_cpu_alone(tmp_path, monkeypatch):
+    """On GPUs each is a process of its own from the start."""
+    for name in ("jobs", "logs"):
+        (tmp_path / name).mkdir()
+    started = []
+    monkeypatch.setattr(forks, "start", lambda module, *_: started.append(module))
+    job = Job("job", "alignkit.check.rollout", {"tp": 1, "runs": []})
+    run._start(job, tmp_path, None)
+    assert started == [job.module]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command[:3]))
+    run._start(job, tmp_path, ["0"])
+    run._start(Job("other", "json.tool", {"tp": 1, "runs": []}), tmp_path, None)
+    assert started[1:] == [[sys.executable, "-m", job.module], [sys.executable, "-m", "json.tool"]]

@@ -1,0 +1,22 @@
+"""What the ranks of tests say when one of them is no more."""
+
+import os
+import time
+
+from alignkit.testing import Failed, Ranks
+
+
+def _rank_1_aborts(tp):
+    if tp.rank == 1:
+        os.abort()
+    return tp.rank
+
+
+def test_a_process_that_ends_is_told_at_once():
+    with Ranks(2) as ranks:
+        ranks.run(2, str)
+        started = time.monotonic()
+        answered, ended = ranks.outcomes(2, _rank_1_aborts)
+        assert time.monotonic() - started < 60
+    assert answered == 0
+    assert isinstance(ended, Failed) and ended.kind is ChildProcessError and ended.message == "exit code -6"
