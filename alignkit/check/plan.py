@@ -129,10 +129,10 @@ class Job:
 
 def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
     """Names of the rollouts; tp: the largest tensor-parallel size. On a GPU vLLM compiles and captures CUDA
-    graphs, and one rollout does neither; on a CPU none does, nor with experts, of which graphs are refused."""
+    graphs, and one rollout does neither; on a CPU none does."""
     return (
         ["batch", "one", "chunked", "prefix", "prompt_logprobs"]
-        + (["eager"] if gpu and not experts else [])
+        + (["eager"] if gpu else [])
         + ([f"tp{tp}"] if tp > 1 else [])
         + ([f"tp{tp}-ep"] if tp > 1 and experts else [])
     )
@@ -236,8 +236,8 @@ def jobs(
     """The engines that `wanted`, rows of one model, needs, each once, rollouts first, those on more ranks before the others.
 
     models: HF directory by dtype. chunk: tokens in a chunk of a ``chunked`` prefill. micro_batch: tokens, with
-    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models, which
-    then run eagerly; the choices of their routers are saved, on a GPU of the rollouts ``routed``.
+    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models; the
+    choices of their routers are saved, on a GPU of the rollouts ``routed``.
     """
     first: list[Job] = []
     second: list[Job] = []
@@ -260,7 +260,7 @@ def jobs(
             spec = common | {
                 "tp": tp,
                 "expert_parallel": kind.startswith("ep"),
-                "eager": not gpu or experts or kind == "eager",
+                "eager": not gpu or kind == "eager",
                 "runner": "v2" if gpu and kind != "v1" else "v1",
                 "max_num_batched_tokens": chunk if kind == "chunked" else None,
                 "runs": [

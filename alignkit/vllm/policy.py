@@ -12,7 +12,6 @@ import torch
 
 from alignkit import dist
 from alignkit.engines.policy import Policy, Row
-from alignkit.models import ARCHITECTURES
 from alignkit.vllm.versions import Version
 
 VOCAB_SIZE = "alignkit_vocab_size"
@@ -32,12 +31,6 @@ class Asked:
     @property
     def compiles(self) -> bool:
         return self.config.compilation_config.mode.name != "NONE"
-
-    @property
-    def experts(self) -> bool:
-        """Whether the model's layers are mixtures of experts."""
-        family = ARCHITECTURES.get((self.config.model_config.hf_config.architectures or ("",))[0])
-        return family is not None and family.experts is not None
 
     @property
     def captures(self) -> bool:
@@ -261,11 +254,6 @@ COMPILATION = Policy(
             "cudagraph_mode",
             lambda _, asked: not (asked.captures and dist.strict()),
             "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)",
-        ),
-        Row(
-            "cudagraph_mode",
-            lambda _, asked: not (asked.captures and asked.experts),
-            "CUDA graphs of a mixture of experts (set enforce_eager=True)",
         ),
         Row(
             "backend",

@@ -67,14 +67,17 @@ def test_each_op_has_a_kernel_on_each_family():
         "rms_norm_backward": ["rows=4", "h=64"],
         **{f"head_{what}": ["rows=512", "ids=8448", "k=64"] for what in ("statistics", "gradient", "products")},
         **{f"moe_{what}": [*LINEAR, "experts=8"] for what in ("products", "gated", "gradients")},
+        "moe_combine": ["rows=4", "h=2048", "top_k=8"],
     }
     fused = {"rms_norm", "rms_norm_backward", "head_statistics", "head_gradient", "head_products", "gated_delta_rule"}
     for op in dispatch.OPS:
         for family in ("cpu", "sm90"):
             (runs,) = kernels(explain(op, [*needed.get(op, []), f"family={family}"]), "runs")
             if family == "sm90" and op not in ("linear", "linear_resume"):
-                grouped = op in ("moe_products", "moe_gated", "moe_gradients")
-                assert runs == ("cuda" if op in fused else "grouped" if grouped else "triton")
+                others = dict.fromkeys(("moe_products", "moe_gated", "moe_gradients"), "grouped") | {
+                    "moe_combine": "vectors"
+                }
+                assert runs == ("cuda" if op in fused else others.get(op, "triton"))
 
 
 def test_few_rows_an_expert_are_for_other_tiles():

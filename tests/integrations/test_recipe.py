@@ -109,23 +109,6 @@ def test_what_is_refused_of_verl(setting, reason, tmp_path):
     assert str(refused[0]).startswith(f"{path}:")
 
 
-@pytest.mark.parametrize(
-    "given, verdict", [("", ADD), ("enforce_eager: false, ", REFUSED), ("enforce_eager: true, ", None)]
-)
-def test_mixtures_need_the_eager_mode(given, verdict, tmp_path):
-    text = MIXTURE.replace("tensor_parallel_size", f"{given}tensor_parallel_size")
-    assert given in text
-    found = recipes.examine(recipes.read(write(tmp_path / "a.yaml", text)))
-    (of_it,) = [f for f in found if f.setting.key.endswith("enforce_eager")]
-    if verdict is None:
-        assert of_it.verdict == PASSES
-    else:
-        assert of_it.verdict == verdict and "CUDA graphs of mixtures of experts" in of_it.why
-        dense = text.replace("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B")
-        found = recipes.examine(recipes.read(write(tmp_path / "a.yaml", dense)))
-        assert not [f for f in found if f.setting.key.endswith("enforce_eager") and f.verdict != PASSES]
-
-
 MIXTURE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B").replace(
     "enabled: true,", "enabled: true, expert_model_parallel_size: 8, moe_token_dispatcher_type: alltoall,"
 )
@@ -144,7 +127,6 @@ MIXTURE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30
     ],
 )
 def test_mixtures(model, more, refused, tmp_path):
-    """But for CUDA graphs: the next test."""
     text = MIXTURE.replace("Qwen/Qwen3-30B-A3B", model)
     if more.startswith("expert_parallel_size"):
         text = text.replace("tensor_parallel_size", f"{more}, tensor_parallel_size")

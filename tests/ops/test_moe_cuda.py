@@ -18,6 +18,7 @@ if not CPU:
     from alignkit.ops.moe_router import reference as routed
     from alignkit.ops.moe_router import triton as router
     from alignkit.ops.moe_router.problem import Routing
+    from alignkit.ops.silu_mul import triton as silu_mul
 
     MANY = (cuda, "gated_refuses"), (cuda, "products_refuses")
 
@@ -143,8 +144,9 @@ def test_combine(ranks, types, weighted):
 @pytest.mark.parametrize("f", [1, 40, 768, 14336])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_weigh(f, dtype):
-    g, a, w = randn(33, f), randn(33, f, dtype=dtype), randn(33)
-    for got, want in zip(rows_of.weigh(g, a, w), reference.weighed(g, a, w, sum_of_products), strict=True):
+    g, h, w = randn(33, f), randn(33, 2 * f, dtype=dtype), randn(33)
+    expected = reference.weighed_back(g, h, w, sum_of_products, silu_mul)
+    for got, want in zip(rows_of.weigh(g, h, w), expected, strict=True):
         assert_bitwise_equal(got, want)
 
 

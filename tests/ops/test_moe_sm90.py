@@ -13,6 +13,7 @@ from .helpers import CPU, randn, without
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
     from alignkit.ops.moe_experts import cuda, grouped, ranked
+    from alignkit.ops.moe_experts import triton as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
 
 BF16 = torch.bfloat16
@@ -96,6 +97,25 @@ def test_down(seed):
         assert_bitwise_equal(got, want, f"{p}, {dtype}")
 
 
+@pytest.mark.parametrize(
+    "n,k,first,own", [(1, 1, 0, 1), (4, 2, 0, 4), (60, 4, 15, 15), (128, 8, 0, 128), (512, 10, 0, 512)]
+)
+@pytest.mark.parametrize("dtype,out_dtype", [(BF16, BF16), (BF16, torch.float32), (torch.float32, torch.float32)])
+@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
+def test_combine(n, k, first, own, dtype, out_dtype, ids_dtype):
+    ids = routed(random.Random(n), 333, n, k).to(ids_dtype)
+    p = ranked.pairs(ids, first, own)
+    for h in (8, 72, 2048):
+        y = randn(ids.numel(), h, dtype=dtype)
+        y[torch.rand(y.shape) < 0.1] = -0.0
+        y[int(p.offsets[-1]) :] = float("nan")
+        for weights in (randn(333, k), None):
+            got, want = (filled(333, h, dtype=out_dtype) for _ in range(2))
+            cuda.combine(y, p.place, ids, weights, n, got)
+            rows_of.combine(y, p.place, ids, weights, n, want)
+            assert_bitwise_equal(got, want, f"h = {h}, weighted: {weights is not None}")
+
+
 def test_a_nan_stays_in_its_row():
     p = Drawn(5)
     p.x[3] = float("nan")
@@ -120,7 +140,7 @@ def test_the_op(rows, listed):
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     got = run()
-    with without((cuda, "gated_refuses"), (cuda, "products_refuses")):
+    with without(*((cuda, f"{name}_refuses") for name in ("gated", "products", "combine"))):
         want = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_bitwise_equal(a, b, f"result {i}")

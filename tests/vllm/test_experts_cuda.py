@@ -1,54 +1,105 @@
-"""Mixtures of experts on a GPU, in vLLM's eager mode: ``python -m pytest tests/vllm/test_experts_cuda.py``."""
+"""Mixtures of experts on a GPU, in vLLM's default mode (compiled, in CUDA graphs) and in its eager one.
+
+The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_experts_cuda.py``.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from alignkit.contract import contract_id
-from tests.vllm.test_experts import (
-    assert_composed,
-    assert_same,
-    evaluate,
-    generate,
-    one_by_one,
-    reload,
-    start,
-    statuses,
-)
+from tests.vllm.test_cuda import late, start
+from tests.vllm.test_experts import assert_composed, assert_same, evaluate, generate, one_by_one, reload, statuses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+VOCAB = 2000
 LENGTHS = (1, 16, 65, 130, 400)
-OPTIONS = {"dtype": "bfloat16", "max_num_seqs": 16, "block_size": 16, "gpu_memory_utilization": 0.1}
-ENGINES = {  # environment, options of the engine
-    "v2": ({}, {}),
-    "v1": ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, {}),
-    "chunked": ({}, {"max_num_batched_tokens": 64}),
+EAGER, V1 = {"enforce_eager": True}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+ENGINES = {  # model and name: environment, options of the engine
+    ("qwen3_moe", "eager"): ({}, EAGER),
+    ("qwen3_moe", "v1-eager"): (V1, EAGER),
+    ("qwen3_moe", "chunked"): ({}, EAGER | {"max_num_batched_tokens": 64}),
+    ("qwen3_moe", "graphs"): ({}, {}),
+    ("qwen3_moe", "v1-graphs"): (V1, {}),
+    ("qwen2_moe", "eager"): ({}, EAGER),
+    ("qwen2_moe", "graphs"): ({}, {}),
+    ("mixtral", "eager"): ({}, EAGER),
+    ("mixtral", "graphs"): ({}, {}),
 }
 if torch.cuda.device_count() > 1:
     ranks = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    ENGINES["tp2"] = (ranks, {"tensor_parallel_size": 2})
-    ENGINES["ep2"] = (ranks, {"tensor_parallel_size": 2, "enable_expert_parallel": True})
+    tp2 = {"tensor_parallel_size": 2}
+    ep2 = tp2 | {"enable_expert_parallel": True}
+    ENGINES |= {
+        ("qwen3_moe", "tp2"): (ranks, EAGER | tp2),
+        ("qwen3_moe", "ep2"): (ranks, EAGER | ep2),
+        ("qwen3_moe", "tp2-graphs"): (ranks, tp2),
+        ("qwen3_moe", "ep2-graphs"): (ranks, ep2),
+        ("qwen2_moe", "ep2-graphs"): (ranks, ep2),
+        ("mixtral", "ep2-graphs"): (ranks, ep2),
+    }
 
 
 @pytest.fixture(scope="module")
 def prompts():
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2000, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe", "mixtral"])
-@pytest.mark.parametrize("name", ENGINES)
-def test_all_ways_to_a_logprob(vllm_process, checkpoint, prompts, arch, name):
-    environment, options = ENGINES[name]
-    process = vllm_process(**{"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"} | environment)
-    process(start, checkpoint(arch), OPTIONS | options)
+@pytest.fixture(scope="module")
+def engines(vllm_process, checkpoint, tmp_path_factory):
+    """By model and name, a process with a patched engine, started as `ENGINES` says."""
+    common = {
+        "TORCHDYNAMO_DISABLE": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache")),
+        "HF_HUB_OFFLINE": "1",
+    }
+    started = {key: vllm_process(**common | environment) for key, (environment, _) in ENGINES.items()}
+    models = {arch: checkpoint(arch, vocab=VOCAB) for arch, _ in ENGINES}
+    with ThreadPoolExecutor(6) as pool:
+        waits = [pool.submit(started[key], start, models[key[0]], options) for key, (_, options) in ENGINES.items()]
+    for wait in waits:
+        wait.result()
+    return started
+
+
+def together(state, prompts):
+    state.llm.reset_prefix_cache()
+    return generate(state, prompts)
+
+
+def captured(state):
+    """Whether the engine has compiled its model, and has CUDA graphs."""
+    config = state.llm.llm_engine.vllm_config.compilation_config
+    return config.mode.name == "VLLM_COMPILE", config.cudagraph_mode.name != "NONE"
+
+
+@pytest.mark.parametrize("key", [key for key in ENGINES if key[1].endswith(("eager", "graphs"))], ids="-".join)
+def test_first_requests_find_everything_warm(engines, prompts, key):
+    """Before any other test. V1 runs no attention at its start; of ranks only their front end is seen here."""
+    found = set(engines[key](late, prompts))
+    assert found <= ({"_short", "_tiles"} if key[1].startswith("v1") else set())
+
+
+@pytest.mark.parametrize("key", ENGINES, ids="-".join)
+def test_all_ways_to_a_logprob(engines, checkpoint, prompts, key):
+    """Steps of decoding are replays of one graph, each with other experts."""
+    arch, name = key
+    process, model = engines[key], checkpoint(arch, vocab=VOCAB)
+    assert process(captured) == (name.endswith("graphs"),) * 2
     for worker in process(statuses):
         assert worker["patched"] and worker["contract"] == contract_id("cuda")
         assert worker["modules"]["AlignedMoERunner"] == 4
-    batch = process(generate, prompts)
-    assert_composed(batch, checkpoint(arch), prompts, "cuda")
-    assert_same(process(one_by_one, prompts), batch)
+    alone = process(one_by_one, prompts)
+    assert_composed(alone, model, prompts, "cuda")
+    batch = process(together, prompts)
+    assert_same(batch, alone)
+    assert_same(process(generate, prompts), batch)  # from the prefix cache
     tokens = [tokens for tokens, _ in batch]
     assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), batch)
-    process(reload, other := checkpoint(arch, seed=1))
+    process(reload, other := checkpoint(arch, vocab=VOCAB, seed=1))
     assert_composed(process(generate, prompts), other, prompts, "cuda")

@@ -113,7 +113,7 @@ def test_runner_device_and_environment(process, checkpoint, name, env, device):
         process(elsewhere, checkpoint(), env, device)
 
 
-def compilation(state, chosen, architecture="Qwen3ForCausalLM"):
+def compilation(state, chosen):
     """Where a version of vLLM has graphs, which needs a GPU."""
     import types
 
@@ -131,8 +131,7 @@ def compilation(state, chosen, architecture="Qwen3ForCausalLM"):
         setattr(
             getattr(config, owner) if owner else config, field, CompilationMode(value) if field == "mode" else value
         )
-    model = types.SimpleNamespace(hf_config=types.SimpleNamespace(architectures=[architecture]))
-    asked = Asked(VERSIONS.rows["0.26"].runs, types.SimpleNamespace(compilation_config=config, model_config=model))
+    asked = Asked(VERSIONS.rows["0.26"].runs, types.SimpleNamespace(compilation_config=config))
     return part_reasons(asked, "compilation_config", COMPILATION)
 
 
@@ -230,11 +229,6 @@ def test_compilation_where_it_is_supported(process, name, chosen):
     assert process(compilation, {}) == []
     (reason,) = process(compilation, chosen)
     assert re.search(name, reason)
-
-
-def test_graphs_of_a_mixture_of_experts(process):
-    (reason,) = process(compilation, {}, "Qwen3MoeForCausalLM")
-    assert reason.startswith("CUDA graphs of a mixture of experts")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,6 @@ from alignkit.models import ARCHITECTURES
 from alignkit.models.config import read_architecture
 from alignkit.vllm import policy as vllm
 
-from . import ADD, REFUSED, Finding
-from .reading import Recipe, Setting
-
 AT_DEFAULT = (None, False, 0, "", "none", [], {}, (), "None")
 """Values that ask for nothing, of a field that must be at its default."""
 DEFAULTS: dict[str, Any] = {"expert_model_parallel_size": 1, "batch_p2p_comm": True, "moe_layer_freq": 1}
@@ -111,16 +108,6 @@ _OTHER = {
 }
 
 
-def eager(key: str, recipe: Recipe) -> Finding | None:
-    """What is said of the setting that has vLLM run eagerly, for a mixture of experts. None: nothing, it does."""
-    if recipe.get(key) is True:
-        return None
-    why, change = "CUDA graphs of mixtures of experts", "set it to True"
-    if key in recipe.settings:
-        return Finding(recipe.settings[key], REFUSED, why, change)
-    return Finding(Setting(key, True), ADD, f"{why} are refused")
-
-
 class Model(NamedTuple):
     """What can be told of a model."""
 
@@ -129,11 +116,6 @@ class Model(NamedTuple):
     why: str
     experts: int | None
     """0: it is dense. None: that cannot be told."""
-
-    @property
-    def mixture(self) -> bool:
-        """Of experts, and supported."""
-        return bool(self.supported) and self.experts != 0
 
 
 _EXPERTS = {"Qwen3MoeForCausalLM": 128, "MixtralForCausalLM": 8}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import eager, megatron_refusal, model, vllm_refusal
+from .engines import megatron_refusal, model, vllm_refusal
 from .reading import Recipe, Setting
 
 LINE = ("PYTHONPATH", "$(python -m alignkit.integrations.startup):$PYTHONPATH")
@@ -52,15 +52,12 @@ _MEGATRON, _VLLM = "policy.megatron_cfg.", re.compile(r"policy\.generation\.vllm
 
 def judge(recipe: Recipe) -> Iterator[Finding]:
     """See `examine`."""
-    experts, decided = None, ""
+    experts = None
     if "policy.model_name" in recipe.settings:
         setting = recipe.settings["policy.model_name"]
         found = model(setting.value)
         experts = found.experts
         yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
-        if found.mixture and (said := eager("policy.generation.vllm_cfg.enforce_eager", recipe)):
-            decided = said.setting.key
-            yield said
     for key in ("policy.megatron_cfg.enabled", "policy.generation.backend"):
         if key not in recipe.settings:
             yield Finding(Setting(key, None), REFUSED, MUST_BE[key][1], MUST_BE[key][2])
@@ -70,7 +67,7 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
         if key.startswith(_MEGATRON)
     }
     for key, setting in recipe.settings.items():
-        if key == decided or (isinstance(setting.value, str) and "${" in setting.value):
+        if isinstance(setting.value, str) and "${" in setting.value:
             continue
         if key in MUST_BE:
             allowed, why, change = MUST_BE[key]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import eager, megatron_refusal, model, vllm_refusal
+from .engines import megatron_refusal, model, vllm_refusal
 from .reading import Recipe, Setting
 
 LINE = ("actor_rollout_ref.model.external_lib", "alignkit.integrations.verl")
@@ -76,21 +76,17 @@ FREE = re.compile(
 def judge(recipe: Recipe) -> Iterator[Finding]:
     """See `examine`."""
     yield _strategy(recipe)
-    others, decided = {}, ""
+    others = {}
     if _MODEL + "path" in recipe.settings:
         setting = recipe.settings[_MODEL + "path"]
         found = model(setting.value)
         yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
         others["num_moe_experts"] = found.experts
-        if found.mixture and (said := eager(_ROLLOUT + "enforce_eager", recipe)):
-            decided = said.setting.key
-            yield said
     for key, setting in recipe.settings.items():
         if (match := TRAINING.fullmatch(key)) and not key.startswith("critic."):
             others[match[1].removeprefix("override_transformer_config.")] = setting.value
     for setting in recipe.settings.values():
-        if setting.key != decided:
-            yield from _setting(setting, recipe, others)
+        yield from _setting(setting, recipe, others)
     key, module = LINE
     given = recipe.get(key)
     if module not in (given if isinstance(given, list) else [given]):

@@ -25,7 +25,7 @@ from .._common import (
     require,
     rounded,
 )
-from .problem import Grouped, Matrices, Pairs
+from .problem import Grouped, Matrices, Pairs, Rows
 
 
 class Ranks(NamedTuple):
@@ -116,12 +116,9 @@ def _combine(y, pairs: Pairs, ids, weights, ranks: Ranks, dtype: torch.dtype) ->
     here = dtype if ranks.ep.size == 1 else torch.float32
     out = torch.empty(len(ids), y.shape[1], dtype=here, device=y.device)
     if out.numel():
-        dispatch.select("moe_rows", y.device).combine(y, pairs.place, ids, weights, ranks.experts, out)
+        p = Rows(dispatch.name(y.device), operand(y), operand(out), ids.shape[1])  # pyright: ignore[reportArgumentType]
+        dispatch.choose("moe_combine", p).load().combine(y, pairs.place, ids, weights, ranks.experts, out)
     return rounded(ranks.sum_over_experts(out), dtype).contiguous()
-
-
-def _activation(h: torch.Tensor) -> torch.Tensor:
-    return dispatch.select("silu_mul", h.device).forward(*h.chunk(2, dim=1))
 
 
 def _cut(items: Sequence, stacked: tuple[bool, bool]) -> tuple[Sequence, Sequence]:
@@ -187,19 +184,16 @@ class _Experts(torch.autograd.Function):
         all_ids = _all_rows(ids, ranks)
         h = h.contiguous()  # a hook on saved tensors may have laid it out anew
         pairs = _pairs(all_ids, ranks, len(gate_up)).cut(len(h))
-        dout, a = _all_rows(dout, ranks), _activation(h)
+        dout = _all_rows(dout, ranks)
         g = _product(dout, pairs.row, down.t(), pairs, torch.float32, SINGLE)
         w = _all_rows(weights, ranks).view(-1)[pairs.choice]
-        dw, da, weighed = dispatch.select("moe_rows", a.device).weigh(g, a, w)
+        dw, d, weighed = dispatch.select("moe_weigh", h.device).weigh(g, h, w)
         dx = d_weights = d_gate_up = d_down = None
         if of_weights:
             whole = torch.zeros(all_ids.shape, dtype=torch.float32, device=dw.device)
             whole.view(-1)[pairs.choice] = ranks.tp.tree_sum(dw)
             whole.masked_fill_(pairs.place < 0, 0.0)
             d_weights = ranks.sum_over_experts(whole).reshape(weights.shape)
-        if of_x or of_gate_up:
-            halves = dispatch.select("silu_mul", h.device).backward(*h.chunk(2, dim=1), da)
-            d = torch.cat(halves, dim=1, out=torch.empty_like(h))  # without `out` it would follow autocast
         if of_x:
             of_pairs = _product(d, None, gate_up.t(), pairs, x.dtype, ranks.tp)
             dx = _combine(of_pairs, pairs, all_ids, None, ranks, x.dtype).reshape(x.shape)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 
 from ...runtime import native
+from ..silu_mul import cpu as silu_mul
 
 
 def combine(y, place, ids, weights, experts, out) -> None:
     native.combine(y, place, ids.to(torch.int64), weights, experts, out)
 
 
-def weigh(g, a, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def weigh(g, h, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gate, up = h.chunk(2, dim=1)
+    a = silu_mul.forward(gate, up)
     dw = torch.empty(len(a), dtype=torch.float32, device=a.device)
     wg, wa = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
     native.weigh(g, a, w, dw, wg, wa)
-    return dw, wg, wa
+    halves = silu_mul.backward(gate, up, wg)
+    return dw, torch.cat(halves, dim=1, out=torch.empty_like(h)), wa  # without `out` it would follow autocast

@@ -1,6 +1,6 @@
 """CUDA: products of many rows an expert (csrc/sm90/experts): gate and up with their activation, of rows that are gathered, and
-chains or k-trees of rows that lie in the order of experts. Few rows, and the gradients of matrices, are Triton's: the same
-bits."""
+chains or k-trees of rows that lie in the order of experts; and the sum over a row's experts. Few rows, and the gradients of
+matrices, are Triton's: the same bits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import ctypes
 
 import torch
 
+from ...contract.experts import ExpertTree
 from ...errors import BackendError
 from ...runtime import cuda
 from ...runtime.operands import Operand, copied
-from .problem import Grouped, Matrices, on_device
+from .problem import Grouped, Matrices, Rows, on_device
 
 FEW = 64
 """Up to so many rows an expert on average, tiles of 128 would be mostly empty."""
 MOST_EXPERTS = 1024
 """Their tiles are counted in shared memory."""
+MOST_IDS = 16
+"""Of a row: those of its pairs that are added are in registers together."""
 MAP = 128
 """Bytes of a matrix's map, by which the copy engine knows it."""
 
@@ -133,4 +136,42 @@ def products(
         *out.shape,
         a.shape[1],
         leaves,
+    )
+
+
+def combine_refuses(p: Rows) -> str | None:
+    if p.top_k > MOST_IDS:
+        return f"{p.top_k} ids a row, of up to {MOST_IDS}"
+    if (p.y[2], p.out[2]) == (torch.float32, torch.bfloat16):
+        return "a sum of fp32 that is rounded"
+    if not all(_stored(t) and t[1][0] == t[0][1] for t in (p.y, p.out)):
+        return "rows that are apart, or no multiples of 16 bytes"
+    return None
+
+
+def combine(
+    y: torch.Tensor,
+    place: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    experts: int,
+    out: torch.Tensor,
+) -> None:
+    tree = ExpertTree.of(experts)
+    cuda.call(
+        "alignkit_experts_combine",
+        y.device,
+        y,
+        int(y.dtype == torch.bfloat16),
+        place,
+        ids.contiguous(),
+        int(ids.dtype == torch.int32),
+        weights if weights is None else weights.contiguous(),
+        out,
+        int(out.dtype == torch.bfloat16),
+        len(out),
+        ids.shape[1],
+        out.shape[1],
+        tree.run,
+        tree.width,
     )

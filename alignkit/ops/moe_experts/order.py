@@ -16,5 +16,6 @@ ORDER = {
     "moe_products": (Kernel("many", CUDA, "cuda", rule="products_refuses"), *_PRODUCTS),
     "moe_gated": (Kernel("many", CUDA, "cuda", rule="gated_refuses"), *_PRODUCTS),
     "moe_gradients": _PRODUCTS,
-    "moe_rows": PLAIN,
+    "moe_combine": (Kernel("vectors", CUDA, "cuda", rule="combine_refuses"), *PLAIN),
+    "moe_weigh": PLAIN,
 }

@@ -99,6 +99,16 @@ def on_device(device: torch.device, key: Hashable, make: Callable[[], torch.Tens
     return found
 
 
+class Rows(NamedTuple):
+    """What rows get of their experts: out [rows, H] of y [pairs, H]."""
+
+    backend: str
+    """The fastest that may compute it."""
+    y: Operand
+    out: Operand
+    top_k: int
+
+
 class Grouped(NamedTuple):
     """Products out [pairs, N] of rows of a [.., K], those of an expert by its matrix [N, K]; or, for the gradients of matrices
     [N, K], products over each expert's rows of two such operands."""

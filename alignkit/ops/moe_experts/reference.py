@@ -7,6 +7,7 @@ import torch
 from .._calls import in_torch
 from .._common import lane_sum as _lane_sum
 from .._experts import tree_over_experts
+from ..silu_mul import reference as silu_mul
 
 MOST = 2**26
 """Numbers of a block of rows, each with all experts."""
@@ -38,7 +39,14 @@ def combine(y, place, ids, weights, experts, out) -> None:
     combined(y, place, ids, weights, experts, out)
 
 
+def weighed_back(g, h, w, lane_sum, silu_mul):
+    gate, up = h.chunk(2, dim=1)
+    dw, da, wa = weighed(g, silu_mul.forward(gate, up), w, lane_sum)
+    return dw, torch.cat(silu_mul.backward(gate, up, da), dim=1, out=torch.empty_like(h)), wa
+
+
 @in_torch
-def weigh(g, a, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of pairs with weights w: the sums of g times a, fp32 [pairs], and w times g and w times a, in a's type [pairs, F]."""
-    return weighed(g, a, w, _lane_sum)
+def weigh(g, h, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of pairs with weights w, gate and up h [pairs, 2 F] and g [pairs, F], fp32, the gradient of the results by a = silu_mul of
+    h if all weights were 1: the weights' gradients, fp32 [pairs]; that of h; and w times a, the last two in h's type."""
+    return weighed_back(g, h, w, _lane_sum, silu_mul)

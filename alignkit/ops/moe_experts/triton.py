@@ -9,6 +9,7 @@ import triton.language as tl
 from ...contract.experts import ExpertTree
 from ...runtime.launch import launch
 from .._triton import next_power_of_2, tree_sum
+from ..silu_mul.triton import silu_gradients, silu_times
 
 NONE = tl.constexpr(2**30)
 """A leaf behind all."""
@@ -100,29 +101,35 @@ def combine(y, place, ids, weights, experts: int, out) -> None:
 
 
 @triton.jit
-def _weigh(G, A, W, DW, DA, WA, F, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+def _weigh(G, H, W, DW, D, WA, F, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
     p = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
+    h = H + p * 2 * F + j
+    gate = tl.load(h, mask=j < F, other=0.0).to(tl.float32)
+    up = tl.load(h + F, mask=j < F, other=0.0).to(tl.float32)
     g = tl.load(G + p * F + j, mask=j < F, other=0.0)
-    a = tl.load(A + p * F + j, mask=j < F, other=0.0).to(tl.float32)
     w = tl.load(W + p)
+    a = silu_times(gate, up).to(WA.dtype.element_ty).to(tl.float32)
     total = tree_sum(tl.reshape(g * a, (1, BLOCK)), LEVELS)
     tl.store(DW + p + tl.arange(0, 1), total + 0.0)
-    tl.store(DA + p * F + j, (w * g).to(DA.dtype.element_ty), mask=j < F)
     tl.store(WA + p * F + j, (w * a).to(WA.dtype.element_ty), mask=j < F)
+    dgate, dup = silu_gradients(gate, up, (w * g).to(D.dtype.element_ty).to(tl.float32))
+    d = D + p * 2 * F + j
+    tl.store(d, dgate.to(D.dtype.element_ty), mask=j < F)
+    tl.store(d + F, dup.to(D.dtype.element_ty), mask=j < F)
 
 
-def weigh(g, a, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dw = torch.empty(len(a), dtype=torch.float32, device=a.device)
-    da, wa = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    if len(a):
-        block = next_power_of_2(a.shape[1])
+def weigh(g, h, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dw = torch.empty(len(h), dtype=torch.float32, device=h.device)
+    d, wa = (torch.empty(shape, dtype=h.dtype, device=h.device) for shape in (h.shape, g.shape))
+    if len(h):
+        block = next_power_of_2(g.shape[1])
         launch(
             _weigh,
-            (len(a),),
-            (g, a, w, dw, da, wa, a.shape[1]),
+            (len(h),),
+            (g, h, w, dw, d, wa, g.shape[1]),
             {"num_warps": max(1, min(16, block // 512))},
             BLOCK=block,
             LEVELS=block.bit_length() - 1,
         )
-    return dw, da, wa
+    return dw, d, wa

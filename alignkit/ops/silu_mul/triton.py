@@ -16,6 +16,13 @@ def silu_times(g, u):
 
 
 @triton.jit
+def silu_gradients(g, u, d):
+    """Those of g and u, for the gradient d of `silu_times`."""
+    s = tl.div_rn(g * 0.0 + 1.0, 1.0 + exp(-g))
+    return d * u * (s * tl.fma(g, 1.0 - s, g * 0.0 + 1.0)), d * (g * s)
+
+
+@triton.jit
 def _silu_mul(G, U, Y, n, sg, su, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -31,9 +38,9 @@ def _silu_mul_grad(G, U, DY, DG, DU, n, sg, su, BLOCK: tl.constexpr):
     g = tl.load(G + r * sg + j, mask=j < n, other=0.0).to(tl.float32)
     u = tl.load(U + r * su + j, mask=j < n, other=0.0).to(tl.float32)
     d = tl.load(DY + r * n + j, mask=j < n, other=0.0).to(tl.float32)
-    s = tl.div_rn(g * 0.0 + 1.0, 1.0 + exp(-g))
-    tl.store(DU + r * n + j, (d * (g * s)).to(DU.dtype.element_ty), mask=j < n)
-    tl.store(DG + r * n + j, (d * u * (s * tl.fma(g, 1.0 - s, g * 0.0 + 1.0))).to(DG.dtype.element_ty), mask=j < n)
+    dg, du = silu_gradients(g, u, d)
+    tl.store(DU + r * n + j, du.to(DU.dtype.element_ty), mask=j < n)
+    tl.store(DG + r * n + j, dg.to(DG.dtype.element_ty), mask=j < n)
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

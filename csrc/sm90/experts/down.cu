@@ -69,32 +69,49 @@ struct Reader {
 
   // A chain over the next `slices` of 16.
   __device__ void chain(float (&sums)[kSums], int slices) {
-    slice_of<true>(sums);
+    slices -= run<true>(sums, slices);
 #pragma unroll 1
-    for (int i = 1; i < slices; ++i) slice_of<false>(sums);
+    while (slices > 0) slices -= run<false>(sums, slices);
     products_wait<0>();
     products_taken(sums);
     if (before >= 0) free(before);
     before = -1;
   }
 
+  // The next 16 of k, and as many more as there are in this stage; returns how many. They follow each other without a pause.
   template <bool kFirst>
-  __device__ void slice_of(float (&sums)[kSums]) {
+  __device__ int run(float (&sums)[kSums], int slices) {
     if (slice == 0) barrier_wait(&sh.full[stage], phase);
+    int some = min(kSlices - slice, slices);
     products_begin();
-    if (kFirst)
-      begin<false, false>(sums, a, b);
-    else
-      multiply<false, false>(sums, a, b, true);
-    products_end();
-    a += kNext<false>;
-    b += kNext<false>;
-    if (++slice == kSlices) {
-      products_wait<kSlices>();  // all but this stage's
+    switch (some) {
+      case 4: multiply_slices<kFirst, 4>(sums); break;
+      case 3: multiply_slices<kFirst, 3>(sums); break;
+      case 2: multiply_slices<kFirst, 2>(sums); break;
+      default: multiply_slices<kFirst, 1>(sums);
+    }
+    slice += some;
+    a += some * kNext<false>;
+    b += some * kNext<false>;
+    if (slice == kSlices) {
+      products_wait<1>();  // all but these
       if (before >= 0) free(before);
       before = stage;
       next_stage();
     }
+    return some;
+  }
+
+  template <bool kFirst, int kCount>
+  __device__ void multiply_slices(float (&sums)[kSums]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (kFirst && j == 0)
+        begin<false, false>(sums, a, b);
+      else
+        multiply<false, false>(sums, a + j * kNext<false>, b + j * kNext<false>, true);
+    }
+    products_end();
   }
 
   // The rest of the last stage of a tile has nothing.
