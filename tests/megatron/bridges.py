@@ -76,6 +76,10 @@ def hybrid_provider(tp, model_dir, rows, sequence_parallel):
 
 
 def _settle(provider, tp, sequence_parallel):
+    from megatron.core.transformer.enums import AttnBackend
+
+    # As every other model's of the process: Megatron refuses a second one.
+    provider.attention_backend = AttnBackend.auto
     for name, value in ON_CPU.items():
         setattr(provider, name, value)
     provider.apply_rope_fusion = False  # for which the version of TransformerEngine is asked
