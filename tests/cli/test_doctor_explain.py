@@ -67,6 +67,7 @@ def test_each_op_has_a_kernel_on_each_family():
         "rms_norm_backward": ["rows=4", "h=64"],
         **{f"head_{what}": ["rows=512", "ids=8448", "k=64"] for what in ("statistics", "gradient", "products")},
         **{f"moe_{what}": [*LINEAR, "experts=8"] for what in ("products", "gated", "gradients")},
+        "moe_pairs": ["rows=4", "top_k=8", "experts=128"],
         "moe_combine": ["rows=4", "h=2048", "top_k=8"],
     }
     fused = {"rms_norm", "rms_norm_backward", "head_statistics", "head_gradient", "head_products", "gated_delta_rule"}

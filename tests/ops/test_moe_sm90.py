@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from alignkit import ops
+from alignkit import BackendError, ops
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn, without
@@ -97,6 +97,32 @@ def test_down(seed):
         assert_bitwise_equal(got, want, f"{p}, {dtype}")
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_of_matrices(seed):
+    """Whichever of the operands is gathered, or none; what belongs to no expert's pair has no part in them."""
+    p = Drawn(seed)
+    n = 8 * random.Random(-seed).randint(1, 60)
+    row, count, many = p.pairs.row, p.count, p.ids.numel()
+    ordered = randn(many, n + 8, dtype=BF16)[:, :n]
+    ordered[count:] = float("nan")
+    unused = torch.ones(p.rows, dtype=torch.bool)
+    unused[row[:count]] = False
+    p.x[unused] = float("nan")
+    sides = [(ordered, None, p.x, row), (p.x, row, ordered, None), (ordered, None, p.x[row], None)]
+    for a, a_row, b, b_row in sides:
+        got, want = (filled(p.experts, a.shape[1], b.shape[1]) for _ in range(2))
+        cuda.gradients(a, a_row, b, b_row, p.pairs.offsets, got)
+        grouped.gradients(a, a_row, b, b_row, p.pairs.offsets, want)
+        assert_bitwise_equal(got, want, f"{p}, {n} features, gathered: {a_row is not None}, {b_row is not None}")
+
+
+def test_two_gathered_operands_are_refused():
+    p = Drawn(3)
+    out = filled(p.experts, p.h, p.h)
+    with pytest.raises(BackendError, match="moe_gradients: two operands"):
+        cuda.gradients(p.x, p.pairs.row, p.x, p.pairs.row, p.pairs.offsets, out)
+
+
 @pytest.mark.parametrize(
     "n,k,first,own", [(1, 1, 0, 1), (4, 2, 0, 4), (60, 4, 15, 15), (128, 8, 0, 128), (512, 10, 0, 512)]
 )
@@ -140,7 +166,7 @@ def test_the_op(rows, listed):
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     got = run()
-    with without(*((cuda, f"{name}_refuses") for name in ("gated", "products", "combine"))):
+    with without(*((cuda, f"{name}_refuses") for name in ("gated", "products", "gradients", "combine"))):
         want = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_bitwise_equal(a, b, f"result {i}")

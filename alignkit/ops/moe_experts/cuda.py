@@ -1,6 +1,6 @@
-"""CUDA: products of many rows an expert (csrc/sm90/experts): gate and up with their activation, of rows that are gathered, and
-chains or k-trees of rows that lie in the order of experts; and the sum over a row's experts. Few rows, and the gradients of
-matrices, are Triton's: the same bits."""
+"""CUDA: products of many rows an expert (csrc/sm90/experts): gate and up with their activation, of rows that are gathered,
+chains or k-trees of rows that lie in the order of experts, and the gradients of matrices; the order of experts itself, of many
+ids; and the sum over a row's experts. Few rows and ids are Triton's: the same bits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,52 @@ from ...contract.experts import ExpertTree
 from ...errors import BackendError
 from ...runtime import cuda
 from ...runtime.operands import Operand, copied
-from .problem import Grouped, Matrices, Rows, on_device
+from .problem import Grouped, Ids, Matrices, Pairs, Rows, on_device
+from .ranked import MOST as FEW_IDS
 
 FEW = 64
 """Up to so many rows an expert on average, tiles of 128 would be mostly empty."""
 MOST_EXPERTS = 1024
 """Their tiles are counted in shared memory."""
+BLOCK = 2048
+"""Ids whose pairs are counted together."""
 MOST_IDS = 16
 """Of a row: those of its pairs that are added are in registers together."""
 MAP = 128
 """Bytes of a matrix's map, by which the copy engine knows it."""
+
+
+def pairs_refuses(p: Ids) -> str | None:
+    if p.count <= FEW_IDS:
+        return f"{p.count} ids, no more than {FEW_IDS}, which are compared in one launch"
+    if p.experts > MOST_EXPERTS:
+        return f"there are more than {MOST_EXPERTS} experts"
+    return None if p.count < 2**31 else "2^31 ids or more"
+
+
+def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
+    """As pairs.py's."""
+    n, device = ids.numel(), ids.device
+    row, choice = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
+    place = torch.empty(ids.shape, dtype=torch.int64, device=device)
+    offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
+    counts = torch.empty(-(-n // BLOCK), experts + 1, dtype=torch.int32, device=device)
+    cuda.call(
+        "alignkit_experts_pairs",
+        device,
+        ids.contiguous(),
+        int(ids.dtype == torch.int32),
+        n,
+        ids.shape[1],
+        ctypes.c_int64(first),
+        experts,
+        counts,
+        row,
+        choice,
+        place,
+        offsets,
+    )
+    return Pairs(row, choice, place, offsets)
 
 
 def _unfit(p: Grouped) -> str | None:
@@ -65,6 +101,14 @@ def products_refuses(p: Grouped) -> str | None:
     if (why := _unfit(p)) is not None:
         return why
     return None if p.out is not None and _stored(p.out) else "a result that cannot be written 16 bytes at a time"
+
+
+def gradients_refuses(p: Grouped) -> str | None:
+    if (why := _unfit(p)) is not None:
+        return why
+    if p.out is None or any(columns % 8 for columns in p.out[0][1:]):
+        return "a matrix that has not multiples of 8 rows and columns"
+    return None if p.out[3] else "a result that cannot be written 16 bytes at a time"
 
 
 def _maps(b: Matrices, function: str) -> torch.Tensor:
@@ -136,6 +180,35 @@ def products(
         *out.shape,
         a.shape[1],
         leaves,
+    )
+
+
+def gradients(
+    a: torch.Tensor,
+    a_row: torch.Tensor | None,
+    b: torch.Tensor,
+    b_row: torch.Tensor | None,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    if a_row is not None and b_row is not None:
+        raise BackendError("moe_gradients: two operands whose rows are gathered are not for this kernel")
+    experts, n, k = out.shape
+    cuda.call(
+        "alignkit_experts_gradients",
+        a.device,
+        a,
+        ctypes.c_int64(a.stride(0)),
+        b,
+        ctypes.c_int64(b.stride(0)),
+        int(a_row is not None),
+        b_row if a_row is None else a_row,
+        offsets,
+        experts,
+        out,
+        len(b if a_row is not None else a),
+        n,
+        k,
     )
 
 
