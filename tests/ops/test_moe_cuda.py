@@ -12,7 +12,7 @@ from .helpers import CPU, randn, without
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
     from alignkit.ops._triton import exp_of, sum_of_products
-    from alignkit.ops.moe_experts import cuda, each, grouped, pairs, ranked, reference
+    from alignkit.ops.moe_experts import cuda, each, few, grouped, pairs, ranked, reference
     from alignkit.ops.moe_experts import triton as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
     from alignkit.ops.moe_router import reference as routed
@@ -20,7 +20,10 @@ if not CPU:
     from alignkit.ops.moe_router.problem import Routing
     from alignkit.ops.silu_mul import triton as silu_mul
 
-    MANY = tuple((cuda, f"{what}_refuses") for what in ("gated", "products", "gradients"))
+    BY_CUDA = (
+        *((cuda, f"{what}_refuses") for what in ("gated", "products", "gradients")),
+        *((few, f"{what}_refuses") for what in ("gated", "products")),
+    )
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
@@ -193,11 +196,11 @@ def test_experts(width, dtype, listed):
         out = ops.moe_experts(leaves[0], ids, leaves[1], first, second)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
-    with without(*MANY):
+    with without(*BY_CUDA):
         found = run()
         with torch.no_grad():
             alone = ops.moe_experts(x, ids, weights, gate_up, down)
-    with without(*MANY, (grouped, "refuses")):
+    with without(*BY_CUDA, (grouped, "refuses")):
         expected = run()
     for i, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise_equal(got, want, f"result {i}")

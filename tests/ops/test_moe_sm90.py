@@ -1,4 +1,4 @@
-"""Mixture of experts by the CUDA kernels for many rows: the bytes of the Triton kernels, for drawn shapes and routings."""
+"""Mixture of experts by the CUDA kernels: the bytes of the Triton kernels, for drawn shapes and routings."""
 
 import random
 
@@ -12,7 +12,7 @@ from .helpers import CPU, randn, without
 
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
-    from alignkit.ops.moe_experts import cuda, grouped, ranked
+    from alignkit.ops.moe_experts import cuda, few, grouped, ranked
     from alignkit.ops.moe_experts import triton as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
 
@@ -45,9 +45,9 @@ def laid_out(generator: random.Random, experts: int, n: int, k: int) -> torch.Te
 
 
 class Drawn:
-    """A problem of which each expert's rows are many, on average."""
+    """A problem of which each expert's rows are many, on average, or few."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, many: bool = True):
         generator = random.Random(seed)
         torch.manual_seed(seed)
         self.experts = generator.choice((1, 2, 3, 8, 60, 128, 160))
@@ -55,7 +55,10 @@ class Drawn:
         self.h = 8 * generator.randint(1, 80)
         self.leaves = generator.choice((1, 2, 4, 8, 8))
         self.f = 16 * self.leaves * generator.randint(1, 12) if self.leaves > 1 else 8 * generator.randint(1, 99)
-        self.rows = generator.choice((1, 70, 300)) * self.experts + generator.randrange(100)
+        if many:
+            self.rows = generator.choice((1, 70, 300)) * self.experts + generator.randrange(100)
+        else:
+            self.rows = generator.choice((1, 3, 17, 3 * self.experts, 40 * self.experts // self.top + 1))
         self.ids = routed(generator, self.rows, self.experts, self.top)
         self.pairs = ranked.pairs(self.ids, 0, self.experts)
         self.count = int(self.pairs.offsets[-1])
@@ -72,13 +75,14 @@ def filled(*shape, dtype=BF16):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gate_and_up(seed):
+@pytest.mark.parametrize("of", ["many", "few"])
+def test_gate_and_up(seed, of):
     """What lies behind the last pair is not written."""
-    p = Drawn(seed)
+    p, kernels = Drawn(seed, of == "many"), cuda if of == "many" else few
     weights, many = Matrices(p.gate_up), p.ids.numel()
     for keep in (True, False):
         h, h_want = (filled(many, 2 * p.f) if keep else None for _ in range(2))
-        got = cuda.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h)
+        got = kernels.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h)
         want = grouped.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h_want)
         assert_bitwise_equal(got[: p.count], want[: p.count], f"{p}")
         if keep:
@@ -86,13 +90,14 @@ def test_gate_and_up(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_down(seed):
-    p = Drawn(seed)
+@pytest.mark.parametrize("of", ["many", "few"])
+def test_down(seed, of):
+    p, kernels = Drawn(seed, of == "many"), cuda if of == "many" else few
     weights, a = Matrices(p.down), randn(p.ids.numel(), p.f, dtype=BF16)
     a[p.count :] = float("nan")
     for dtype in (BF16, torch.float32):
         got, want = (filled(p.ids.numel(), p.h, dtype=dtype) for _ in range(2))
-        cuda.products(a, None, weights, p.pairs.offsets, p.leaves, got)
+        kernels.products(a, None, weights, p.pairs.offsets, p.leaves, got)
         grouped.products(a, None, weights, p.pairs.offsets, p.leaves, want)
         assert_bitwise_equal(got, want, f"{p}, {dtype}")
 
@@ -149,7 +154,7 @@ def test_a_nan_stays_in_its_row():
     assert torch.equal(got.isnan().any(1), p.pairs.row[: p.count] == 3)
 
 
-@pytest.mark.parametrize("rows", [1500, 8000])
+@pytest.mark.parametrize("rows", [1, 5, 100, 1500, 8000])
 @pytest.mark.parametrize("listed", [False, True])
 def test_the_op(rows, listed):
     """Forward and backward, at the widths of Qwen3-30B-A3B with fewer experts: as without these kernels."""
@@ -166,7 +171,10 @@ def test_the_op(rows, listed):
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     got = run()
-    with without(*((cuda, f"{name}_refuses") for name in ("gated", "products", "gradients", "combine"))):
+    with without(
+        *((cuda, f"{name}_refuses") for name in ("pairs", "gated", "products", "gradients", "combine")),
+        *((few, f"{name}_refuses") for name in ("gated", "products")),
+    ):
         want = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_bitwise_equal(a, b, f"result {i}")

@@ -16,7 +16,7 @@ from .problem import Grouped, Ids, Matrices, Pairs, Rows, on_device
 from .ranked import MOST as FEW_IDS
 
 FEW = 64
-"""Up to so many rows an expert on average, tiles of 128 would be mostly empty."""
+"""Up to so many rows an expert on average, tiles of 128 would be mostly empty: those are few.py's."""
 MOST_EXPERTS = 1024
 """Their tiles are counted in shared memory."""
 BLOCK = 2048
@@ -60,13 +60,16 @@ def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
     return Pairs(row, choice, place, offsets)
 
 
-def _unfit(p: Grouped) -> str | None:
+def few(p: Grouped) -> str | None:
+    return f"{p.pairs} rows for {p.experts} experts, of more than {FEW} each" if p.pairs <= FEW * p.experts else None
+
+
+def unfit(p: Grouped) -> str | None:
+    """Why none of the kernels of products is for this problem."""
     if p.b is None:
         return "the experts' matrices differ in strides or alignment"
     if {p.a[2], p.b[2]} != {torch.bfloat16}:
         return "operands other than bf16"
-    if p.pairs <= FEW * p.experts:
-        return f"{p.pairs} rows for {p.experts} experts, of more than {FEW} each"
     if p.experts > MOST_EXPERTS:
         return f"there are more than {MOST_EXPERTS} experts"
     if p.pairs >= 2**31:
@@ -81,30 +84,38 @@ def _stored(out: Operand) -> bool:
     return copied(out) and out[0][1] * out[2].itemsize % 16 == 0
 
 
-def gated_refuses(p: Grouped) -> str | None:
+def gated_unfit(p: Grouped) -> str | None:
     if not p.gathered:
         return "rows that lie in the order of experts: it gathers them"
-    if (why := _unfit(p)) is not None:
+    if (why := unfit(p)) is not None:
         return why
-    if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - `_unfit` asked
+    if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - `unfit` asked
         return "features that are no multiple of 8"
     return None if p.out is None or p.out[1][0] == p.out[0][1] else "a result whose rows are apart"
 
 
-def products_refuses(p: Grouped) -> str | None:
+def gated_refuses(p: Grouped) -> str | None:
+    return few(p) or gated_unfit(p)
+
+
+def products_unfit(p: Grouped) -> str | None:
     if p.gathered:
         return "rows that are gathered: it takes those that lie in the order of experts"
     if p.leaves not in (1, 2, 4, 8):
         return f"{p.leaves} leaves: it computes chains, and trees of 2, 4 or 8"
     if p.leaves > 1 and p.a[0][1] % (16 * p.leaves):
         return f"leaves of {p.a[0][1] // p.leaves} k, no multiple of 16"
-    if (why := _unfit(p)) is not None:
+    return unfit(p)
+
+
+def products_refuses(p: Grouped) -> str | None:
+    if (why := few(p) or products_unfit(p)) is not None:
         return why
     return None if p.out is not None and _stored(p.out) else "a result that cannot be written 16 bytes at a time"
 
 
 def gradients_refuses(p: Grouped) -> str | None:
-    if (why := _unfit(p)) is not None:
+    if (why := few(p) or unfit(p)) is not None:
         return why
     if p.out is None or any(columns % 8 for columns in p.out[0][1:]):
         return "a matrix that has not multiples of 8 rows and columns"
@@ -127,29 +138,35 @@ def _maps(b: Matrices, function: str) -> torch.Tensor:
     return on_device(b[0].device, (function, rows, k, pitch, addresses), made)
 
 
-def _matrices(b: Matrices, kernel: str) -> tuple[torch.Tensor | None, ctypes.c_int64, torch.Tensor | None]:
-    """The first and its pitch, if they lie one behind the other; else maps of each, as the kernel takes them."""
+def _matrices(b: Matrices, maps: str) -> tuple[torch.Tensor | None, ctypes.c_int64, torch.Tensor | None]:
+    """The first and its pitch, if they lie one behind the other; else maps of each, by the function `maps`."""
     pitch = b[0].stride(0)
     if isinstance(b.given, torch.Tensor) and b.given.stride(0) == b.shape[0] * pitch:
         return b.given, ctypes.c_int64(pitch), None
-    return None, ctypes.c_int64(pitch), _maps(b, f"{kernel}_map")
+    return None, ctypes.c_int64(pitch), _maps(b, maps)
 
 
 def gated(
-    a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, h: torch.Tensor | None
+    a: torch.Tensor,
+    row: torch.Tensor | None,
+    b: Matrices,
+    offsets: torch.Tensor,
+    h: torch.Tensor | None,
+    function: str = "alignkit_experts_gate_up",
+    maps: str = "alignkit_experts_gate_up_map",
 ) -> torch.Tensor:
-    """As each.py's, and the next one."""
+    """As each.py's, and the next two; by the library's `function`, for matrices that lie apart with `maps`."""
     if row is None:
         raise BackendError("moe_gated: rows that are not gathered are not for this kernel")
     features, k = b.shape[0] // 2, a.shape[1]
     out = torch.empty(len(row), features, dtype=a.dtype, device=a.device)
     cuda.call(
-        "alignkit_experts_gate_up",
+        function,
         a.device,
         a,
         ctypes.c_int64(a.stride(0)),
         row,
-        *_matrices(b, "alignkit_experts_gate_up"),
+        *_matrices(b, maps),
         offsets,
         len(b),
         h,
@@ -162,16 +179,23 @@ def gated(
 
 
 def products(
-    a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, leaves: int, out: torch.Tensor
+    a: torch.Tensor,
+    row: torch.Tensor | None,
+    b: Matrices,
+    offsets: torch.Tensor,
+    leaves: int,
+    out: torch.Tensor,
+    function: str = "alignkit_experts_down",
+    maps: str = "alignkit_experts_down_map",
 ) -> None:
     if row is not None:
         raise BackendError("moe_products: rows that are gathered are not for this kernel")
     cuda.call(
-        "alignkit_experts_down",
+        function,
         a.device,
         a,
         ctypes.c_int64(a.stride(0)),
-        *_matrices(b, "alignkit_experts_down"),
+        *_matrices(b, maps),
         offsets,
         len(b),
         out,

@@ -40,7 +40,7 @@ struct Down {
 __device__ __forceinline__ void copy_down(DownShared& sh, const CUtensorMap* a, const CUtensorMap* all, const Down& p) {
   int stage = 0, phase = 0;
   Tile t;
-  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
     const CUtensorMap* map = p.weights.map(all, t.expert);
     int column = p.weights.first_row(t.expert) + t.column * kDownColumns;
 #pragma unroll 1
@@ -180,7 +180,7 @@ __device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
   float* four = sh.four[group] + threadIdx.x % 128;
   Reader reader(sh, group);
   Tile t;
-  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
     float sums[kSums];
     Tree<kLeaves>::sum(reader, sums, slices, four);
     reader.end();

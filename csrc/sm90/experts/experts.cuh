@@ -22,13 +22,14 @@ struct Rows {
   int tiles[kMostExperts + 1];
 };
 
-// By a whole warp.
+// By a whole warp, of tiles of kHeight rows.
+template <int kHeight>
 __device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
   int lane = threadIdx.x % 32, before = 0;
   for (int i = 0; i <= e.count; i += 32) {
     int expert = i + lane;
     int pair = static_cast<int>(e.offsets[min(expert, e.count)]);
-    int tiles = (static_cast<int>(e.offsets[min(expert + 1, e.count)]) - pair + kRows - 1) / kRows, sum = tiles;
+    int tiles = (static_cast<int>(e.offsets[min(expert + 1, e.count)]) - pair + kHeight - 1) / kHeight, sum = tiles;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       int other = __shfl_up_sync(~0u, sum, distance);
@@ -42,21 +43,22 @@ __device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
   }
 }
 
-// What a kernel of these begins with. Shared has stages' barriers `full`, of so many arrivals, and `empty`, and `rows`.
-template <class Shared>
+// What a kernel of these begins with. Shared has stages' barriers `full`, of so many arrivals, and `empty`, of kWarps that
+// multiply, and `rows`.
+template <class Shared, int kHeight = kRows, int kWarps = 8>
 __device__ __forceinline__ Shared& begin_block(uint8_t* raw, const Experts& e, int arrivals) {
   constexpr int depth = sizeof(Shared::full) / sizeof(uint64_t);
   Shared& sh = *reinterpret_cast<Shared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   if (threadIdx.x == 0) {
     for (int i = 0; i < depth; ++i) {
       barrier_init(&sh.full[i], arrivals);
-      barrier_init(&sh.empty[i], 8);  // warps that multiply
+      barrier_init(&sh.empty[i], kWarps);
     }
     barrier_init_done();
   }
   wait_for_kernel_before();
   let_next_kernel_begin();
-  if (threadIdx.x < 32) count_tiles(sh.rows, e);
+  if (threadIdx.x < 32) count_tiles<kHeight>(sh.rows, e);
   __syncthreads();
   return sh;
 }
@@ -67,7 +69,8 @@ struct Tile {
   int column;    // a tile's
 };
 
-// The tiles of a block, one after the other.
+// The tiles of a block, one after the other, of kHeight rows each.
+template <int kHeight = kRows>
 struct Walk {
   const Rows& rows;
   const Experts& experts;
@@ -83,7 +86,7 @@ struct Walk {
     while (rows.tiles[expert + 1] <= r) ++expert;
     while (rows.tiles[expert] > r) --expert;
     t.expert = expert;
-    t.row = rows.pair[expert] + (r - rows.tiles[expert]) * kRows;
+    t.row = rows.pair[expert] + (r - rows.tiles[expert]) * kHeight;
     t.end = rows.pair[expert + 1];
     t.column = j / band;
     i += gridDim.x;
