@@ -22,7 +22,7 @@ if not CPU:
 
     BY_CUDA = (
         *((cuda, f"{what}_refuses") for what in ("gated", "products", "gradients")),
-        *((few, f"{what}_refuses") for what in ("gated", "products")),
+        (few, "refuses"),
     )
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,6 +1,6 @@
-"""CUDA: products of many rows an expert (csrc/sm90/experts): gate and up with their activation, of rows that are gathered,
-chains or k-trees of rows that lie in the order of experts, and the gradients of matrices; the order of experts itself, of many
-ids; and the sum over a row's experts. Few rows and ids are Triton's: the same bits."""
+"""CUDA (csrc/sm90/experts): gate and up with their activation of rows that are gathered, of many an expert; chains or k-trees of
+rows that lie in the order of experts; the gradients of matrices; the order of experts itself, of many ids; and the sum over a
+row's experts. What it leaves to Triton gets the same bits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from ...errors import BackendError
 from ...runtime import cuda
 from ...runtime.operands import Operand, copied
 from .problem import Grouped, Ids, Matrices, Pairs, Rows, on_device
-from .ranked import MOST as FEW_IDS
 
-FEW = 64
-"""Up to so many rows an expert on average, tiles of 128 would be mostly empty: those are few.py's."""
+FEW_GATED = 64
+"""Up to so many rows an expert on average, gate and up are Triton's: tiles of 128 would be mostly empty."""
+FEW = 16
+"""Up to so many, down's products are few.py's, whose tiles are of so many rows that a matrix is read as fast as it can be."""
+FEW_IDS = 2048
+"""Up to so many ids are compared with each other in one launch (ranked.py) sooner than they are counted in two."""
 MOST_EXPERTS = 1024
 """Their tiles are counted in shared memory."""
 BLOCK = 2048
@@ -29,7 +32,7 @@ MAP = 128
 
 def pairs_refuses(p: Ids) -> str | None:
     if p.count <= FEW_IDS:
-        return f"{p.count} ids, no more than {FEW_IDS}, which are compared in one launch"
+        return f"{p.count} ids, no more than {FEW_IDS}"
     if p.experts > MOST_EXPERTS:
         return f"there are more than {MOST_EXPERTS} experts"
     return None if p.count < 2**31 else "2^31 ids or more"
@@ -60,8 +63,8 @@ def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
     return Pairs(row, choice, place, offsets)
 
 
-def few(p: Grouped) -> str | None:
-    return f"{p.pairs} rows for {p.experts} experts, of more than {FEW} each" if p.pairs <= FEW * p.experts else None
+def few(p: Grouped, most: int) -> str | None:
+    return f"{p.pairs} rows for {p.experts} experts, of more than {most} each" if p.pairs <= most * p.experts else None
 
 
 def unfit(p: Grouped) -> str | None:
@@ -84,18 +87,14 @@ def _stored(out: Operand) -> bool:
     return copied(out) and out[0][1] * out[2].itemsize % 16 == 0
 
 
-def gated_unfit(p: Grouped) -> str | None:
+def gated_refuses(p: Grouped) -> str | None:
     if not p.gathered:
         return "rows that lie in the order of experts: it gathers them"
-    if (why := unfit(p)) is not None:
+    if (why := few(p, FEW_GATED) or unfit(p)) is not None:
         return why
     if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - `unfit` asked
         return "features that are no multiple of 8"
     return None if p.out is None or p.out[1][0] == p.out[0][1] else "a result whose rows are apart"
-
-
-def gated_refuses(p: Grouped) -> str | None:
-    return few(p) or gated_unfit(p)
 
 
 def products_unfit(p: Grouped) -> str | None:
@@ -109,14 +108,16 @@ def products_unfit(p: Grouped) -> str | None:
 
 
 def products_refuses(p: Grouped) -> str | None:
-    if (why := few(p) or products_unfit(p)) is not None:
+    if (why := few(p, FEW) or products_unfit(p)) is not None:
         return why
     return None if p.out is not None and _stored(p.out) else "a result that cannot be written 16 bytes at a time"
 
 
 def gradients_refuses(p: Grouped) -> str | None:
-    if (why := few(p) or unfit(p)) is not None:
+    if (why := unfit(p)) is not None:
         return why
+    if p.pairs == 0:
+        return "no rows"
     if p.out is None or any(columns % 8 for columns in p.out[0][1:]):
         return "a matrix that has not multiples of 8 rows and columns"
     return None if p.out[3] else "a result that cannot be written 16 bytes at a time"
@@ -147,26 +148,20 @@ def _matrices(b: Matrices, maps: str) -> tuple[torch.Tensor | None, ctypes.c_int
 
 
 def gated(
-    a: torch.Tensor,
-    row: torch.Tensor | None,
-    b: Matrices,
-    offsets: torch.Tensor,
-    h: torch.Tensor | None,
-    function: str = "alignkit_experts_gate_up",
-    maps: str = "alignkit_experts_gate_up_map",
+    a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, h: torch.Tensor | None
 ) -> torch.Tensor:
-    """As each.py's, and the next two; by the library's `function`, for matrices that lie apart with `maps`."""
+    """As each.py's, and the next two."""
     if row is None:
         raise BackendError("moe_gated: rows that are not gathered are not for this kernel")
     features, k = b.shape[0] // 2, a.shape[1]
     out = torch.empty(len(row), features, dtype=a.dtype, device=a.device)
     cuda.call(
-        function,
+        "alignkit_experts_gate_up",
         a.device,
         a,
         ctypes.c_int64(a.stride(0)),
         row,
-        *_matrices(b, maps),
+        *_matrices(b, "alignkit_experts_gate_up_map"),
         offsets,
         len(b),
         h,
@@ -188,6 +183,7 @@ def products(
     function: str = "alignkit_experts_down",
     maps: str = "alignkit_experts_down_map",
 ) -> None:
+    """By the library's `function`, for matrices that lie apart with `maps`."""
     if row is not None:
         raise BackendError("moe_products: rows that are gathered are not for this kernel")
     cuda.call(

@@ -19,14 +19,10 @@ ORDER = {
     ),
     "moe_products": (
         Kernel("many", CUDA, "cuda", rule="products_refuses"),
-        Kernel("few", CUDA, "few", rule="products_refuses"),
+        Kernel("few", CUDA, "few", rule="refuses"),
         *_PRODUCTS,
     ),
-    "moe_gated": (
-        Kernel("many", CUDA, "cuda", rule="gated_refuses"),
-        Kernel("few", CUDA, "few", rule="gated_refuses"),
-        *_PRODUCTS,
-    ),
+    "moe_gated": (Kernel("many", CUDA, "cuda", rule="gated_refuses"), *_PRODUCTS),
     "moe_gradients": (Kernel("many", CUDA, "cuda", rule="gradients_refuses"), *_PRODUCTS),
     "moe_combine": (Kernel("vectors", CUDA, "cuda", rule="combine_refuses"), *PLAIN),
     "moe_weigh": PLAIN,

@@ -22,24 +22,34 @@ struct Rows {
   int tiles[kMostExperts + 1];
 };
 
-// By a whole warp, of tiles of kHeight rows.
+// By a whole warp, of tiles of kHeight rows. It asks memory for the ends of many experts before it waits for the first of them.
 template <int kHeight>
 __device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
+  constexpr int at_once = 5;  // 32 experts each; of 128 all
   int lane = threadIdx.x % 32, before = 0;
-  for (int i = 0; i <= e.count; i += 32) {
-    int expert = i + lane;
-    int pair = static_cast<int>(e.offsets[min(expert, e.count)]);
-    int tiles = (static_cast<int>(e.offsets[min(expert + 1, e.count)]) - pair + kHeight - 1) / kHeight, sum = tiles;
+#pragma unroll 1
+  for (int first = 0; first <= e.count; first += at_once * 32) {
+    int pair[at_once], end[at_once];
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      int other = __shfl_up_sync(~0u, sum, distance);
-      if (lane >= distance) sum += other;
+    for (int i = 0; i < at_once; ++i) {
+      int expert = first + i * 32 + lane;
+      pair[i] = static_cast<int>(e.offsets[min(expert, e.count)]);
+      end[i] = static_cast<int>(e.offsets[min(expert + 1, e.count)]);
     }
-    if (expert <= e.count) {
-      rows.pair[expert] = pair;
-      rows.tiles[expert] = before + sum - tiles;
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      int expert = first + i * 32 + lane, tiles = (end[i] - pair[i] + kHeight - 1) / kHeight, sum = tiles;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        int other = __shfl_up_sync(~0u, sum, distance);
+        if (lane >= distance) sum += other;
+      }
+      if (expert <= e.count) {
+        rows.pair[expert] = pair[i];
+        rows.tiles[expert] = before + sum - tiles;
+      }
+      before += __shfl_sync(~0u, sum, 31);
     }
-    before += __shfl_sync(~0u, sum, 31);
   }
 }
 
@@ -74,7 +84,7 @@ template <int kHeight = kRows>
 struct Walk {
   const Rows& rows;
   const Experts& experts;
-  int i, expert = 0;
+  int i, expert = -1;
 
   __device__ Walk(const Rows& rows, const Experts& experts) : rows(rows), experts(experts), i(blockIdx.x) {}
 
@@ -83,6 +93,7 @@ struct Walk {
     if (i >= down * experts.across) return false;
     int first = i / (kBandRows * experts.across) * kBandRows, band = min(kBandRows, down - first);
     int j = i - first * experts.across, r = first + j % band;
+    if (expert < 0) expert = find(r);
     while (rows.tiles[expert + 1] <= r) ++expert;
     while (rows.tiles[expert] > r) --expert;
     t.expert = expert;
@@ -91,6 +102,14 @@ struct Walk {
     t.column = j / band;
     i += gridDim.x;
     return true;
+  }
+
+  // The expert of the first tile may be far from any, those of the next are near it.
+  __device__ int find(int r) const {
+    int last = 0;  // of those known to begin at or before it
+    for (int far = kMostExperts / 2; far; far /= 2)
+      if (last + far < experts.count && rows.tiles[last + far] <= r) last += far;
+    return last;
   }
 };
 
