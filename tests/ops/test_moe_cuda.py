@@ -20,10 +20,7 @@ if not CPU:
     from alignkit.ops.moe_router.problem import Routing
     from alignkit.ops.silu_mul import triton as silu_mul
 
-    BY_CUDA = (
-        *((cuda, f"{what}_refuses") for what in ("gated", "products", "gradients")),
-        (few, "refuses"),
-    )
+    BY_CUDA = (*((cuda, f"{what}_refuses") for what in ("gated", "products", "gradients")), (few, "refuses"))
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
