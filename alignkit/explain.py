@@ -13,7 +13,7 @@ from .errors import BackendError, InputError
 from .ops.gated_delta_rule.problem import Delta
 from .ops.linear.problem import Product
 from .ops.linear_logp.problem import Head, HeadGradient, HeadProducts
-from .ops.moe_experts.problem import Grouped, Rows
+from .ops.moe_experts.problem import Grouped, Ids, Rows
 from .ops.rms_norm.problem import Norm
 from .runtime import dispatch, families
 from .runtime.operands import Operand
@@ -135,6 +135,11 @@ def _experts(op: str) -> Callable[[str, Words], Grouped]:
     return described
 
 
+def _ids(backend: str, given: Words) -> Ids:
+    rows, top_k, experts = (given.size(name) for name in ("rows", "top_k", "experts"))
+    return Ids(backend, rows * top_k, experts)
+
+
 def _rows_of_experts(backend: str, given: Words) -> Rows:
     rows, h, top_k = (given.size(name) for name in ("rows", "h", "top_k"))
     dtype = given.dtype("dtype")
@@ -150,6 +155,7 @@ DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
     "head_gradient": _gradient,
     "head_products": _products,
     "gated_delta_rule": _delta,
+    "moe_pairs": _ids,
     "moe_combine": _rows_of_experts,
     **{op: _experts(op) for op in ("moe_products", "moe_gated", "moe_gradients")},
 }

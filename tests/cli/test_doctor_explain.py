@@ -67,6 +67,7 @@ def test_each_op_has_a_kernel_on_each_family():
         "rms_norm_backward": ["rows=4", "h=64"],
         **{f"head_{what}": ["rows=512", "ids=8448", "k=64"] for what in ("statistics", "gradient", "products")},
         **{f"moe_{what}": [*LINEAR, "experts=8"] for what in ("products", "gated", "gradients")},
+        "moe_pairs": ["rows=4", "top_k=8", "experts=128"],
         "moe_combine": ["rows=4", "h=2048", "top_k=8"],
     }
     fused = {"rms_norm", "rms_norm_backward", "head_statistics", "head_gradient", "head_products", "gated_delta_rule"}
@@ -74,8 +75,11 @@ def test_each_op_has_a_kernel_on_each_family():
         for family in ("cpu", "sm90"):
             (runs,) = kernels(explain(op, [*needed.get(op, []), f"family={family}"]), "runs")
             if family == "sm90" and op not in ("linear", "linear_resume"):
-                others = dict.fromkeys(("moe_products", "moe_gated", "moe_gradients"), "grouped") | {
-                    "moe_combine": "vectors"
+                others = {
+                    "moe_products": "few",
+                    "moe_gated": "grouped",
+                    "moe_gradients": "many",
+                    "moe_combine": "vectors",
                 }
                 assert runs == ("cuda" if op in fused else others.get(op, "triton"))
 
@@ -88,7 +92,7 @@ def test_few_rows_an_expert_are_for_other_tiles():
 
 def test_experts_whose_matrices_lie_apart():
     told = list(explain("moe_products", [*LINEAR, "experts=8", "scattered=yes"]))
-    assert kernels(told, "passed over") == ["many", "grouped"] and kernels(told, "runs") == ["each"]
+    assert kernels(told, "passed over") == ["many", "few", "grouped"] and kernels(told, "runs") == ["each"]
     assert any("the experts' matrices differ in strides or alignment" in line for line in told)
 
 

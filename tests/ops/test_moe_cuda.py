@@ -12,7 +12,7 @@ from .helpers import CPU, randn, without
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
     from alignkit.ops._triton import exp_of, sum_of_products
-    from alignkit.ops.moe_experts import cuda, each, grouped, pairs, ranked, reference
+    from alignkit.ops.moe_experts import cuda, each, few, grouped, pairs, ranked, reference
     from alignkit.ops.moe_experts import triton as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
     from alignkit.ops.moe_router import reference as routed
@@ -20,7 +20,7 @@ if not CPU:
     from alignkit.ops.moe_router.problem import Routing
     from alignkit.ops.silu_mul import triton as silu_mul
 
-    MANY = (cuda, "gated_refuses"), (cuda, "products_refuses")
+    BY_CUDA = (*((cuda, f"{what}_refuses") for what in ("gated", "products", "gradients")), (few, "refuses"))
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
@@ -68,11 +68,13 @@ def matrices(n, out, k, dtype, listed, by_k=True):
 @pytest.mark.parametrize("n,k,first,own", [(4, 2, 0, 4), (128, 8, 0, 128), (60, 4, 15, 15), (1, 1, 0, 1)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_pairs(rows, n, k, first, own, dtype):
-    """In one launch, or by torch; and what they are."""
+    """In one launch, by torch, or counted; and what they are."""
     ids = draw(rows, n, k, dtype=dtype)
     got = ranked.pairs(ids, first, own)
-    for a, b in zip(got, pairs.pairs(ids, first, own), strict=True):
-        assert torch.equal(a, b)
+    others = [pairs.pairs(ids, first, own), *([cuda.pairs(ids, first, own)] if rows else [])]
+    for other in others:
+        for a, b in zip(got, other, strict=True):
+            assert torch.equal(a, b)
     count = int(got.offsets[-1])
     here = (ids >= first) & (ids < first + own)
     assert count == int(here.sum()) and torch.equal(got.place >= 0, here)
@@ -191,11 +193,11 @@ def test_experts(width, dtype, listed):
         out = ops.moe_experts(leaves[0], ids, leaves[1], first, second)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
-    with without(*MANY):
+    with without(*BY_CUDA):
         found = run()
         with torch.no_grad():
             alone = ops.moe_experts(x, ids, weights, gate_up, down)
-    with without(*MANY, (grouped, "refuses")):
+    with without(*BY_CUDA, (grouped, "refuses")):
         expected = run()
     for i, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise_equal(got, want, f"result {i}")

@@ -1,18 +1,18 @@
-"""Mixture of experts by the CUDA kernels for many rows: the bytes of the Triton kernels, for drawn shapes and routings."""
+"""Mixture of experts by the CUDA kernels: the bytes of the Triton kernels, for drawn shapes and routings."""
 
 import random
 
 import pytest
 import torch
 
-from alignkit import ops
+from alignkit import BackendError, ops
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn, without
 
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
-    from alignkit.ops.moe_experts import cuda, grouped, ranked
+    from alignkit.ops.moe_experts import cuda, few, grouped, ranked
     from alignkit.ops.moe_experts import triton as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
 
@@ -45,9 +45,9 @@ def laid_out(generator: random.Random, experts: int, n: int, k: int) -> torch.Te
 
 
 class Drawn:
-    """A problem of which each expert's rows are many, on average."""
+    """A problem of which each expert's rows are many, on average, or few."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, many: bool = True):
         generator = random.Random(seed)
         torch.manual_seed(seed)
         self.experts = generator.choice((1, 2, 3, 8, 60, 128, 160))
@@ -55,7 +55,10 @@ class Drawn:
         self.h = 8 * generator.randint(1, 80)
         self.leaves = generator.choice((1, 2, 4, 8, 8))
         self.f = 16 * self.leaves * generator.randint(1, 12) if self.leaves > 1 else 8 * generator.randint(1, 99)
-        self.rows = generator.choice((1, 70, 300)) * self.experts + generator.randrange(100)
+        if many:
+            self.rows = generator.choice((1, 70, 300)) * self.experts + generator.randrange(100)
+        else:
+            self.rows = generator.choice((1, 3, 17, 3 * self.experts, 40 * self.experts // self.top + 1))
         self.ids = routed(generator, self.rows, self.experts, self.top)
         self.pairs = ranked.pairs(self.ids, 0, self.experts)
         self.count = int(self.pairs.offsets[-1])
@@ -86,15 +89,43 @@ def test_gate_and_up(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_down(seed):
-    p = Drawn(seed)
+@pytest.mark.parametrize("of", ["many", "few"])
+def test_down(seed, of):
+    p, kernels = Drawn(seed, of == "many"), cuda if of == "many" else few
     weights, a = Matrices(p.down), randn(p.ids.numel(), p.f, dtype=BF16)
     a[p.count :] = float("nan")
     for dtype in (BF16, torch.float32):
         got, want = (filled(p.ids.numel(), p.h, dtype=dtype) for _ in range(2))
-        cuda.products(a, None, weights, p.pairs.offsets, p.leaves, got)
+        kernels.products(a, None, weights, p.pairs.offsets, p.leaves, got)
         grouped.products(a, None, weights, p.pairs.offsets, p.leaves, want)
         assert_bitwise_equal(got, want, f"{p}, {dtype}")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("of", ["many", "few"])
+def test_gradients_of_matrices(seed, of):
+    """Whichever of the operands is gathered, or none; what belongs to no expert's pair has no part in them."""
+    p = Drawn(seed, of == "many")
+    n = 8 * random.Random(-seed).randint(1, 60)
+    row, count, many = p.pairs.row, p.count, p.ids.numel()
+    ordered = randn(many, n + 8, dtype=BF16)[:, :n]
+    ordered[count:] = float("nan")
+    unused = torch.ones(p.rows, dtype=torch.bool)
+    unused[row[:count]] = False
+    p.x[unused] = float("nan")
+    sides = [(ordered, None, p.x, row), (p.x, row, ordered, None), (ordered, None, p.x[row], None)]
+    for a, a_row, b, b_row in sides:
+        got, want = (filled(p.experts, a.shape[1], b.shape[1]) for _ in range(2))
+        cuda.gradients(a, a_row, b, b_row, p.pairs.offsets, got)
+        grouped.gradients(a, a_row, b, b_row, p.pairs.offsets, want)
+        assert_bitwise_equal(got, want, f"{p}, {n} features, gathered: {a_row is not None}, {b_row is not None}")
+
+
+def test_two_gathered_operands_are_refused():
+    p = Drawn(3)
+    out = filled(p.experts, p.h, p.h)
+    with pytest.raises(BackendError, match="moe_gradients: two operands"):
+        cuda.gradients(p.x, p.pairs.row, p.x, p.pairs.row, p.pairs.offsets, out)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +154,7 @@ def test_a_nan_stays_in_its_row():
     assert torch.equal(got.isnan().any(1), p.pairs.row[: p.count] == 3)
 
 
-@pytest.mark.parametrize("rows", [1500, 8000])
+@pytest.mark.parametrize("rows", [1, 5, 100, 1500, 8000])
 @pytest.mark.parametrize("listed", [False, True])
 def test_the_op(rows, listed):
     """Forward and backward, at the widths of Qwen3-30B-A3B with fewer experts: as without these kernels."""
@@ -140,7 +171,10 @@ def test_the_op(rows, listed):
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     got = run()
-    with without(*((cuda, f"{name}_refuses") for name in ("gated", "products", "combine"))):
+    with without(
+        *((cuda, f"{name}_refuses") for name in ("pairs", "gated", "products", "gradients", "combine")),
+        (few, "refuses"),
+    ):
         want = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_bitwise_equal(a, b, f"result {i}")

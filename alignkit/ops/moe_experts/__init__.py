@@ -25,7 +25,7 @@ from .._common import (
     require,
     rounded,
 )
-from .problem import Grouped, Matrices, Pairs, Rows
+from .problem import Grouped, Ids, Matrices, Pairs, Rows
 
 
 class Ranks(NamedTuple):
@@ -108,7 +108,8 @@ def _gradients(a, a_row, b, b_row, pairs: Pairs, like: Matrices) -> torch.Tensor
 
 
 def _pairs(ids: torch.Tensor, ranks: Ranks, experts: int) -> Pairs:
-    return dispatch.select("moe_pairs", ids.device).pairs(ids, ranks.first, experts)
+    p = Ids(dispatch.name(ids.device), ids.numel(), experts)
+    return dispatch.choose("moe_pairs", p).load().pairs(ids, ranks.first, experts)
 
 
 def _combine(y, pairs: Pairs, ids, weights, ranks: Ranks, dtype: torch.dtype) -> torch.Tensor:

@@ -12,10 +12,18 @@ _PRODUCTS = (
 )
 
 ORDER = {
-    "moe_pairs": (Kernel("triton", TRITON, "ranked"), *(Kernel("torch", b, "pairs") for b in (NATIVE, REFERENCE))),
-    "moe_products": (Kernel("many", CUDA, "cuda", rule="products_refuses"), *_PRODUCTS),
+    "moe_pairs": (
+        Kernel("many", CUDA, "cuda", rule="pairs_refuses"),
+        Kernel("triton", TRITON, "ranked"),
+        *(Kernel("torch", b, "pairs") for b in (NATIVE, REFERENCE)),
+    ),
+    "moe_products": (
+        Kernel("many", CUDA, "cuda", rule="products_refuses"),
+        Kernel("few", CUDA, "few", rule="refuses"),
+        *_PRODUCTS,
+    ),
     "moe_gated": (Kernel("many", CUDA, "cuda", rule="gated_refuses"), *_PRODUCTS),
-    "moe_gradients": _PRODUCTS,
+    "moe_gradients": (Kernel("many", CUDA, "cuda", rule="gradients_refuses"), *_PRODUCTS),
     "moe_combine": (Kernel("vectors", CUDA, "cuda", rule="combine_refuses"), *PLAIN),
     "moe_weigh": PLAIN,
 }

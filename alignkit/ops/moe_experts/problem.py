@@ -99,6 +99,15 @@ def on_device(device: torch.device, key: Hashable, make: Callable[[], torch.Tens
     return found
 
 
+class Ids(NamedTuple):
+    """Ids of which the pairs are to be put in the order of experts."""
+
+    backend: str
+    """The fastest that may do it."""
+    count: int
+    experts: int
+
+
 class Rows(NamedTuple):
     """What rows get of their experts: out [rows, H] of y [pairs, H]."""
 

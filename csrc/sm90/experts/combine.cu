@@ -1,7 +1,8 @@
 // What a row gets of its experts: the balanced tree over experts, in fp32, of its pairs' rows, each times the router's weight.
 //
-// A warp takes a row. Lane n finds the n-th of the row's experts in the order of the tree, and whose sum the sum from it on is
+// A warp takes a row, or of few rows some of its columns. Lane n finds the n-th of the row's experts in the order of the tree, and whose sum the sum from it on is
 // added to. Then each lane adds 16 bytes of columns at a time, of which all pairs' are on their way together.
+#include <algorithm>
 #include <climits>
 #include <cstdint>
 
@@ -13,6 +14,7 @@ namespace alignkit {
 namespace {
 
 constexpr int kWarps = 8;
+constexpr int kEnough = 256;  // blocks, for all multiprocessors to have some
 
 struct Combine {
   const int64_t* place;  // of a row's ids: the pair, or -1
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const In* y, Out* out, co
     weights[n] = __shfl_sync(~0u, weight, n);
     to[n] = __shfl_sync(~0u, left, n);
   }
-  for (int j = lane * count_of; j < p.columns; j += 32 * count_of) {
+  for (int j = (blockIdx.y * 32 + lane) * count_of; j < p.columns; j += gridDim.y * 32 * count_of) {
     uint4 held[kMost];
 #pragma unroll
     for (int n = 0; n < kMost; ++n)
@@ -134,9 +136,10 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const In* y, Out* out, co
 
 template <class In, class Out>
 cudaError_t launch_combine(const void* y, void* out, const Combine& p, cudaStream_t stream) {
+  int down = (p.rows + kWarps - 1) / kWarps, across = (p.columns + 32 * kVector<In> - 1) / (32 * kVector<In>);
+  dim3 blocks(down, std::clamp(kEnough / down, 1, across));
   auto launch = [&](auto kernel) {
-    return launch_early(kernel, (p.rows + kWarps - 1) / kWarps, kWarps * 32, 0, stream, static_cast<const In*>(y),
-                        static_cast<Out*>(out), p);
+    return launch_early(kernel, blocks, kWarps * 32, 0, stream, static_cast<const In*>(y), static_cast<Out*>(out), p);
   };
   if (p.k <= 2) return launch(combine<2, In, Out>);
   if (p.k <= 4) return launch(combine<4, In, Out>);

@@ -1,7 +1,7 @@
 // Rows in the order of experts, each by its expert's matrix: a chain over ascending k, or the balanced tree of 2, 4 or 8 chains
 // over leaves of k.
 //
-// A block takes 128 rows by 96 columns: of so many, a thread's registers hold the sums of a leaf and those of one and two leaves
+// A block takes 128 rows by 128 columns: of so many, a thread's registers hold the sums of a leaf and those of one and two leaves
 // that wait for as many more; those of four wait in shared memory. One warp copies operands there, through the ends of leaves
 // and tiles without a pause; two groups of four warps multiply 64 rows each. A leaf may end wherever 16 of k do.
 #include "experts.cuh"
@@ -9,9 +9,9 @@
 namespace alignkit {
 namespace {
 
-constexpr int kDownColumns = 96;
+constexpr int kDownColumns = 128;
 constexpr int kSums = kDownColumns / 2;  // of a thread
-constexpr int kDepth = 6;                // stages
+constexpr int kDepth = 4;                // stages
 constexpr int kSlices = kStep / 16;      // of a stage
 
 struct DownStage {
@@ -40,7 +40,7 @@ struct Down {
 __device__ __forceinline__ void copy_down(DownShared& sh, const CUtensorMap* a, const CUtensorMap* all, const Down& p) {
   int stage = 0, phase = 0;
   Tile t;
-  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
     const CUtensorMap* map = p.weights.map(all, t.expert);
     int column = p.weights.first_row(t.expert) + t.column * kDownColumns;
 #pragma unroll 1
@@ -180,7 +180,7 @@ __device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
   float* four = sh.four[group] + threadIdx.x % 128;
   Reader reader(sh, group);
   Tile t;
-  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
     float sums[kSums];
     Tree<kLeaves>::sum(reader, sums, slices, four);
     reader.end();

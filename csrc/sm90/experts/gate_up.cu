@@ -41,7 +41,7 @@ __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* all, 
     if (++announced == kStages) announced = 0;
   };
   Tile t;
-  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
     const __nv_bfloat16* from[each];
     int pairs = t.end - t.row;
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p)
   int steps = (p.k + kStep - 1) / kStep;
   float sums[128];
   Tile t;
-  for (Walk walk(sh.rows, p.experts); walk.next(t);) {
+  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
     if (first && late) named_barrier_sync(1, 256);
     int before = 0;
 #pragma unroll 1
