@@ -176,8 +176,6 @@ def test_models_of_glm(name, supported, tmp_path):
     assert {field: said[config + field][0] for field in asked} == dict.fromkeys(asked, PASSES) | {
         "mtp_num_layers": REFUSED
     }
-    eager = said.get("actor_rollout_ref.rollout.enforce_eager")
-    assert (eager is not None) is supported
 
 
 def test_a_model_of_a_name_that_says_nothing(tmp_path):
