@@ -48,6 +48,7 @@ METRICS = (
 )
 """How the names of the metrics that are kept begin."""
 LINE = "actor_rollout_ref.model.external_lib"
+TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
 ROWS = "VERL_FILE_LOGGER_PATH"
 PROMPTS = 256
 
@@ -151,6 +152,9 @@ def command(layout: Layout, aligned: bool, reward: Path, overrides: list[str]) -
         "trainer.logger=[console,file]",
         # verl's newer trainer moves its data by a package of its own.
         f"trainer.use_v1={importlib.util.find_spec('transfer_queue') is not None}",
+        # verl's defaults ask for Apex's product of weight gradients and for flash-attn; both runs do without.
+        f"+{TRANSFORMER}.gradient_accumulation_fusion=False",
+        f"{TRANSFORMER}.attention_backend=auto",
         # Sampled until the longest length: random weights end a sample anywhere.
         "actor_rollout_ref.rollout.ignore_eos=True",
         # So large that every step changes weights in bf16, and the rollout's with them.
