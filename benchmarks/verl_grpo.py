@@ -6,21 +6,28 @@ downloaded. verl's own metrics of every step, as its file logger writes them, go
     {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
 
 and verl.svg draws training/rollout_probs_diff_max of them. ``training``: how the ranks are laid out, such as "PP 2".
-A run that fails leaves its log beside the results, and the others go on.
+A run that fails, or takes longer than it may, leaves its log and the metrics of its steps beside the results, and the others
+go on. What its Ray processes wrote themselves is under /tmp/ray/session_latest/logs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from lib.results import H200, ROOT, made_on, read, write
 
@@ -41,6 +48,8 @@ METRICS = (
 )
 """How the names of the metrics that are kept begin."""
 LINE = "actor_rollout_ref.model.external_lib"
+TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
+ROWS = "VERL_FILE_LOGGER_PATH"
 PROMPTS = 256
 
 
@@ -143,8 +152,19 @@ def command(layout: Layout, aligned: bool, reward: Path, overrides: list[str]) -
         "trainer.logger=[console,file]",
         # verl's newer trainer moves its data by a package of its own.
         f"trainer.use_v1={importlib.util.find_spec('transfer_queue') is not None}",
+        # verl's defaults ask for Apex's product of weight gradients and for flash-attn; both runs do without.
+        f"+{TRANSFORMER}.gradient_accumulation_fusion=False",
+        f"{TRANSFORMER}.attention_backend=auto",
         # Sampled until the longest length: random weights end a sample anywhere.
         "actor_rollout_ref.rollout.ignore_eos=True",
+        # So large that every step changes weights in bf16, and the rollout's with them.
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+        # A toy task keeps one process of each kind busy, and vLLM at most 64 samples: the rest would only take time to start.
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "reward.num_workers=1",
+        "data.dataloader_num_workers=0",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+        "actor_rollout_ref.rollout.cudagraph_capture_sizes=[1,8,16,32,64]",
         *([] if aligned else [f"{LINE}=null"]),
     ]
     return ["bash", str(ROOT / "examples/verl/grpo.sh"), *more, *overrides]
@@ -152,24 +172,15 @@ def command(layout: Layout, aligned: bool, reward: Path, overrides: list[str]) -
 
 def run(args: argparse.Namespace, layout: Layout, aligned: bool, model: Path, data: Path, reward: Path) -> bool:
     name = f"{'aligned' if aligned else 'stock'}-{layout.training.replace(' ', '').replace(',', '-')}"
-    rows, log = model.parent / f"{name}.jsonl", args.out.with_name(f"verl-{name}.log")
+    rows, log = (args.out.absolute().with_name(f"verl-{name}.{kind}") for kind in ("jsonl", "log"))
     sizes = {"GPUS": layout.gpus, "TRAIN_TP": layout.tp, "TRAIN_PP": layout.pp, "TRAIN_CP": layout.cp}
     environment = os.environ | {key: str(value) for key, value in sizes.items()}
     environment |= {"MODEL_PATH": str(model), "TRAIN": str(data), "STEPS": str(args.steps)}
-    environment |= {"ROLLOUT_TP": str(layout.rollout_tp), "VERL_FILE_LOGGER_PATH": str(rows), "HF_HUB_OFFLINE": "1"}
-    log.parent.mkdir(parents=True, exist_ok=True)
+    environment |= {"ROLLOUT_TP": str(layout.rollout_tp), ROWS: str(rows), "HF_HUB_OFFLINE": "1"}
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.unlink(missing_ok=True)
     print(f"{name}: log in {log}", flush=True)
-    with log.open("w") as output:
-        try:
-            done = subprocess.run(
-                command(layout, aligned, reward, args.overrides),
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=args.timeout,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            done = 124
+    done = launch(command(layout, aligned, reward, args.overrides), environment, log, args.timeout)
     steps = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
     kept = [
         {"step": row["step"]} | {key: value for key, value in row["data"].items() if key.startswith(METRICS)}
@@ -179,11 +190,51 @@ def run(args: argparse.Namespace, layout: Layout, aligned: bool, model: Path, da
     worst = max((row["training/rollout_probs_diff_max"] for row in kept), default=None)
     print(f"{name}: status {done}, {len(kept)} steps, training/rollout_probs_diff_max {worst}", flush=True)
     if done or len(kept) < args.steps:
-        print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+        print(reasons(log.read_text(errors="replace")), flush=True)
         return False
     log.unlink()
+    rows.unlink()
     record(args.out, {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}, kept)
     return True
+
+
+def launch(arguments: list[str], environment: dict[str, str], log: Path, timeout: float) -> int:
+    """The exit status of a run, 124 if it took too long; nothing that it started is left. Its folder is that of the model."""
+    family: set[psutil.Process] = set()
+    ends = time.monotonic() + timeout
+    with log.open("w") as output:
+        process = psutil.Popen(
+            arguments,
+            env=environment | {"PYTHONFAULTHANDLER": "1"},  # a Python that is aborted says where it stood
+            cwd=Path(environment["MODEL_PATH"]).parent,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while time.monotonic() < ends:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    family.update(process.children(recursive=True))
+                with contextlib.suppress(psutil.TimeoutExpired):
+                    return process.wait(0.5)
+            signal_all([*family, process], signal.SIGABRT)
+            return 124
+        finally:  # vLLM's processes may outlive Ray's, and Ray's the one that started them
+            _, alive = psutil.wait_procs(family, timeout=10)
+            signal_all([*alive, process], signal.SIGKILL)
+            psutil.wait_procs([*alive, process], timeout=10)
+
+
+def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
+
+
+def reasons(log: str, lines: int = 25) -> str:
+    """The last lines of a log in which something raised, each once, and its last lines of all."""
+    plain = [re.sub(r"\x1b\[\d+m|\(\w+ pid=\d+\)", "", line).strip()[:500] for line in log.splitlines()]
+    raised = dict.fromkeys(line for line in reversed(plain) if re.search(r"\w(Error|Exception)\b.*:|\brefused\b", line))
+    return "\n".join([*reversed(list(raised)[:lines]), "...", *plain[-lines:]])
 
 
 def record(out: Path, key: dict, steps: list[dict]) -> None:

@@ -8,6 +8,7 @@ import threading
 import types
 from pathlib import Path
 
+import psutil
 import pytest
 
 from alignkit.check.train import check_layout
@@ -1324,23 +1325,21 @@ def test_verl_runs_differ_by_the_line_alone(module, tmp_path):
     assert aligned[-1] == stock[-1] == "x.y=1"
 
 
-def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch):
+def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     verl = module("verl_grpo")
     verl_json = tmp_path / "verl.json"
 
-    def run(command, env, **_):
+    def launch(command, environment, log, timeout):
         value = 0.25 if command[-1] == f"{verl.LINE}=null" else 0.0
         row = {"training/rollout_probs_diff_max": value, "rollout_corr/kl": 0.0, "timing_s/step": 1.0}
         lines = [{"step": step, "data": row} for step in (1, 2)] + [{"step": 3, "data": {"val/x": 1.0}}]
-        Path(env["VERL_FILE_LOGGER_PATH"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert env["TRAIN_CP"] == "2" and env["ROLLOUT_TP"] == "2"
-        return type("Done", (), {"returncode": 0})
+        Path(environment["VERL_FILE_LOGGER_PATH"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        log.write_text("(TaskRunner pid=1) ValueError: of a worker\nall\n")
+        assert environment["TRAIN_CP"] == "2" and environment["ROLLOUT_TP"] == "2"
+        return 0
 
-    made = dict(run=run, STDOUT=None, TimeoutExpired=verl.subprocess.TimeoutExpired)
-    monkeypatch.setattr(
-        verl, "subprocess", type("Subprocess", (), {k: staticmethod(v) if k == "run" else v for k, v in made.items()})
-    )
+    monkeypatch.setattr(verl, "launch", launch)
     monkeypatch.setattr(verl, "toy", lambda folder, sizes: (folder / "m", folder / "d.jsonl", folder / "r.py"))
     arguments = ["verl_grpo.py", "--layouts", "cp2", "--steps", "2", "--out", str(verl_json)]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -1356,6 +1355,35 @@ def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch):
     assert runs[0]["steps"][0] == {"step": 1, "training/rollout_probs_diff_max": 0.0, "rollout_corr/kl": 0.0}
     assert runs[1]["steps"][1]["training/rollout_probs_diff_max"] == 0.25
     assert verl_json.with_suffix(".svg").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["verl.json", "verl.svg"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--steps", "3"])
     with pytest.raises(SystemExit, match="failed: cp2"):
         verl.main()
+    assert "ValueError: of a worker" in capsys.readouterr().out
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept >= {"verl-aligned-CP2.log", "verl-aligned-CP2.jsonl", "verl-stock-CP2.log"}
+
+
+def test_verl_leaves_nothing_of_a_run_that_takes_too_long(module, tmp_path):
+    """The run's Python says where it stood; what it started in a session of its own is ended too."""
+    verl, log = module("verl_grpo"), tmp_path / "log"
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "print('child', child.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    environment = os.environ | {"MODEL_PATH": str(tmp_path / "model")}
+    assert verl.launch(["bash", "-c", f'{sys.executable} -c "$0"', code], environment, log, 3) == 124
+    said = log.read_text()
+    assert "Fatal Python error: Aborted" in said and said.count('File "<string>", line') == 2, said
+    child = int(said.split("child ")[1].split()[0])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert verl.launch(["bash", "-c", "echo done; exit 7"], environment, log, 60) == 7 and log.read_text() == "done\n"
+
+
+def test_verl_says_why_a_run_failed(module):
+    verl = module("verl_grpo")
+    log = "\x1b[36m(WorkerDict pid=7)\x1b[0m ValueError: one\n" * 2 + "x\n" * 40 + "  UnsupportedError: two\nlast\n"
+    lines = verl.reasons(log, 4).splitlines()
+    assert lines == ["ValueError: one", "UnsupportedError: two", "...", "x", "x", "UnsupportedError: two", "last"]
