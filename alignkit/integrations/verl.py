@@ -28,6 +28,7 @@ ENGINE = "verl.workers.engine.megatron.transformer_impl"
 FUSED = "verl.models.mcore.model_forward_fused"
 SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
+OURS = "alignkit.integrations.verl_worker.WorkerExtension"
 TEMPERATURE_OF_PADDING = 1e-8  # as in verl: its rows have a temperature of 0
 
 _SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
@@ -92,9 +93,14 @@ class Patch(Framework):
         from alignkit.vllm.patch import Patch as VLLM
 
         self.align(VLLM, alignkit.patch_vllm)
-        server = module.vLLMHttpServer
-        self.replace(server, "_preprocess_engine_kwargs", with_vocabulary_size(server._preprocess_engine_kwargs))
-        self.replace(server, "_get_worker_extension_cls", worker_extension(server._get_worker_extension_cls))
+        # Ray makes a subclass of an actor's class, with methods of its own that call what the class had then.
+        for cls in (module.vLLMHttpServer, *_below(module.vLLMHttpServer)):
+            for name, wrapped in (
+                ("_preprocess_engine_kwargs", with_vocabulary_size),
+                ("_get_worker_extension_cls", worker_extension),
+            ):
+                if name in vars(cls):
+                    self.replace(cls, name, wrapped(vars(cls)[name]))
 
     def _trainer(self, trainer: type, name: str) -> None:
         stock = getattr(trainer, name)
@@ -107,6 +113,11 @@ class Patch(Framework):
             return stock(self, *args, **kwargs)
 
         self.replace(trainer, name, checked)
+
+
+def _below(cls: type) -> list[type]:
+    """All subclasses of a class."""
+    return [c for direct in cls.__subclasses__() for c in (direct, *_below(direct))]
 
 
 def vocabulary_size(model_config: Any) -> int:
@@ -205,9 +216,9 @@ def worker_extension(stock):
 
     @functools.wraps(stock)
     def name(server) -> str:
-        if (asked := stock(server)) != EXTENSION:
+        if (asked := stock(server)) not in (EXTENSION, OURS):
             raise UnsupportedError(f"worker extension: {asked} is not supported, only {EXTENSION}")
-        return "alignkit.integrations.verl_worker.WorkerExtension"
+        return OURS
 
     return name
 

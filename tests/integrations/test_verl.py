@@ -2,6 +2,9 @@
 
 import importlib
 import inspect
+import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +46,17 @@ def test_what_is_replaced(engine):
     arguments, names = engine
     assert arguments == {"additional_config": {"alignkit_vocab_size": in_verl.TOKENIZER}}
     assert f"{SERVER}.vLLMHttpServer._get_worker_extension_cls" in names
+
+
+@pytest.mark.parametrize("before", [[], ["before"]], ids=["in the actor", "in both"])
+def test_what_is_replaced_in_an_actor_of_ray(before, path):
+    command = [sys.executable, "-m", "tests.integrations.in_ray", path, *before]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert json.loads(said.stdout.splitlines()[-1]) == [
+        {"additional_config": {"alignkit_vocab_size": in_verl.TOKENIZER}},
+        "alignkit.integrations.verl_worker.WorkerExtension",
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
