@@ -95,8 +95,7 @@ def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row
     routed = ["routed"] if gpu else []
     chosen: list[tuple[str, str, bool]] = []
     if "modes" in parts:
-        graphs = "eager" in plan.rollouts(1, gpu, experts=True)  # else all engines are eager
-        rollouts = ["batch", "one", "prompt_logprobs", "prefix", "chunked", *routed] + ["eager", "v1"] * graphs
+        rollouts = ["batch", "one", "prompt_logprobs", "prefix", "chunked", *routed] + (["eager", "v1"] if gpu else [])
         chosen += [(r, f"tp1-{mode}", True) for r in rollouts for mode in modes]
     if "tp" in parts and sizes:
         rollouts = ["batch"] + [f"tp{n}{ep}" for n in sizes for ep in ("", "-ep")]
