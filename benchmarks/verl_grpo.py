@@ -37,7 +37,9 @@ MODEL = dict(
     hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True, std=0.03
 )
 SMALL = MODEL | dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocab=2048)
-SPECIAL = ("<pad>", "<end>")
+PAD, END = "<pad>", "<end>"
+SPECIAL = ("\n", "<|im_end|>", PAD, END)
+"""The last words. verl looks the first two up, which Qwen writes after a turn."""
 METRICS = (
     "training/rollout",
     "rollout_corr/",
@@ -131,16 +133,14 @@ def write_tokenizer(model: Path, size: int) -> None:
     """A tokenizer of `size` words, w0, w1, ..., the last of them special ones."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(size - len(SPECIAL))}
     words |= {word: len(words) + i for i, word in enumerate(SPECIAL)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token="w0"
-    )
+    tokenizer.pre_tokenizer = Split(" ", "removed")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token="w0")
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(model)
 

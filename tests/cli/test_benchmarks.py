@@ -1307,6 +1307,8 @@ def test_verl_toy_task(module, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert len(tokenizer) == 600 - 267
     assert tokenizer.pad_token_id == 331 and tokenizer.eos_token_id == 332
+    assert tokenizer.encode("\n", add_special_tokens=False) == [329]  # verl wants one, of a Qwen
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 330
     prompts = [json.loads(line) for line in data.read_text().splitlines()]
     assert len(prompts) == verl.PROMPTS
     text = tokenizer.apply_chat_template(prompts[0]["prompt"], tokenize=False)
