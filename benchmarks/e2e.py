@@ -37,6 +37,8 @@ PARTS = ("modes", "tp", "layouts", "stock")
 """Every mode of rollout and training on one rank; the tensor- and expert-parallel sizes crossed; TransformerEngine's layer spec,
 pipeline stages and context parallelism, stock too where that can be, of dense models; some pairs of stock engines, of the first
 model and of the mixture unless asked for."""
+MODES, GPU_MODES = ("batch", "one", "prompt_logprobs", "prefix", "chunked"), ("eager", "v1")
+"""Of rollout on one rank, and those that only a GPU has."""
 LAYOUTS = {
     1: ("tp1-te",),
     2: ("tp2-sp-te", "tp1-pp2", "tp1-te-pp2", "tp1-cp2", "tp1-te-cp2"),
@@ -65,7 +67,7 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
     modes = ("one", "padded", "packed")
     chosen: list[tuple[str, str, bool]] = []
     if "modes" in parts:
-        rollouts = ["batch", "one", "prompt_logprobs", "prefix", "chunked"] + (["eager", "v1"] if gpu else [])
+        rollouts = [*MODES, *(GPU_MODES if gpu else ())]
         chosen += [(r, f"tp1-{mode}", True) for r in rollouts for mode in modes]
     if "tp" in parts:
         engines = ["tp1"] + [f"tp{n}{sp}" for n in sizes for sp in ("", "-sp")]
@@ -95,7 +97,7 @@ def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row
     routed = ["routed"] if gpu else []
     chosen: list[tuple[str, str, bool]] = []
     if "modes" in parts:
-        rollouts = ["batch", "one", "prompt_logprobs", "prefix", "chunked", *routed] + (["eager", "v1"] if gpu else [])
+        rollouts = [*MODES, *routed, *(GPU_MODES if gpu else ())]
         chosen += [(r, f"tp1-{mode}", True) for r in rollouts for mode in modes]
     if "tp" in parts and sizes:
         rollouts = ["batch"] + [f"tp{n}{ep}" for n in sizes for ep in ("", "-ep")]

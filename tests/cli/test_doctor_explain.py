@@ -90,6 +90,13 @@ def test_few_rows_an_expert_are_for_other_tiles():
     assert any("512 rows for 8 experts, of more than 64 each" in line for line in told)
 
 
+def test_ids_of_more_experts_than_are_counted():
+    told = list(explain("moe_pairs", ["rows=4096", "top_k=8", "experts=2000", "family=sm90"]))
+    assert kernels(told, "passed over") == ["many", "triton"] and kernels(told, "runs") == ["torch"]
+    few = explain("moe_pairs", ["rows=512", "top_k=8", "experts=2000", "family=sm90"])
+    assert kernels(few, "runs") == ["triton"]
+
+
 def test_experts_whose_matrices_lie_apart():
     told = list(explain("moe_products", [*LINEAR, "experts=8", "scattered=yes"]))
     assert kernels(told, "passed over") == ["many", "few", "grouped"] and kernels(told, "runs") == ["each"]

@@ -12,7 +12,8 @@ from .helpers import CPU, randn, without
 
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
-    from alignkit.ops.moe_experts import cuda, few, grouped, ranked
+    from alignkit.ops.moe_experts import cuda, few, grouped
+    from alignkit.ops.moe_experts import pairs as in_torch
     from alignkit.ops.moe_experts import triton as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
 
@@ -60,7 +61,7 @@ class Drawn:
         else:
             self.rows = generator.choice((1, 3, 17, 3 * self.experts, 40 * self.experts // self.top + 1))
         self.ids = routed(generator, self.rows, self.experts, self.top)
-        self.pairs = ranked.pairs(self.ids, 0, self.experts)
+        self.pairs = in_torch.pairs(self.ids, 0, self.experts)
         self.count = int(self.pairs.offsets[-1])
         self.x = randn(self.rows, self.h + 8, dtype=BF16)[:, : self.h]
         self.gate_up = laid_out(generator, self.experts, 2 * self.f, self.h)
@@ -135,7 +136,7 @@ def test_two_gathered_operands_are_refused():
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
 def test_combine(n, k, first, own, dtype, out_dtype, ids_dtype):
     ids = routed(random.Random(n), 333, n, k).to(ids_dtype)
-    p = ranked.pairs(ids, first, own)
+    p = in_torch.pairs(ids, first, own)
     for h in (8, 72, 2048):
         y = randn(ids.numel(), h, dtype=dtype)
         y[torch.rand(y.shape) < 0.1] = -0.0

@@ -47,22 +47,28 @@ def prompts():
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-@pytest.fixture(scope="module")
-def engines(vllm_process, model, tmp_path_factory):
-    """By name, a process with a patched engine, started as `ENGINES` says."""
+def side_by_side(vllm_process, engines, cache, at_once=None):
+    """By the keys of `engines` (environment, model, options of the engine): a process with a patched engine each."""
     common = {
         "TORCHDYNAMO_DISABLE": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache")),
+        "VLLM_CACHE_ROOT": str(cache),
         "HF_HUB_OFFLINE": "1",
     }
-    started = {name: vllm_process(**common | env) for name, (env, _) in ENGINES.items()}
-    with ThreadPoolExecutor() as pool:
-        waits = [pool.submit(started[name], start, model, options) for name, (_, options) in ENGINES.items()]
+    started = {key: vllm_process(**common | environment) for key, (environment, _, _) in engines.items()}
+    with ThreadPoolExecutor(at_once) as pool:
+        waits = [pool.submit(started[key], start, model, options) for key, (_, model, options) in engines.items()]
     for wait in waits:
         wait.result()
     return started
+
+
+@pytest.fixture(scope="module")
+def engines(vllm_process, model, tmp_path_factory):
+    """By name, a process with a patched engine, started as `ENGINES` says."""
+    every = {name: (environment, model, options) for name, (environment, options) in ENGINES.items()}
+    return side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,11 @@
 The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_experts_cuda.py``.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from alignkit.contract import contract_id
-from tests.vllm.test_cuda import late, start
+from tests.vllm.test_cuda import late, side_by_side
 from tests.vllm.test_experts import assert_composed, assert_same, evaluate, generate, one_by_one, reload, statuses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -51,20 +49,9 @@ def prompts():
 @pytest.fixture(scope="module")
 def engines(vllm_process, checkpoint, tmp_path_factory):
     """By model and name, a process with a patched engine, started as `ENGINES` says."""
-    common = {
-        "TORCHDYNAMO_DISABLE": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache")),
-        "HF_HUB_OFFLINE": "1",
-    }
-    started = {key: vllm_process(**common | environment) for key, (environment, _) in ENGINES.items()}
     models = {arch: checkpoint(arch, vocab=VOCAB) for arch, _ in ENGINES}
-    with ThreadPoolExecutor(6) as pool:
-        waits = [pool.submit(started[key], start, models[key[0]], options) for key, (_, options) in ENGINES.items()]
-    for wait in waits:
-        wait.result()
-    return started
+    every = {key: (environment, models[key[0]], options) for key, (environment, options) in ENGINES.items()}
+    return side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"), at_once=6)
 
 
 def together(state, prompts):

@@ -14,8 +14,8 @@ _PRODUCTS = (
 ORDER = {
     "moe_pairs": (
         Kernel("many", CUDA, "cuda", rule="pairs_refuses"),
-        Kernel("triton", TRITON, "ranked"),
-        *(Kernel("torch", b, "pairs") for b in (NATIVE, REFERENCE)),
+        Kernel("triton", TRITON, "ranked", rule="refuses"),
+        *(Kernel("torch", backend, "pairs") for backend in (TRITON, NATIVE, REFERENCE)),
     ),
     "moe_products": (
         Kernel("many", CUDA, "cuda", rule="products_refuses"),

@@ -1,4 +1,4 @@
-"""Triton: the pairs of few rows in one launch, each put where it belongs by counting those before it. Of many, by torch."""
+"""Triton: the pairs of few rows in one launch, each put where it belongs by counting those before it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import launch
-from . import pairs as in_torch
-from .problem import Pairs
+from .problem import Ids, Pairs
 
 MOST = 8192
 """Ids: each is compared with all."""
@@ -42,11 +41,13 @@ def _rank(
     tl.store(OFFSETS + i - n, before, mask=(i >= n) & (i <= n + experts))
 
 
+def refuses(p: Ids) -> str | None:
+    return f"{p.count} ids, of up to {MOST}" if p.count > MOST else None
+
+
 def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
     """Of ids [rows, k], those of `experts` from `first` on."""
     n = ids.numel()
-    if n > MOST:
-        return in_torch.pairs(ids, first, experts)
     row, choice = (torch.empty(n, dtype=torch.int64, device=ids.device) for _ in range(2))
     place = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
     offsets = torch.empty(experts + 1, dtype=torch.int64, device=ids.device)
