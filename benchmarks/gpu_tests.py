@@ -54,8 +54,9 @@ SUITES = {
 at a time."""
 LANES = (("vllm",), ("experts", "bisection"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
 """Run side by side, the suites of each one after the other."""
-PROCESSES = {"tests/ops/test_moe_cuda.py": 12}
-"""Files whose many kernels take long to compile: processes of each, where pytest-xdist is installed."""
+PROCESSES = {"tests/ops/test_moe_cuda.py": 12, "tests/bisection/test_cuda.py": 5}
+"""Files whose many kernels take long to compile, or whose tests each start engines: processes of each, where pytest-xdist is
+installed."""
 NEED_PACKAGES = {"te": "transformer_engine"}
 """Suites that run, if they are not asked for, only where a package is installed."""
 NUMBERS = {"a": 1, "one": 1, "two": 2, "four": 4, "eight": 8}
