@@ -134,6 +134,17 @@ class Config:
         "vLLM is aligned in each process where it loads its plugins. patch_vllm() sets it while it is in force.",
         "when vLLM loads its plugins",
     )
+    ranks_per_gpu = Variable(
+        "ALIGNKIT_RANKS_PER_GPU",
+        ("<number>",),
+        {"": 1, **{str(n): n for n in range(1, 9)}}.get,
+        1,
+        "How many ranks of a training in the check and the benchmarks share a GPU, for a machine with fewer GPUs than ranks. "
+        "NCCL 2.30 or later does so, with NCCL_MULTI_RANK_GPU_ENABLE=1: slow, but the same kernels and bits.",
+        "when the check or a benchmark plans its engines",
+        workers=False,
+        refusal="not a number from 1 to 8",
+    )
     commit = _text(
         "ALIGNKIT_COMMIT",
         "a commit",

@@ -569,7 +569,7 @@ def _made_on(runs) -> str:
         "deep-gemm",
     )
     versions = [f"{k} {v}" for run in runs for k, v in run["versions"].items() if v and k in names]
-    devices = [_devices(run.get("gpus", [])) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
+    devices = [_devices(run) or f"{run['cpu']}, {run['cores']} cores" for run in runs]
     dates = [run["date"] for run in runs]
     contracts = [f"contract {run['contract']}" for run in runs if "contract" in run]
     commits = [f"commit {run['commit'][:7]}" for run in runs if "commit" in run]
@@ -577,8 +577,9 @@ def _made_on(runs) -> str:
     return f"({'; '.join(filter(None, parts))})"
 
 
-def _devices(gpus: list[str]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in Counter(gpus).items())
+def _devices(run: dict) -> str:
+    shared = f" ({n} ranks on each)" if (n := run.get("ranks_per_gpu", 1)) > 1 else ""
+    return ", ".join(f"{n} {name}{shared}" for name, n in Counter(run.get("gpus", [])).items())
 
 
 # Plots.

@@ -16,7 +16,7 @@ WORDS = [Config.backend, Config.cpu_isa]
 
 def row(v) -> str:
     """The variable's line of docs/configuration.md."""
-    default = {"": "", True: "on", False: "off", None: ""}.get(v.default, v.default)
+    default = ("off", "on")[v.default] if v in FLAGS else "" if v.default is None else v.default
     takes = "a flag" if v in FLAGS else ", ".join(v.allowed).strip("<>")
     return f"| `{v.name}` | {takes} | {default} | {v.meaning} | {v.when} | {'yes' if v.workers else 'no'} |"
 

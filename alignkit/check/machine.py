@@ -30,6 +30,11 @@ def gpus() -> list[str]:
     return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
 
 
+def most_ranks() -> int:
+    """Ranks of a training that the GPUs here can hold; 0 without one."""
+    return len(gpus()) * config.ranks_per_gpu
+
+
 def commit() -> str:
     """The commit of the checkout that alignkit runs from: ALIGNKIT_COMMIT where the checkout has no history
     with it, "unknown" where nothing says."""
@@ -59,6 +64,7 @@ def machine() -> dict:
         "cpu": cpu,
         "cores": os.cpu_count(),
         "gpus": names,
+        "ranks_per_gpu": config.ranks_per_gpu,
         "system": platform.platform(),
         "versions": versions(),
     }

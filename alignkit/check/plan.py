@@ -11,6 +11,8 @@ import torch
 
 from ..errors import InputError
 
+ROLLOUT, TRAINING = "alignkit.check.rollout", "alignkit.check.train"
+"""What a job of either kind runs."""
 DTYPES = ("bfloat16", "float32")
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 """Shorter and longer than a chunk, and on its borders; the long ones fill cached blocks."""
@@ -275,7 +277,7 @@ def jobs(
             }
             if watched:
                 spec |= {"eager": True, "runner": "v1"}
-            first.append(Job(f"{named}-rollout-{engine}", "alignkit.check.rollout", spec))
+            first.append(Job(f"{named}-rollout-{engine}", ROLLOUT, spec))
 
         for engine in dict.fromkeys(row.training.rpartition("-")[0] for row in mine):
             of_engine = [row for row in mine if row.training.rpartition("-")[0] == engine]
@@ -297,7 +299,7 @@ def jobs(
             second.append(
                 Job(
                     f"{named}-training-{engine}",
-                    "alignkit.check.train",
+                    TRAINING,
                     spec,
                     needs=list(dict.fromkeys(rollout_file(out, row) for row in of_engine)),
                 )

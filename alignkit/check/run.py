@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ..config import config
 from ..contract.experts import ExpertTree
 from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
@@ -174,8 +175,8 @@ def run(options: Options, progress: Progress) -> Result:
         parts.append(planned(few, made(plan.MIXTURE, plan.MIXTURE, options.dtypes[:1])))
     jobs = [job for *_, jobs in parts for job in jobs]
     jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
-    if gpu and (most := max(job.slots for job in jobs)) > len(gpus()):
-        raise InputError(f"training: {most} ranks need as many GPUs, there are {len(gpus())}")
+    if gpu and (most := max(map(needed, jobs))) > len(gpus()):
+        raise InputError(f"training: an engine needs {most} GPUs, there are {len(gpus())}")
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = [c for rows, prompts, _ in parts for c in compare_rows(rows, out, prompts)]
     info = machine() | {
@@ -341,7 +342,8 @@ def execute(
         while waiting or running:
             for job in list(waiting):
                 distinct = list(dict.fromkeys(free)) if devices else free
-                if running and job.slots > len(distinct):  # one wider than the machine has it for itself
+                slots = needed(job) if devices else job.slots
+                if running and slots > len(distinct):  # one wider than the machine has it for itself
                     continue
                 if not made.union(lost).issuperset(job.needs):
                     continue
@@ -351,7 +353,7 @@ def execute(
                     failures[job.name] = "what it reads was not made"
                     progress.ended(job, 0.0, failures[job.name])
                     continue
-                held = distinct[: job.slots]
+                held = distinct[:slots]
                 for slot in held:
                     free.remove(slot)
                 running[job] = _Running(_start(job, out, held if devices else None), held)
@@ -377,6 +379,11 @@ def execute(
         for run in running.values():
             stop(run.process)
     return seconds, failures
+
+
+def needed(job: Job) -> int:
+    """GPUs that a job holds. Ranks of Megatron may share one, those of vLLM have one each."""
+    return -(-job.slots // (config.ranks_per_gpu if job.module == plan.TRAINING else 1))
 
 
 class _Running:

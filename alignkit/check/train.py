@@ -154,7 +154,7 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # of several ranks a GPU where that is asked for
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks)
 
     from megatron.core import parallel_state, tensor_parallel

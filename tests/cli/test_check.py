@@ -20,7 +20,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from alignkit.check import plan, report, run
-from alignkit.check.machine import gpus, installed, machine
+from alignkit.check.machine import gpus, installed, machine, most_ranks
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job, Row
 from alignkit.contract import contract_id
@@ -288,6 +288,18 @@ def test_each_job_gets_gpus_of_its_own(tmp_path, job, monkeypatch):
     assert sorted((tmp_path / "c").read_text().split(",")) == ["3", "5", "7"]
 
 
+def test_ranks_of_a_training_share_gpus_where_asked(monkeypatch):
+    def wide(module, **sizes):
+        return run.needed(Job("wide", module, {"tp": 1, "runs": []} | sizes))
+
+    assert wide(plan.TRAINING, tp=2, pp=2) == 4
+    monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "2")
+    assert [wide(plan.TRAINING, **sizes) for sizes in ({}, {"tp": 2}, {"cp": 3}, {"tp": 2, "ep": 4})] == [1, 1, 2, 2]
+    assert wide(plan.ROLLOUT, tp=2) == 2
+    monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0", "1"])
+    assert most_ranks() == 4
+
+
 def test_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -320,7 +332,7 @@ def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
             with pytest.raises(InputError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
         monkeypatch.setattr(run, "gpus", lambda: ["0"])
-        with pytest.raises(InputError, match="training: 2 ranks need as many GPUs, there are 1"):
+        with pytest.raises(InputError, match="training: an engine needs 2 GPUs, there are 1"):
             run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
 
 

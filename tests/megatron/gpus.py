@@ -26,10 +26,11 @@ class GPUs(Ranks):
 
 
 def join(rank, world, **where):
-    """This process is `rank` of `world` NCCL ranks, on the GPU of that number."""
+    """This process is `rank` of `world` NCCL ranks, on the GPU of that number, or sharing one (`most_ranks`)."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Megatron makes gloo groups beside NCCL's
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank), **where)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device, **where)
 
 
 _groups = {}

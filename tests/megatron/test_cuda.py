@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from alignkit.check.machine import gpus as visible
+from alignkit.check.machine import most_ranks
 from alignkit.convert import Checkpoint, read_architecture
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import reference, workers
@@ -15,7 +16,7 @@ from tests.megatron.gpus import GPUs
 from tests.megatron.test_gradients import bound
 from tests.megatron.test_recompute import DISTRIBUTED, RECOMPUTED, same
 
-COUNT = torch.cuda.device_count()
+COUNT = most_ranks()
 WORLD = max((n for n in (1, 2, 4) if n <= COUNT), default=0)
 SIZES = [n for n in (1, 2, 4) if n <= WORLD]
 CUTS = [(tp, sp) for tp in SIZES for sp in ((False, True) if tp > 1 else (False,))]

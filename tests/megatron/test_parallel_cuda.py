@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 
+from alignkit.check.machine import most_ranks
 from tests.megatron import layouts, test_context, test_data_parallel, test_pipeline
 from tests.megatron.gpus import GPUs
 from tests.megatron.test_cuda import BIG
 from tests.megatron.test_pipeline import OVERLAPPED
 
-COUNT = torch.cuda.device_count()
+COUNT = most_ranks()
 
 pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 four = pytest.mark.skipif(COUNT < 4, reason="needs four GPUs")

@@ -10,13 +10,14 @@ from functools import partial
 import pytest
 import torch
 
+from alignkit.check.machine import most_ranks
 from alignkit.convert import Checkpoint
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import te_workers, workers
 from tests.megatron.gpus import GPUs
 from tests.megatron.test_recompute import RECOMPUTED, same
 
-COUNT = torch.cuda.device_count()
+COUNT = most_ranks()
 WORLD = max((n for n in (1, 2) if n <= COUNT), default=0)
 CUTS = [(tp, sp) for tp in range(1, WORLD + 1) for sp in ((False, True) if tp > 1 else (False,))]
 BIG = dict(hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1536)
