@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from alignkit.check import run as checks
+from alignkit.check.machine import most_ranks
 from alignkit.check.model import make_checkpoint
 from alignkit.drift import bisect
 from alignkit.drift.bisect import run as runs
@@ -129,7 +130,7 @@ def test_another_library_changes_products_if_anything(products, tmp_path):
     assert between(at / "good", at / "cublaslt", tmp_path).suspect is None
 
 
-@several
+@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_planted_faults_of_ranks_are_found(model, tmp_path):
     at = run_faulty(model, tmp_path, engine="megatron", patched=True, tp=2, lengths=LENGTHS)
     expected = {"norm-weight": "layers.1.post_norm", "rope-base": "layers.0.q_rope", "stale-shard": "layers.1.q"}
