@@ -272,38 +272,51 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
   }
 }
 
-// The scores of a block become probabilities, and the rows' states and factors of what was summed before follow. A thread has
-// two rows, of each four lanes the same.
-__device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], float (&alpha)[2], float factor) {
+// The scores of a block become probabilities, of which `total` is the thread's sum, and alpha the factor of what was summed
+// before. A thread has two rows, of each four lanes the same.
+__device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], float (&alpha)[2], uint32_t (&total)[2],
+                                              float factor) {
+  float top[2][2], shift[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      top[h][e] = s[2 * h + e];
+#pragma unroll
+      for (int j = 1; j < 8; ++j) top[h][e] = fmaxf(top[h][e], s[4 * j + 2 * h + e]);
+    }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], top[h][1]);
+#pragma unroll
+  for (int distance = 2; distance; distance /= 2)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], __shfl_xor_sync(~0u, top[h][0], distance));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float top = s[2 * h];
+    float most = fmaxf(row[h].m, top[h][0]);
+    shift[h] = -most * factor;
+    alpha[h] = power_of_2((row[h].m - most) * factor);
+    row[h].m = most;
+    total[h] = 0;
+  }
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      top = fmaxf(top, s[4 * j + 2 * h]);
-      top = fmaxf(top, s[4 * j + 2 * h + 1]);
-    }
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(row[h].m, top);
-    float shift = -top * factor;
-    alpha[h] = power_of_2((row[h].m - top) * factor);
-    row[h].m = top;
+  for (int x = 0; x < 32; ++x) {
+    s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
     // 1 + p is p rounded to a multiple of 2^-23, in the low bits; the sum of the ones leaves modulo 2^32.
-    uint32_t total = 0;
+    total[x / 2 % 2] += __float_as_uint(s[x] + 1.0f);
+  }
+}
+
+// The sums of probabilities join those of the blocks before.
+__device__ __forceinline__ void settle(State (&row)[2], const float (&alpha)[2], uint32_t (&total)[2]) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+  for (int distance = 2; distance; distance /= 2)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& p = s[4 * j + 2 * h + e];
-        p = power_of_2(__fmaf_rn(p, factor, shift));
-        total += __float_as_uint(p + 1.0f);
-      }
-    }
-    total += __shfl_xor_sync(~0u, total, 2);
-    total += __shfl_xor_sync(~0u, total, 1);
-    total -= static_cast<uint32_t>(uint64_t{kKeys} * 0x3f800000);
-    row[h].l = __fmaf_rn(row[h].l, alpha[h], __uint2float_rn(total) * 0x1p-23f);
+    for (int h = 0; h < 2; ++h) total[h] += __shfl_xor_sync(~0u, total[h], distance);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    total[h] -= static_cast<uint32_t>(uint64_t{kKeys} * 0x3f800000);
+    row[h].l = __fmaf_rn(row[h].l, alpha[h], __uint2float_rn(total[h]) * 0x1p-23f);
   }
 }
 
@@ -421,10 +434,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
     auto whole = [&](int h) -> State& { return sh.whole[thread_again() - 128][h]; };
     float alpha[2];
+    uint32_t total[2];
     int v_stage = k_stage, v_phase = k_phase;
 
     auto score = [&] {  // begins
-      barrier_wait(&sh.k_full[k_stage], k_phase);
       uint64_t k = k0 + k_stage * stage_step;
       products_begin();
 #pragma unroll
@@ -455,7 +468,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
-      probabilities(s, row, alpha, factor);
+      probabilities(s, row, alpha, total, factor);
     };
     auto round = [&] {
 #pragma unroll
@@ -468,16 +481,19 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
     for (int i = 0; i < sums; ++i) joined[i] = -0.0f;
     if (n) {
+      barrier_wait(&sh.k_full[k_stage], k_phase);
       score();
       products_wait<0>();
       products_taken(s);
       take_keys();
       weigh(0);
       round();
+      if (n > 1) barrier_wait(&sh.k_full[k_stage], k_phase);
 #pragma unroll 1
       for (int i = 1; i < n; ++i) {
         score();
         sum((i - 1) % kLeaf > 0);
+        settle(row, alpha, total);
         products_wait<1>();
         products_taken(s);
         take_keys();
@@ -491,6 +507,9 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
           }
         }
         weigh(i);
+        // A branch, which the assembler does not move the wait for the product across, up to before the probabilities.
+        products_taken(s);
+        if (i + 1 < n) barrier_wait(&sh.k_full[k_stage], k_phase);
         products_wait<0>();
         products_taken(acc);
         take_values();
@@ -505,6 +524,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         round();
       }
       sum((n - 1) % kLeaf > 0);
+      settle(row, alpha, total);
       products_wait<0>();
       products_taken(acc);
       take_values();
