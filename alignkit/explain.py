@@ -10,6 +10,7 @@ import torch
 
 from .config import NO, YES
 from .errors import BackendError, InputError
+from .ops.attention.problem import Attention
 from .ops.gated_delta_rule.problem import Delta
 from .ops.linear.problem import Product
 from .ops.linear_logp.problem import Head, HeadGradient, HeadProducts
@@ -77,6 +78,19 @@ def _linear(backend: str, given: Words) -> Product:
         raise InputError(f"leaves: {leaves} do not divide k = {k}")
     a, b, out = _dense(dtype, m, k, aligned=aligned), _dense(dtype, n, k), _dense(out_dtype, m, n)
     return Product(backend, None, a, b, bias, out, leaves, accumulate)
+
+
+def _attention(paged: bool) -> Callable[[str, Words], Attention]:
+    def described(backend: str, given: Words) -> Attention:
+        rows, heads, dim = (given.size(name) for name in ("rows", "heads", "head_dim"))
+        kv_heads, dtype = given.size("kv_heads", heads), given.dtype("dtype")
+        seqs, aligned = given.size("seqs", 1), given.flag("aligned", "yes")
+        q = _dense(dtype, rows, heads, dim, aligned=aligned)
+        page, pages = (given.size("page", 16), given.size("pages")) if paged else (0, 0)
+        k = _dense(dtype, seqs * page * pages if paged else rows, kv_heads, dim)
+        return Attention(backend, q, k, k, seqs, page, pages)
+
+    return described
 
 
 def _norm(others: int) -> Callable[[str, Words], Norm]:
@@ -148,6 +162,9 @@ def _rows_of_experts(backend: str, given: Words) -> Rows:
 
 
 DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
+    "attention": _attention(paged=False),
+    "attention_backward": _attention(paged=False),
+    "paged_attention": _attention(paged=True),
     "linear": _linear,
     "rms_norm": _norm(0),
     "rms_norm_backward": _norm(1),

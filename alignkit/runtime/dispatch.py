@@ -29,6 +29,8 @@ CHOICES = Config.backend.allowed
 AUTO = Config.backend.default
 OPS = {
     "attention": "attention",
+    "attention_backward": "attention",
+    "paged_attention": "attention",
     "gated_delta_rule": "gated_delta_rule",
     "linear": "linear",
     "linear_resume": "linear",

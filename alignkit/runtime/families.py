@@ -22,6 +22,8 @@ class Family:
     """Of the contract: a change of bits on one family leaves the logprobs saved on the others comparable."""
     kv_block: int
     """Keys and values are visited in blocks of this many positions, from position 0."""
+    kv_leaf: int
+    """A softmax of its own has each leaf of this many positions, a whole number of blocks, from position 0."""
     head_rows: int | None
     """Gradient of the head's weight: rows of one chain; the chains of later rows are added in order. None: one chain."""
     shown: tuple[dict[str, str], ...]
@@ -39,7 +41,7 @@ class Family:
 
     @property
     def contract_id(self) -> str:
-        return f"alignkit-{self.version}/{self.name}/v{VOCAB_TILE}/k{K_LEAVES}/kv{self.kv_block}"
+        return f"alignkit-{self.version}/{self.name}/v{VOCAB_TILE}/k{K_LEAVES}/kv{self.kv_block}/leaf{self.kv_leaf}"
 
     @property
     def golden(self) -> Path:
@@ -56,8 +58,9 @@ class Family:
 
 CPU = Family(
     name="cpu",
-    version=1,
+    version=2,
     kv_block=32,
+    kv_leaf=128,
     head_rows=None,
     shown=({"torch": "2.13.0+cpu"}, {"torch": "2.13.0+cu130"}),
     device_type="cpu",
@@ -68,8 +71,9 @@ CPU = Family(
 )
 SM90 = Family(
     name="sm90",
-    version=4,
+    version=5,
     kv_block=64,
+    kv_leaf=512,
     head_rows=8192,
     shown=({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
     device_type="cuda",

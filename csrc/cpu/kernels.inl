@@ -81,6 +81,12 @@ public:
         resize(n);
         for (i64 i = 0; i < n; ++i) data_[i] = value;
     }
+    void swap(Array& other) {
+        T* data = data_;
+        i64 size = size_, room = room_;
+        data_ = other.data_, size_ = other.size_, room_ = other.room_;
+        other.data_ = data, other.size_ = size, other.room_ = room;
+    }
     T& operator[](i64 i) { return data_[i]; }
     T* data() { return data_; }
     i64 size() const { return size_; }
@@ -812,7 +818,8 @@ static void weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, con
 
 // ---------------------------------------------------------------- attention
 
-constexpr i64 KB = NR;     // positions of a key block: the contract's KV_BLOCK
+constexpr i64 KB = NR;     // positions of a key block: the contract's kv_block
+constexpr i64 LEAF = 128;  // of a leaf, a whole number of blocks: the contract's kv_leaf
 constexpr i64 QB = 16;     // query positions of a work item: free
 
 static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {
@@ -836,8 +843,9 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
         i64 hk = w % p.heads_kv, s = it.seq;
         i64 q_len = p.q_start[s + 1] - p.q_start[s], context = p.kv_start[s + 1] - p.kv_start[s] - q_len;
         i64 rows = (it.q1 - it.q0) * group, padded = (rows + MR - 1) / MR * MR;
-        Array<float> qp(padded * D), kt(D * KB), vb(DP * KB), sc, pt(padded * KB), acc(padded * DP),
-            m(padded, -std::numeric_limits<float>::infinity()), l(padded, 0.f);
+        Array<float> qp(padded * D), kt(D * KB), vb(DP * KB), sc, pt(padded * KB);
+        Array<float> m, l, acc;                 // of the leaf
+        Array<float> m_all, l_all, acc_all;     // joined, of all leaves so far
         auto position = [&](i64 r) { return context + it.q0 + r / group; };
         for (i64 r = 0; r < padded; ++r)
             for (i64 d = 0; d < D; ++d)
@@ -845,6 +853,11 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                     r < rows ? load(q + (p.q_start[s] + it.q0 + r / group) * p.q_row + (hk * group + r % group) * p.q_head + d) : 0.f;
         i64 last = context + it.q1;  // keys visible to the last query
         for (i64 b = 0; b < last; b += KB) {
+            if (b % LEAF == 0) {
+                m.assign(padded, -std::numeric_limits<float>::infinity());
+                l.assign(padded, 0.f);
+                acc.assign(padded * DP, 0.f);
+            }
             i64 have = std::min(KB, last - b), seen = position(0) + 1 - b;  // by the first query, of this block
             i64 odd = -1;  // the last value that is infinite or NaN, among those that not all queries see
             for (i64 j = 0; j < KB; ++j) {
@@ -890,11 +903,27 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                             acc[r * DP + d] = fma1(pt[(r0 * KB) + j * MR + r % MR], vb[(d / NR * KB + j) * NR + d % NR],
                                                    acc[r * DP + d]);
             }
+            if ((b + KB) % LEAF && b + KB < last) continue;
+            i64 leaf = b / LEAF * LEAF;
+            if (!leaf) {
+                m_all.swap(m);
+                l_all.swap(l);
+                acc_all.swap(acc);
+                continue;
+            }
+            for (i64 r = 0; r < rows; ++r) {
+                if (position(r) < leaf) continue;  // it sees nothing of this leaf
+                float top = m[r] > m_all[r] ? m[r] : m_all[r], before = exp1(m_all[r] - top), here = exp1(m[r] - top);
+                l_all[r] = fma1(l_all[r], before, l[r] * here);
+                for (i64 d = 0; d < D; ++d)
+                    acc_all[r * DP + d] = fma1(acc_all[r * DP + d], before, acc[r * DP + d] * here);
+                m_all[r] = top;
+            }
         }
         for (i64 r = 0; r < rows; ++r) {
             i64 at = (p.q_start[s] + it.q0 + r / group) * p.heads_q + hk * group + r % group;
-            for (i64 d = 0; d < D; ++d) store(out + at * D + d, acc[r * DP + d] / l[r]);
-            if (m_out) { m_out[at] = m[r]; l_out[at] = l[r]; }
+            for (i64 d = 0; d < D; ++d) store(out + at * D + d, acc_all[r * DP + d] / l_all[r]);
+            if (m_out) { m_out[at] = m_all[r]; l_out[at] = l_all[r]; }
         }
     });
 }

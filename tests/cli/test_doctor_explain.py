@@ -61,7 +61,11 @@ def test_what_runs_where_the_chosen_declines():
 
 
 def test_each_op_has_a_kernel_on_each_family():
+    attention = ["rows=64", "heads=32", "kv_heads=8", "head_dim=128"]
     needed = {
+        "attention": attention,
+        "attention_backward": attention,
+        "paged_attention": [*attention, "seqs=4", "pages=100"],
         "linear": LINEAR,
         "rms_norm": ["rows=4", "h=8192"],
         "rms_norm_backward": ["rows=4", "h=64"],

@@ -1,10 +1,12 @@
 """Causal attention with grouped heads. docs/contract.md, "Attention".
 
-Keys are visited in blocks of `contract.KV_BLOCK` positions from position 0 of the sequence, so a query's result
-depends on its own sequence up to its own position and on nothing else.
+Keys are visited in blocks of so many positions, and blocks belong to leaves, from position 0 of the sequence, so a query's
+result depends on its own sequence up to its own position and on nothing else.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 
@@ -13,15 +15,22 @@ from ...runtime import dispatch, families
 from .._calls import differentiable_once, in_default_mode, op
 from .._common import check_apart, check_device, check_like, check_number, check_tensor, looks, require, unit
 from .paging import check_pages
+from .problem import Attention
 
 INTS = (torch.int32, torch.int64)
+
+
+def _kernel(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: int) -> ModuleType:
+    """What computes it; `sizes`: sequences, rows of a page, pages of a sequence."""
+    backend = dispatch.name(q.device)
+    return dispatch.sole(op, backend) or dispatch.choose(op, Attention.of(backend, q, k, v, *sizes)).load()
 
 
 @differentiable_once("attention")
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, scale):
-        out, *statistics = dispatch.select("attention", q.device).forward(q, k, v, starts, scale)
+        out, *statistics = _kernel("attention", q, k, v, starts.numel() - 1).forward(q, k, v, starts, scale)
         ctx.save_for_backward(q, k, v, starts, out, *statistics)
         ctx.scale = scale
         return out
@@ -29,9 +38,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, *others = ctx.saved_tensors  # hooks on what is saved may have laid it out anew
-        grads = dispatch.select("attention", d_out.device).backward(
-            unit(q), unit(k), unit(v), *(t.contiguous() for t in (*others, d_out)), ctx.scale
-        )
+        q, k, v = unit(q), unit(k), unit(v)
+        starts, *others = (t.contiguous() for t in (*others, d_out))
+        kernel = _kernel("attention_backward", q, k, v, starts.numel() - 1)
+        grads = kernel.backward(q, k, v, starts, *others, ctx.scale)
         return *grads, None, None
 
 
@@ -157,9 +167,9 @@ def paged_attention(
 def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out):
     """`paged_attention` of what it has checked: the integers dense in their last dim, and int64 on the CPU."""
     k, v = _rows_view("k_cache", k_cache), _rows_view("v_cache", v_cache)
-    dispatch.select("attention", q.device).paged(
-        unit(q), k, v, block_table, starts, seq_lens, k_cache.shape[1], scale, out
-    )
+    q, page = unit(q), k_cache.shape[1]
+    kernel = _kernel("paged_attention", q, k, v, *block_table.shape[:1], page, *block_table.shape[1:])
+    kernel.paged(q, k, v, block_table, starts, seq_lens, page, scale, out)
     return out
 
 

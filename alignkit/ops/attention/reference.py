@@ -1,4 +1,5 @@
-"""Attention one query at a time: blocks of keys ascending, the running maximum and sum rescaled once a block."""
+"""Attention one query at a time: leaves of keys ascending, in a leaf blocks ascending, the running maximum and sum rescaled
+once a block; a leaf's are joined to those before it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from .._calls import in_torch
 from .._common import exp, fma, tree
 from .paging import by_rows
 
-KV_BLOCK = CPU.kv_block
+KV_BLOCK, KV_LEAF = CPU.kv_block, CPU.kv_leaf
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
@@ -19,12 +20,11 @@ def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
     return acc
 
 
-def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
-    """q [Hq, D] over its keys k, v [n, Hq, D]; returns fp32 out [Hq, D], m [Hq], l [Hq]."""
+def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor):
+    """q [Hq, D] over keys k, v [n, Hq, D] of one leaf; returns fp32 m [Hq], l [Hq], acc [Hq, D]."""
     heads, dim = q.shape
     m, l = (torch.full((heads,), start, dtype=torch.float32, device=q.device) for start in (float("-inf"), 0.0))
     acc = torch.zeros(heads, dim, dtype=torch.float32, device=q.device)
-    scale = torch.tensor(scale, dtype=torch.float32, device=q.device)
     for b in range(0, k.shape[0], KV_BLOCK):
         kb, vb = k[b : b + KV_BLOCK].float(), v[b : b + KV_BLOCK].float()
         s = (
@@ -37,6 +37,20 @@ def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
         p, alpha = exp(s - top[:, None]), exp(m - top)
         l = fma(l, alpha, tree(torch.nn.functional.pad(p, (0, KV_BLOCK - p.shape[1]))))
         acc = _chain(p.to(q.dtype).float(), vb.transpose(0, 1), acc * alpha[:, None])
+        m = top
+    return m, l, acc
+
+
+def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
+    """q [Hq, D] over its keys k, v [n, Hq, D]; returns fp32 out [Hq, D], m [Hq], l [Hq]."""
+    scale = torch.tensor(scale, dtype=torch.float32, device=q.device)
+    m, l, acc = _leaf(q, k[:KV_LEAF], v[:KV_LEAF], scale)
+    for at in range(KV_LEAF, k.shape[0], KV_LEAF):
+        m_leaf, l_leaf, acc_leaf = _leaf(q, k[at : at + KV_LEAF], v[at : at + KV_LEAF], scale)
+        top = torch.maximum(m, m_leaf)
+        before, here = exp(m - top), exp(m_leaf - top)
+        l = fma(l, before, l_leaf * here)
+        acc = fma(acc, before[:, None].expand_as(acc), acc_leaf * here[:, None])
         m = top
     return acc / l[:, None], m, l
 

@@ -1,0 +1,98 @@
+"""Triton: sequences of many queries, tile by tile, each over all of its leaves: training, and the prefill of a rollout."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import VALUES, fill, find, is_few, queries, span, statistics, visit, write_result
+
+
+@triton.jit(do_not_specialize=VALUES)
+def _tiles(
+    Q,
+    K,
+    V,
+    O,
+    SHIFT,
+    STARTS,
+    KV_LEN,
+    TABLE,
+    factor,
+    tokens,
+    seqs,
+    tiles,
+    pads,
+    pages,
+    width,
+    table_row,
+    most,
+    sqh,
+    skh,
+    svh,
+    sqt: tl.constexpr,
+    skt: tl.constexpr,
+    svt: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KVB: tl.constexpr,
+    LEAF: tl.constexpr,
+):
+    """All sequences, if PAGE is 0, and statistics for the backward pass; else those that are not `few`'s. The last tiles, which
+    have most keys, begin first."""
+    hk = tl.program_id(0) % (HEADS // GROUP)
+    tile = tiles - 1 - tl.program_id(0) // (HEADS // GROUP)
+    begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
+    if (begin != 0) | (end > tokens) | ((PAGE == 0) & (end != tokens)):
+        if PAGE == 0:  # a cache's rows are left to `few`
+            fill(O, float("nan"), tile, tokens, tiles, hk, GROUP * D, HEADS * D)
+    elif seqs > 0:
+        s = find(STARTS, seqs, tile, BLOCK_Q)
+        q0, q_len = span(STARTS, s, seqs, tokens)
+        first = (tile - (q0 // BLOCK_Q + s)) * BLOCK_Q
+        context = 0
+        fits = True
+        if PAGE > 0:
+            kv_len = tl.load(KV_LEN + s)
+            fits = (kv_len >= q_len) & (kv_len <= width * PAGE) & (is_few(q_len, kv_len, most) == 0)
+            context = kv_len.to(tl.int32) - q_len
+        if fits & (first >= 0) & (first < q_len):
+            r = tl.arange(0, BLOCK_M)
+            pos = first + r // GROUP
+            head = hk * GROUP + r % GROUP
+            ok = (pos < q_len) & (r < BLOCK_Q * GROUP)
+            token = (q0 + pos).to(tl.int64)
+            M, L, A = visit(
+                queries(Q, token, head, ok, sqt, sqh, D, DP),
+                K + hk.to(tl.int64) * skh,
+                V + hk.to(tl.int64) * svh,
+                TABLE + tl.cast(s, tl.int64) * table_row,
+                O,
+                factor,
+                q0,
+                context,
+                first,
+                pos,
+                ok,
+                0,
+                context + tl.minimum(q_len, first + BLOCK_Q),
+                pages,
+                skt,
+                svt,
+                PAGE,
+                0,
+                D,
+                DP,
+                BLOCK_M,
+                KVB,
+                LEAF,
+                False,
+            )
+            write_result(O, token, head, L, A, ok, HEADS, D, DP)
+            if PAGE == 0:
+                tl.store(SHIFT + statistics(q0, s, head, pads) + pos, tl.fma(-M, factor, -tl.log2(L)), mask=ok)
