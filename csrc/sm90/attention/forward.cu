@@ -39,7 +39,8 @@ struct AlignkitAttention {
   AlignkitInts starts, kv_len, table;  // the latter two of paged sequences
   int64_t table_row, kv_rows;          // rows of k
   int page, width;                     // rows of a page, 0: k is packed as q is; pages of a sequence at most
-  int most;                            // paged sequences of no more queries are left out
+  // Left out are paged sequences of at most `most` queries, and those of at most `few` behind at least `far` positions.
+  int most, few, far;
   int tokens, sequences, heads, kv_heads, dim, pads;
   int together;  // heads of a tile: one, or all of a group
   float factor;  // of scores, for powers of 2
@@ -47,8 +48,8 @@ struct AlignkitAttention {
 
 ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
 ALIGNKIT_LAYOUT(AlignkitHeads, data, token, head)
-ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most,
-                tokens, sequences, heads, kv_heads, dim, pads, together, factor)
+ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most, few,
+                far, tokens, sequences, heads, kv_heads, dim, pads, together, factor)
 
 namespace alignkit {
 namespace {
@@ -157,7 +158,8 @@ struct Walk {
     context = 0;
     if (p.page) {
       int64_t length = at(p.kv_len, s);
-      if (q_len <= p.most || length < q_len || length > int64_t{p.width} * p.page) return;
+      if (length < q_len || length > int64_t{p.width} * p.page) return;
+      if (q_len <= p.most || (q_len <= p.few && length - q_len >= p.far)) return;
       context = static_cast<int>(length) - q_len;
     }
     low = context / p.positions;
