@@ -43,13 +43,15 @@ struct AlignkitAttention {
   int most, few, far;
   int tokens, sequences, heads, kv_heads, dim, pads;
   int together;  // heads of a tile: one, or all of a group
+  int turns;     // whether groups of warps take turns at the tensor core
   float factor;  // of scores, for powers of 2
 };
 
 ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
 ALIGNKIT_LAYOUT(AlignkitHeads, data, token, head)
 ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most, few,
-                far, tokens, sequences, heads, kv_heads, dim, pads, together, factor)
+                far, tokens, sequences, heads, kv_heads, dim, pads, together,
+                turns, factor)
 
 namespace alignkit {
 namespace {
@@ -96,6 +98,13 @@ struct State {
   float m, l;
 };
 
+// What a thread seldom needs, while registers are short.
+struct Kept {
+  State whole[2];  // over the leaves before
+  int plain;       // blocks that all rows of the group see all of
+  int unused[3];
+};
+
 template <int kDim>
 struct Shared {
   static constexpr int groups = Plan<kDim>::groups, stages = Plan<kDim>::stages, rows = groups * 64;
@@ -103,7 +112,7 @@ struct Shared {
   __nv_bfloat16 q[rows * kDim];
   __nv_bfloat16 k[stages][kKeys * kDim];
   __nv_bfloat16 v[stages][kKeys * kDim];
-  State whole[groups * 128][2];  // of a thread's rows over leaves: seldom read, and registers are short
+  Kept kept[groups * 128];
   Tile tile[2];  // in turn: one is read while the next is found
   uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
   uint64_t on_its_way;  // values of which the producer has to wipe out rows
@@ -398,8 +407,9 @@ __device__ __forceinline__ void store_row(const float (&x)[kCount], int h, __nv_
   }
 }
 
-// A group of four warps and its 64 rows of each tile.
-template <int kDim>
+// A group of four warps and its 64 rows of each tile. kTurns: groups begin their products in turn, so that one has the tensor
+// core while another has probabilities to compute.
+template <int kDim, bool kTurns>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
   constexpr int stage_step = kKeys * kDim * 2 >> 4, half_step = kKeys * kHalf * 2 >> 4;
@@ -417,11 +427,12 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   uint32_t q[steps][4], probability[4][4];
 #pragma unroll
   for (int i = 0; i < sums; ++i) acc[i] = 0;
+  if (kTurns && group == Shared<kDim>::groups - 1) named_barrier_arrive(1, 256);
   for (;;) {
     barrier_wait(&sh.q_full, q_phase);
     const Tile& t = sh.tile[q_phase];  // read again where it is needed: registers are short
     q_phase ^= 1;
-    if (t.s < 0) return;
+    if (t.s < 0) break;
     int lane = thread_again() % 32, matrix_row = group * 64 + thread_again() % 128 / 32 * 16 + lane % 16;
     uint32_t q_row = shared_address(sh.q) + matrix_row * kHalf * 2 + (lane / 16 ^ matrix_row % 8) * 16;  // swizzled
 #pragma unroll
@@ -431,14 +442,16 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     if (leads) barrier_arrive(&sh.q_empty);
 
     int n = blocks_of(p, t, group);
-    int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
+    sh.kept[thread_again() - 128].plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
     State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
-    auto whole = [&](int h) -> State& { return sh.whole[thread_again() - 128][h]; };
+    auto whole = [&](int h) -> State& { return sh.kept[thread_again() - 128].whole[h]; };
     float alpha[2];
     uint32_t total[2];
-    int v_stage = k_stage, v_phase = k_phase;
 
+    int v_stage = k_stage, v_phase = k_phase;
+    auto wait_for_keys = [&] { barrier_wait(&sh.k_full[k_stage], k_phase); };
+    auto wait_for_values = [&] { barrier_wait(&sh.v_full[v_stage], v_phase); };
     auto score = [&] {  // begins
       uint64_t k = k0 + k_stage * stage_step;
       products_begin();
@@ -448,7 +461,6 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       products_end();
     };
     auto sum = [&](bool add) {  // begins
-      barrier_wait(&sh.v_full[v_stage], v_phase);
       uint64_t v = v0 + v_stage * stage_step;
       products_begin();
 #pragma unroll
@@ -456,16 +468,22 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, add || j > 0);
       products_end();
     };
-    auto take_keys = [&] {
+    auto begin_turn = [&] {
+      if (kTurns) named_barrier_sync(1 + group, 256);
+    };
+    auto end_turn = [&] {
+      if (kTurns) named_barrier_arrive(1 + (group + 1) % Shared<kDim>::groups, 256);
+    };
+    auto keys_taken = [&] {
       if (leads) barrier_arrive(&sh.k_empty[k_stage]);
       step<stages>(k_stage, k_phase);
     };
-    auto take_values = [&] {
+    auto values_taken = [&] {
       if (leads) barrier_arrive(&sh.v_empty[v_stage]);
       step<stages>(v_stage, v_phase);
     };
     auto weigh = [&](int block) {
-      if (block >= plain) {
+      if (block >= sh.kept[thread_again() - 128].plain) {
         int first = block * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
@@ -483,22 +501,27 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
     for (int i = 0; i < sums; ++i) joined[i] = -0.0f;
     if (n) {
-      barrier_wait(&sh.k_full[k_stage], k_phase);
+      wait_for_keys();
+      begin_turn();
       score();
+      end_turn();
       products_wait<0>();
       products_taken(s);
-      take_keys();
+      keys_taken();
       weigh(0);
       round();
-      if (n > 1) barrier_wait(&sh.k_full[k_stage], k_phase);
+      if (n > 1) wait_for_keys();
 #pragma unroll 1
       for (int i = 1; i < n; ++i) {
+        wait_for_values();
+        begin_turn();
         score();
         sum((i - 1) % kLeaf > 0);
+        end_turn();
         settle(row, alpha, total);
         products_wait<1>();
         products_taken(s);
-        take_keys();
+        keys_taken();
         Join j[2];
         bool ends = i % kLeaf == 0;  // a leaf, with the block before
         if (ends) {
@@ -511,10 +534,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         weigh(i);
         // A branch, which the assembler does not move the wait for the product across, up to before the probabilities.
         products_taken(s);
-        if (i + 1 < n) barrier_wait(&sh.k_full[k_stage], k_phase);
+        if (i + 1 < n) wait_for_keys();
         products_wait<0>();
         products_taken(acc);
-        take_values();
+        values_taken();
         if (!ends) {
 #pragma unroll
           for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
@@ -525,19 +548,22 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         }
         round();
       }
+      wait_for_values();
       sum((n - 1) % kLeaf > 0);
       settle(row, alpha, total);
       products_wait<0>();
       products_taken(acc);
-      take_values();
+      values_taken();
     }
     int all = blocks_of_any<Shared<kDim>::groups>(p, t);
 #pragma unroll 1
     for (int i = n; i < all; ++i) {  // other groups' blocks
-      barrier_wait(&sh.k_full[k_stage], k_phase);
-      take_keys();
-      barrier_wait(&sh.v_full[v_stage], v_phase);
-      take_values();
+      begin_turn();
+      end_turn();
+      wait_for_keys();
+      keys_taken();
+      wait_for_values();
+      values_taken();
     }
     if (n == 0) continue;
 
@@ -562,9 +588,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
             __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
     }
   }
+  if (kTurns && group == 0) named_barrier_sync(1, 256);  // the turn that nobody took
 }
 
-template <int kDim>
+template <int kDim, bool kTurns>
 __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     attention_forward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                       const __grid_constant__ CUtensorMap v, const Problem p) {
@@ -604,7 +631,7 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
       bring_keys(sh, &k, &v, p);
   } else {
     registers_up<Plan<kDim>::many>();
-    attend(sh, p);
+    attend<kDim, kTurns>(sh, p);
   }
 }
 
@@ -633,7 +660,7 @@ inline int part_rows_of(const AlignkitAttention& p) {
   return part;
 }
 
-template <int kDim>
+template <int kDim, bool kTurns>
 cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
   Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1};
@@ -645,11 +672,11 @@ cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
   if (cudaError_t e =
-          cudaFuncSetAttribute(attention_forward<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+          cudaFuncSetAttribute(attention_forward<kDim, kTurns>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
   int64_t tiles = (int64_t{p.tokens} / p.positions + p.sequences) * (p.heads / p.together);
   unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
-  return launch_early(attention_forward<kDim>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
+  return launch_early(attention_forward<kDim, kTurns>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
 }
 
 }  // namespace
@@ -657,10 +684,10 @@ cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
 
 // Returns a cudaError_t.
 extern "C" int alignkit_attention_forward(const AlignkitAttention* p, cudaStream_t stream) {
-  if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads || (p->together != 1 && p->together * p->kv_heads != p->heads) ||
-      p->together > 64)
+  if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
+      (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
     return cudaErrorInvalidValue;
-  if (p->dim == 128) return alignkit::launch<128>(*p, stream);
-  if (p->dim == 64) return alignkit::launch<64>(*p, stream);
+  if (p->dim == 128) return p->turns ? alignkit::launch<128, true>(*p, stream) : alignkit::launch<128, false>(*p, stream);
+  if (p->dim == 64) return p->turns ? alignkit::launch<64, true>(*p, stream) : alignkit::launch<64, false>(*p, stream);
   return cudaErrorInvalidValue;
 }

@@ -45,6 +45,25 @@ inline void barrier_wait(uint64_t* b, int parity) {
   while (barrier(b).phase == static_cast<uint32_t>(parity & 1)) machine::yield();
 }
 
+struct Named {
+  int arrived, round;
+};
+inline Named named[16];
+
+inline int named_barrier_arrive(int name, int threads) {
+  ++machine::moves;
+  int round = named[name].round;
+  if (++named[name].arrived == threads) {
+    named[name].arrived = 0;
+    ++named[name].round;
+  }
+  return round;
+}
+inline void named_barrier_sync(int name, int threads) {
+  int round = named_barrier_arrive(name, threads);
+  while (named[name].round == round) machine::yield();
+}
+
 template <int kDepth>
 void step(int& stage, int& phase) {
   if (++stage == kDepth) {
