@@ -23,7 +23,7 @@ from .dist import TP
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from .runtime import cuda, dispatch, native, shown
-from .runtime.families import CPU, SM90, on_host
+from .runtime.families import CPU, SM90, of_type, on_host
 
 OPS = (
     "attention",
@@ -244,7 +244,9 @@ def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
 
 
 def _attention(dtype: torch.dtype, device: str) -> str | None:
-    lengths, heads, kv_heads, dim = (5, 70, 33), 4, 2, 64
+    family = of_type(torch.device(device))
+    assert family is not None  # it has a backend
+    lengths, heads, kv_heads, dim = (5, family.kv_leaf + 6, 33), 4, 2, 64
     starts = torch.tensor([0, *lengths]).cumsum(0)
     total = sum(lengths)
     q = _normal(8, total, heads, dim, dtype=dtype, device=device)

@@ -101,6 +101,26 @@ def attention(given: Inputs) -> list[torch.Tensor]:
     return [*given.run(lambda q, k, v: ops.attention(q, k, v, starts), q, k, v), paged]
 
 
+def long_attention(given: Inputs) -> list[torch.Tensor]:
+    """Sequences that end at the border of a leaf of the family, after it and after two; the last queries from a cache too."""
+    family = families.of_type(given.device)
+    assert family is not None
+    leaf, heads = family.kv_leaf, 2
+    lens = (leaf, leaf + 1, 2 * leaf + 70)
+    starts = given.tensor([0, *np.cumsum(lens).tolist()])
+    q, k, v = (given.values(sum(lens), h, 32, seed=h + i, scale=2.0**-5) for i, h in enumerate((heads, 1, 1)))
+    pages = -(-lens[-1] // 16)
+    blocks = given.tensor([(11 * i + 3) % pages for i in range(pages)])  # all of them: 11 divides no such number
+    cache = [given.values(pages, 16, 1, 32, seed=seed, scale=2.0**-5) for seed in (5, 6)]
+    many, few = (
+        ops.paged_attention(
+            q[:n], *cache, blocks[None].int(), given.tensor([0, n], torch.int32), given.tensor([lens[-1]], torch.int32)
+        )
+        for n in (90, 1)
+    )
+    return [*given.run(lambda q, k, v: ops.attention(q, k, v, starts), q, k, v), many, few]
+
+
 def head(given: Inputs) -> list[torch.Tensor]:
     h, w, b = given.values(150, 64, seed=1), given.values(700, 64, seed=2), given.values(700, seed=3)
     target = given.integers(150, seed=4, below=690)
@@ -179,7 +199,18 @@ def mixtures(given: Inputs) -> list[torch.Tensor]:
 
 CASES = {
     f"{f.__name__} {str(dtype).removeprefix('torch.')}": (f, dtype)
-    for f in (linears, norms, elementwise, scaled_tables, attention, head, large_head, gated_delta_rule, mixtures)
+    for f in (
+        linears,
+        norms,
+        elementwise,
+        scaled_tables,
+        attention,
+        long_attention,
+        head,
+        large_head,
+        gated_delta_rule,
+        mixtures,
+    )
     for dtype in DTYPES
 }
 
@@ -213,10 +244,8 @@ def difference(device: torch.device, backend: str) -> str | None:
     assert family is not None  # it has a backend
     kept = load(family)
     for case in CASES:
-        if (
-            backend == families.REFERENCE and CASES[case][0] is large_head
-        ):  # minutes, for the arithmetic that head has too
-            continue
+        if backend == families.REFERENCE and CASES[case][0] in (large_head, long_attention):
+            continue  # minutes, for the arithmetic that head and attention have too
         if case not in kept:
             return f"{case}: no bits are kept"
         try:

@@ -12,7 +12,7 @@ IDS = torch.arange(4 * 6).reshape(4, 6) + 3
 MASK = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
 
 
-def kept(directory, context, contract="alignkit-1/cpu/v128/k8/kv32", at=((1, 0), (2, 1))):
+def kept(directory, context, contract="alignkit-2/cpu/v128/k8/kv32/leaf128", at=((1, 0), (2, 1))):
     """The replay of a step whose logprobs differ in `at`, of responses of three tokens."""
     training = -torch.rand(4, 3)
     rollout = training.clone()
@@ -56,8 +56,8 @@ def test_replays_without_whole_sequences_are_refused(context, said, tmp_path):
 
 
 def test_another_contract_is_refused_before_an_engine_starts(tmp_path):
-    path = kept(tmp_path / "run", {"input_ids": IDS}, contract="alignkit-4/sm90/v128/k8/kv64")
-    with pytest.raises(InputError, match="contract 'alignkit-4/sm90"):
+    path = kept(tmp_path / "run", {"input_ids": IDS}, contract="alignkit-5/sm90/v128/k8/kv64/leaf512")
+    with pytest.raises(InputError, match="contract 'alignkit-5/sm90"):
         bisect.bisect(bisect.Options("aligned-megatron", "hf", tmp_path / "out", tokens=path))
     ours = contract_id("cuda" if torch.cuda.is_available() else "cpu")
     tokens.check_contract(path, tokens.read(kept(tmp_path / "ours", {"input_ids": IDS}, contract=ours))[1], True)

@@ -22,7 +22,7 @@ from alignkit import drift
 from alignkit.drift.monitor import records, replay
 from alignkit.errors import DriftError, InputError, UnsupportedError
 
-ALIGNED = "alignkit-1/cpu/v128/k8/kv32"
+ALIGNED = "alignkit-2/cpu/v128/k8/kv32/leaf128"
 
 
 def batch(rows=5, columns=17, seed=0, noise=0.3):
@@ -601,7 +601,7 @@ def test_digest_streams_what_is_not_contiguous(monkeypatch):
         ({"contract": "mine"}, "contract"),
         ({"contract": None}, "contract"),
         ({"contract": (ALIGNED,) * 3}, "contract"),
-        ({"contract": (ALIGNED, "alignkit-4/sm90/v128/k8/kv64")}, "contract"),
+        ({"contract": (ALIGNED, "alignkit-5/sm90/v128/k8/kv64/leaf512")}, "contract"),
         ({"sinks": "wandb"}, "sinks"),
         ({"sinks": ["mlflow"]}, "sinks"),
         ({"meta": {"a": 1}}, "meta"),

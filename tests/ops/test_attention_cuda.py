@@ -7,6 +7,7 @@ import torch
 
 from alignkit import ops
 from alignkit.errors import InputError
+from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, EXP, U32, UNIT, assert_within, gamma, randn
@@ -14,11 +15,15 @@ from .helpers import CPU, EXP, U32, UNIT, assert_within, gamma, randn
 pytestmark = pytest.mark.skipif(CPU, reason="the Triton backend needs a GPU")
 
 BF16, FP32 = torch.bfloat16, torch.float32
+LEAF = SM90.kv_leaf
 LENS = [1, 63, 64, 65, 129, 700, 5]
+BORDERS = [LEAF - 1, LEAF, LEAF + 1, 2 * LEAF, 2 * LEAF + 1, 3 * LEAF + 70, 7]
+"""Lengths around those of whole leaves."""
 HEADS = [(64, 8, 4), (128, 16, 8), (128, 7, 1), (80, 6, 6)]
-# Launch options: tiles of queries, of few queries, and both kernels of the backward pass.
+# Launch options: tiles of queries, of few queries, among how many programs these share leaves, and both kernels of the
+# backward pass.
 TILES = [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]
-SHORT = [(16, 4, 2), (16, 4, 4), (16, 2, 3), (32, 4, 2)]
+SHORT = [(16, 4, 2, 0), (16, 4, 4, 1), (16, 2, 3, 3), (32, 4, 2, 40), (64, 4, 2, 1000)]
 GRAD_Q = [(64, 64, 4, 2), (128, 32, 8, 3), (128, 64, 8, 3), (64, 32, 4, 2)]
 GRAD_KV = [(64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3), (128, 64, 8, 2)]
 
@@ -65,10 +70,11 @@ def capture(run):
 
 
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
-def test_tiles(dim, heads, kv):
+@pytest.mark.parametrize("lens", [LENS, BORDERS], ids=["short", "leaves"])
+def test_tiles(dim, heads, kv, lens):
     from alignkit.ops.attention import triton as backend
 
-    q, k, v, g, cu = packed(LENS, heads, kv, dim)
+    q, k, v, g, cu = packed(lens, heads, kv, dim)
     scale = dim**-0.5
     want = backend.forward(q, k, v, cu, scale)
     for rows, warps, stages in TILES:
@@ -85,17 +91,22 @@ def test_tiles(dim, heads, kv):
 
 
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
-@pytest.mark.parametrize("page", [1, 16, 48])
-def test_rollout_is_training(dim, heads, kv, page):
+@pytest.mark.parametrize("page,lengths", [(1, LENS), (16, LENS), (48, LENS), (16, BORDERS), (48, BORDERS)])
+def test_rollout_is_training(dim, heads, kv, page, lengths):
     """Prefill, chunks and decode, in any tile; sequences without a query; padding, which is zero."""
     from alignkit.ops.attention import triton as backend
 
-    q, k, v, _, cu = packed(LENS, heads, kv, dim)
+    q, k, v, _, cu = packed(lengths, heads, kv, dim)
     want = ops.attention(q, k, v, cu)
-    k_cache, v_cache, table = caches(k, v, LENS, page)
-    lens = torch.tensor(LENS).int()
-    for take in ([1] * 7, LENS, [0] * 7, [1, 8, 0, 9, 129, 130, 0], [0, 0, 1, 0, 0, 0, 3], [0, 63, 1, 1, 1, 1, 1]):
-        rows, starts = last(LENS, take)
+    k_cache, v_cache, table = caches(k, v, lengths, page)
+    lens = torch.tensor(lengths).int()
+    some = [[1] * 7, lengths, [0] * 7]
+    if lengths is LENS:
+        some += [[1, 8, 0, 9, 129, 130, 0], [0, 0, 1, 0, 0, 0, 3], [0, 63, 1, 1, 1, 1, 1]]
+    else:  # queries from the middle of a leaf on, from its border on, from the last position before it on
+        some += [[200, 5, 1, LEAF, LEAF + 1, LEAF + 71, 0], [0, 0, 2, 0, 1, 8, 3], [17, 0, 64, 65, 1, 33, 7]]
+    for take in some:
+        rows, starts = last(lengths, take)
         for pad in (0, 5):
             queries = torch.cat([q[rows], torch.full((pad, heads, dim), 3.0, dtype=BF16)])
             out = torch.full_like(queries, float("nan"))
@@ -106,7 +117,7 @@ def test_rollout_is_training(dim, heads, kv, page):
         if len(rows):
             flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
             assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
-            for m, warps, stages in SHORT:
+            for m, warps, stages, programs in SHORT:
                 out = torch.full_like(q[rows], float("nan"))
                 backend.paged(
                     q[rows],
@@ -117,11 +128,43 @@ def test_rollout_is_training(dim, heads, kv, page):
                     page,
                     dim**-0.5,
                     out,
-                    short={"BLOCK_M": m, "num_warps": warps, "num_stages": stages},
+                    short={"BLOCK_M": m, "num_warps": warps, "num_stages": stages, "programs": programs},
                     BLOCK_M=64,
                     num_warps=4,
                 )
-                assert_bitwise_equal(out, want[rows], f"queries {take}, short tile {m, warps, stages}")
+                assert_bitwise_equal(out, want[rows], f"queries {take}, few {m, warps, stages, programs}")
+
+
+@pytest.mark.parametrize(
+    "dim,heads,kv,dtype", [(128, 32, 8, BF16), (128, 28, 4, BF16), (64, 16, 1, BF16), (64, 2, 1, FP32)]
+)
+def test_long_contexts(dim, heads, kv, dtype):
+    """Decoded, in chunks that end within a leaf, and of few queries after a long prefix: what training gives, among however many
+    programs leaves are shared, and whatever stands beside it."""
+    from alignkit.ops.attention import triton as backend
+
+    lens = [40000, 30000, 100, 4097] if dtype == BF16 else [5000, 3000, 100, 2049]
+    q, k, v, _, cu = packed(lens, heads, kv, dim, dtype)
+    want = ops.attention(q, k, v, cu)
+    k_cache, v_cache, table = caches(k, v, lens, 16)
+    length = torch.tensor(lens).int()
+    for take in ([1, 1, 1, 1], [16, 0, 1, 64], [1, 33, 100, 3], [777, 1, 20, 2000]):
+        rows, starts = last(lens, take)
+        got = ops.paged_attention(q[rows], k_cache, v_cache, table, starts, length)
+        assert_bitwise_equal(got, want[rows], f"queries {take}")
+        for programs in (1, 5, 132, 1021):
+            if max(take) == 1 or programs == 132:
+                out = torch.full_like(got, float("nan"))
+                flat = (c.flatten(0, 1) for c in (k_cache, v_cache))
+                options = {"programs": programs, "all_of_them": programs == 5}
+                backend.paged(q[rows], *flat, table, starts, length, 16, dim**-0.5, out, short=options)
+                assert_bitwise_equal(out, got, f"queries {take}, {programs} programs")
+    for s, longest in enumerate(lens):  # each alone, at an earlier time
+        for n in (longest, longest // 2, min(longest, LEAF + 1)):
+            at = int(cu[s]) + n - 1
+            integers = torch.tensor([0, 1]).int(), torch.tensor([n]).int()
+            got = ops.paged_attention(q[at : at + 1], k_cache, v_cache, table[s : s + 1], *integers)
+            assert_bitwise_equal(got, want[at : at + 1], f"position {n} of sequence {s}")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -166,6 +209,7 @@ def test_a_sequence_alone(dtype):
     [
         (1, 64, 2, 1, BF16),
         (700, 128, 4, 2, BF16),
+        (2000, 64, 2, 1, BF16),
         (300, 80, 3, 1, BF16),
         (150, 256, 2, 1, BF16),
         (200, 128, 2, 1, FP32),

@@ -14,7 +14,7 @@ from alignkit.errors import BackendError
 from alignkit.ops import _common
 from alignkit.ops.linear import matmul
 from alignkit.ops.rope import _table
-from alignkit.runtime import dispatch, native
+from alignkit.runtime import dispatch, families, native
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, dtypes, linear_dtypes, randn, seeds
@@ -193,6 +193,23 @@ def test_attention(lens, group, kv, dim, dtype, seed):
     cu = torch.tensor([0, *lens]).cumsum(0)
     q, k, v = (randn(sum(lens), h, dim, dtype=dtype, seed=seed + h) for h in (group * kv, kv, kv))
     assert_same(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_at_the_borders_of_leaves(dtype):
+    """Lengths around those of one leaf and of two, and queries from the middle of a leaf on."""
+    leaf = families.CPU.kv_leaf
+    for n in (leaf - 1, leaf, leaf + 1, 2 * leaf + 1):
+        q, k, v = (randn(n, h, 8, dtype=dtype, seed=n + h) for h in (4, 2, 2))
+        assert_same(lambda q, k, v, n=n: ops.attention(q, k, v, torch.tensor([0, n])), q, k, v)
+        table, lens = torch.randperm(-(-n // 16))[None].int(), torch.tensor([n])
+        caches = [torch.full((table.shape[1], 16, 2, 8), float("nan"), dtype=dtype) for _ in range(2)]
+        for cache, t in zip(caches, (k, v), strict=True):
+            cache[table[0, torch.arange(n) // 16].long(), torch.arange(n) % 16] = t
+        whole = ops.attention(q, k, v, torch.tensor([0, n]))
+        for take in (1, leaf // 2 + 3):
+            got = ops.paged_attention(q[-take:], *caches, table, torch.tensor([0, take]), lens)
+            assert_bitwise_equal(got, whole[-take:], f"the last {take} of {n}")
 
 
 @given(

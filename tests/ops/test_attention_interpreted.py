@@ -1,0 +1,52 @@
+"""How leaves are shared among programs, by Triton's interpreter, which needs no GPU: fp32, without the GPU's own exp2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+PROGRAM = """
+import os, warnings
+os.environ["TRITON_INTERPRET"] = "1"
+warnings.simplefilter("ignore")  # of numpy, where a row has seen no key yet
+import torch
+from alignkit import ops
+from alignkit.ops.attention import triton
+from alignkit.runtime.families import SM90
+from alignkit.testing import assert_bitwise_equal
+
+leaf, page, heads, kv, dim = SM90.kv_leaf, 48, 4, 2, 16
+lens, torch_ = (2 * leaf + 1, 5, leaf, 3 * leaf - 7), torch.manual_seed(0)
+q, k, v = (torch.randn(sum(lens), h, dim) for h in (heads, kv, kv))
+starts = torch.tensor([0, *lens]).cumsum(0)
+want, _ = triton.forward(q, k, v, starts.int(), 0.25, BLOCK_M=64)
+assert (want - ops.attention(q, k, v, starts, 0.25)).abs().max() < 2e-6
+need = [-(-n // page) for n in lens]
+order = torch.randperm(sum(need)).split(need)
+table = torch.full((len(lens), max(need) + 1), -1, dtype=torch.int32)
+caches = [torch.full((sum(need), page, kv, dim), float("nan")) for _ in range(2)]
+for s, n in enumerate(lens):
+    table[s, : need[s]], at = order[s].int(), torch.arange(n)
+    for cache, t in zip(caches, (k, v)):
+        cache[order[s][at // page], at % page] = t[starts[s] : starts[s + 1]]
+for take in ((1, 1, 1, 1), (1, 0, 3, 2)):
+    rows = torch.cat([torch.arange(int(end) - n, int(end)) for end, n in zip(starts[1:], take)])
+    for programs in (1, 3, 20) if take[0] == take[1] else (7,):
+        out = torch.full((len(rows) + 2, heads, dim), float("nan"))
+        queries = torch.cat([q[rows], out[-2:]])
+        integers = torch.tensor([0, *take]).cumsum(0).int(), torch.tensor(lens).int()
+        flat = [c.flatten(0, 1) for c in caches]
+        triton.paged(queries, *flat, table, *integers, page, 0.25, out, short={"programs": programs}, BLOCK_M=64)
+        assert_bitwise_equal(out[:-2], want[rows], f"{programs} programs")
+        assert not out[-2:].any()
+print("done")
+"""
+
+
+def test_leaves_are_joined_in_order_whoever_visits_them():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
