@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import Arguments, _Ints, arguments
+from alignkit.ops.attention.cuda import _Ints, arguments
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -86,9 +86,9 @@ def attend(q, k, v, context, factor):
     """Queries q [n, D] at positions from `context` on, over k, v [context + n, D]: results fp32, and the statistics."""
     n, dim = q.shape
     pos, factor = context + np.arange(n), F32(factor)
-    M, L, A = np.zeros(n, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
+    M, Z, A = np.zeros(n, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
     for leaf in range(0, len(k), LEAF):
-        m, l, acc = np.full(n, -np.inf, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
+        m, z, acc = np.full(n, -np.inf, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
         for b in range(leaf, min(leaf + LEAF, len(k)), BLOCK):
             kb, vb = (np.zeros((BLOCK, dim), F32) for _ in range(2))
             here = min(BLOCK, len(k) - b)
@@ -100,20 +100,20 @@ def attend(q, k, v, context, factor):
             p = ex2(fma(score, factor, (-top * factor)[:, None]))
             alpha = ex2((m - top) * factor)
             total = (p + F32(1)).view(np.uint32).sum(1, dtype=np.uint32) - np.uint32(BLOCK * 0x3F800000 % 2**32)
-            l_next = fma(l, alpha, total.astype(F32) * F32(2.0**-23))
+            z_next = fma(z, alpha, total.astype(F32) * F32(2.0**-23))
             p = torch.from_numpy(p).bfloat16().float().numpy()
             acc_next = chain(p, vb.T, acc * alpha[:, None])
-            m, l = np.where(seen, top, m), np.where(seen, l_next, l)
+            m, z = np.where(seen, top, m), np.where(seen, z_next, z)
             acc = np.where(seen[:, None], acc_next, acc)
         if leaf == 0:
-            M, L, A = m, l, acc
+            M, Z, A = m, z, acc
             continue
         top, seen = np.fmax(M, m), leaf <= pos
         before, after = ex2((M - top) * factor), ex2((m - top) * factor)
-        L = np.where(seen, fma(L, before, l * after), L)
+        Z = np.where(seen, fma(Z, before, z * after), Z)
         A = np.where(seen[:, None], fma(A, before[:, None], acc * after[:, None]), A)
         M = np.where(seen, top, M)
-    return A / L[:, None], fma(-M, factor, -each("log2f")(L))
+    return A / Z[:, None], fma(-M, factor, -each("log2f")(Z))
 
 
 def draw(rows, heads, dim, seed, spread=3.0):

@@ -45,7 +45,10 @@ class Arguments(ctypes.Structure):
         *((name, _Ints) for name in ("starts", "kv_len", "table")),
         *((name, ctypes.c_int64) for name in ("table_row", "kv_rows")),
         *((name, ctypes.c_int) for name in ("page", "width", "most", "few", "far")),
-        *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads", "together", "turns")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads", "together", "turns")
+        ),
         ("factor", ctypes.c_float),
     ]
 
@@ -98,7 +101,9 @@ def forward(q, k, v, starts, scale: float, together: int = 1, turns: bool = True
     return out, shift
 
 
-def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, together: int = 0, turns: bool = True) -> None:
+def paged(
+    q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, together: int = 0, turns: bool = True
+) -> None:
     """`together`, 0: a group, and `turns`: see `arguments`."""
     seqs, width = block_table.shape
     alone = q.shape[0] <= seqs  # most likely one query each
