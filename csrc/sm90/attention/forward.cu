@@ -244,6 +244,8 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
     if (t.s < 0) return;
     int n = blocks_of_any<Shared<kDim>::groups>(p, t), end = t.context + t.q_len, head = t.head / (p.heads / p.kv_heads), q0 = t.q0;
     int64_t table = t.s * p.table_row;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
     auto row_of = [&](int position) {
       if (!p.page) return q0 + position;
       if (position >= end) return 0;
@@ -601,7 +603,7 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     constexpr int warps = Shared<kDim>::groups * 4;
     barrier_init(&sh.found, 1);
     barrier_init(&sh.q_full, 1);
-    barrier_init(&sh.q_empty, warps);
+    barrier_init(&sh.q_empty, warps + 1);
     barrier_init(&sh.on_its_way, 1);
     for (int i = 0; i < Shared<kDim>::stages; ++i) {
       barrier_init(&sh.k_full[i], 1);
