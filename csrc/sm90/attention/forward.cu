@@ -474,7 +474,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       if (kTurns) named_barrier_sync(1 + group, 256);
     };
     auto end_turn = [&] {
-      if (kTurns) named_barrier_arrive(1 + (group + 1) % Shared<kDim>::groups, 256);
+      if (kTurns) named_barrier_arrive(group == Shared<kDim>::groups - 1 ? 1 : group + 2, 256);
     };
     auto keys_taken = [&] {
       if (leads) barrier_arrive(&sh.k_empty[k_stage]);
@@ -484,8 +484,9 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       if (leads) barrier_arrive(&sh.v_empty[v_stage]);
       step<stages>(v_stage, v_phase);
     };
-    auto weigh = [&](int block) {
-      if (block >= sh.kept[thread_again() - 128].plain) {
+    auto sees_all = [&](int block) { return block < sh.kept[thread_again() - 128].plain; };
+    auto weigh = [&](int block, bool all) {
+      if (!all) {
         int first = block * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
@@ -502,15 +503,29 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 
 #pragma unroll
     for (int i = 0; i < sums; ++i) joined[i] = -0.0f;
+    // Before a block's values are added, what is there is rescaled, or, where a leaf has ended, joined to those before.
+    bool ended = false;
+    Join j[2];
+    auto make_room = [&] {
+      if (!ended) {
+#pragma unroll
+        for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+      } else {
+#pragma unroll
+        for (int x = 0; x < sums; ++x)
+          joined[x] = __fmaf_rn(joined[x], j[x / 2 % 2].whole, acc[x] * j[x / 2 % 2].leaf);
+      }
+    };
     if (n) {
       wait_for_keys();
       begin_turn();
       score();
       end_turn();
+      bool all = sees_all(0);
       products_wait<0>();
       products_taken(s);
       keys_taken();
-      weigh(0);
+      weigh(0, all);
       round();
       if (n > 1) wait_for_keys();
 #pragma unroll 1
@@ -518,39 +533,33 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         wait_for_values();
         begin_turn();
         score();
+        make_room();
         sum((i - 1) % kLeaf > 0);
         end_turn();
         settle(row, alpha, total);
-        products_wait<1>();
-        products_taken(s);
-        keys_taken();
-        Join j[2];
-        bool ends = i % kLeaf == 0;  // a leaf, with the block before
-        if (ends) {
+        ended = i % kLeaf == 0;
+        if (ended) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             j[h] = join(whole(h), row[h], factor, i == kLeaf);
             row[h] = {-kInfinity, 0};
           }
         }
-        weigh(i);
+        all = sees_all(i);
+        products_wait<1>();
+        products_taken(s);
+        keys_taken();
+        weigh(i, all);
         // A branch, which the assembler does not move the wait for the product across, up to before the probabilities.
         products_taken(s);
         if (i + 1 < n) wait_for_keys();
         products_wait<0>();
         products_taken(acc);
         values_taken();
-        if (!ends) {
-#pragma unroll
-          for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
-        } else {
-#pragma unroll
-          for (int x = 0; x < sums; ++x)
-            joined[x] = __fmaf_rn(joined[x], j[x / 2 % 2].whole, acc[x] * j[x / 2 % 2].leaf);
-        }
         round();
       }
       wait_for_values();
+      make_room();
       sum((n - 1) % kLeaf > 0);
       settle(row, alpha, total);
       products_wait<0>();
