@@ -27,7 +27,7 @@ setup = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(setup)
 OBJECTS = setup.OBJECTS
 
-TENSOR_CORES = re.compile("head|gemm|delta|gate_up|down|matrix_gradients")
+TENSOR_CORES = re.compile("attention|head|gemm|delta|gate_up|down|matrix_gradients")
 """In the names of the kernels that multiply by tensor cores."""
 BAD_KERNEL = """
 __global__ void bad_gemm(float* out, unsigned long long a, int n) {

@@ -75,6 +75,7 @@ def test_each_op_has_a_kernel_on_each_family():
         "moe_combine": ["rows=4", "h=2048", "top_k=8"],
     }
     fused = {"rms_norm", "rms_norm_backward", "head_statistics", "head_gradient", "head_products", "gated_delta_rule"}
+    fused |= {"attention", "paged_attention"}
     for op in dispatch.OPS:
         for family in ("cpu", "sm90"):
             (runs,) = kernels(explain(op, [*needed.get(op, []), f"family={family}"]), "runs")
@@ -86,6 +87,33 @@ def test_each_op_has_a_kernel_on_each_family():
                     "moe_combine": "vectors",
                 }
                 assert runs == ("cuda" if op in fused else others.get(op, "triton"))
+
+
+@pytest.mark.parametrize(
+    "op,words,why",
+    [
+        ("attention", ["head_dim=80"], "heads of 80, of 64 or 128"),
+        ("attention", ["dtype=fp32"], "tensors that are not bf16"),
+        ("attention", ["aligned=no"], "tensors that are not bf16 that the copy engine reads"),
+        ("attention", ["heads=65", "kv_heads=1"], "groups of 65 heads, of at most 64"),
+        ("attention", ["rows=67108864"], "67108864 rows of 16 heads"),
+        ("attention", ["rows=64", "heads=2"], None),
+        ("paged_attention", ["page=1"], "pages of 1 rows, not of a multiple of 16"),
+        ("paged_attention", ["page=48"], None),
+        ("paged_attention", ["page=16", "head_dim=256"], "heads of 256"),
+        ("paged_attention", ["page=16", "pages=0"], "over 0, of 1 to"),
+    ],
+)
+def test_attention_by_the_copy_engine(op, words, why):
+    """`why`: what is said of the CUDA kernel, which is chosen where there is nothing to say."""
+    usual = {"rows": 64, "heads": 16, "kv_heads": 1, "head_dim": 64, "dtype": "bf16"}
+    usual |= {"seqs": 2, "pages": 10} if op == "paged_attention" else {}
+    usual |= dict(word.split("=") for word in words)
+    told = list(explain(op, [*(f"{name}={value}" for name, value in usual.items()), "family=sm90"]))
+    if why is None:
+        assert kernels(told, "runs") == ["cuda"]
+    else:
+        assert kernels(told, "runs") == ["triton"] and why in next(line for line in told if "passed over" in line)
 
 
 def test_few_rows_an_expert_are_for_other_tiles():

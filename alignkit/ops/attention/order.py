@@ -8,6 +8,11 @@ scale, out)``.
 
 from __future__ import annotations
 
-from ...runtime.dispatch import PLAIN
+from ...runtime.dispatch import PLAIN, Kernel
+from ...runtime.families import CUDA
 
-ORDER = {"attention": PLAIN, "attention_backward": PLAIN, "paged_attention": PLAIN}
+ORDER = {
+    "attention": (Kernel("cuda", CUDA, "cuda", rule="refuses"), *PLAIN),
+    "attention_backward": PLAIN,
+    "paged_attention": (Kernel("cuda", CUDA, "cuda", rule="paged_refuses"), *PLAIN),
+}

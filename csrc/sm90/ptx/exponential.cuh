@@ -1,13 +1,17 @@
-// ex2: the exponential of the contract, 2^(x log2 e) by the hardware.
+// ex2: powers of 2 by the hardware, and the exponential of the contract, 2^(x log2 e).
 #pragma once
 
 namespace alignkit {
 
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float exponential(float x) {
   constexpr float log2e = 1.4426950408889634f;
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * log2e));
-  return y;
+  return power_of_2(x * log2e);
 }
 
 }  // namespace alignkit

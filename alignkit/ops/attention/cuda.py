@@ -1,0 +1,116 @@
+"""CUDA: bf16 with heads of 64 or 128, of training and of the longer parts of sequences in a rollout, by the tensor core's
+asynchronous products (csrc/sm90/attention/forward.cu). Everything else is Triton's: the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ...runtime import cuda
+from . import triton
+from .common import FAR, FEW, PAD
+from .problem import Attention
+
+DIMS = (64, 128)
+MOST_HEADS = 1 << 30
+"""Rows of q times heads; the kernel counts tiles in 32 bits."""
+GROUP = 64
+"""Heads of q that share one of k, at most."""
+PAGE = 16
+"""A page is of a multiple of so many rows, which the copy engine brings at a time."""
+
+
+@cuda.mirrors("AlignkitInts")
+class _Ints(ctypes.Structure):
+    """AlignkitInts of csrc/sm90/attention/forward.cu."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("wide", ctypes.c_int)]
+
+
+@cuda.mirrors("AlignkitHeads")
+class _Heads(ctypes.Structure):
+    """AlignkitHeads of csrc/sm90/attention/forward.cu."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
+
+
+@cuda.mirrors("AlignkitAttention")
+class Arguments(ctypes.Structure):
+    """AlignkitAttention of csrc/sm90/attention/forward.cu."""
+
+    _fields_ = [
+        *((name, _Heads) for name in ("q", "k", "v")),
+        *((name, ctypes.c_void_p) for name in ("out", "shift")),
+        *((name, _Ints) for name in ("starts", "kv_len", "table")),
+        *((name, ctypes.c_int64) for name in ("table_row", "kv_rows")),
+        *((name, ctypes.c_int) for name in ("page", "width", "most", "few", "far")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads", "together", "turns")
+        ),
+        ("factor", ctypes.c_float),
+    ]
+
+
+def refuses(p: Attention) -> str | None:
+    """Why the kernel is not for it; None: it is."""
+    rows, heads, dim = p.q[0]
+    kv_rows, kv_heads, _ = p.k[0]
+    if dim not in DIMS:
+        return f"heads of {dim}, of {' or '.join(map(str, DIMS))}"
+    if heads // kv_heads > GROUP:
+        return f"groups of {heads // kv_heads} heads, of at most {GROUP}"
+    if not 0 < rows * heads < MOST_HEADS or not 0 < kv_rows < 2**31:
+        return f"{rows} rows of {heads} heads over {kv_rows}, of 1 to {MOST_HEADS - 1} in all"
+    for _, strides, dtype, aligned in (p.q, p.k, p.v):
+        if dtype != torch.bfloat16 or not aligned or strides[2] != 1 or any(s % 8 or s < dim for s in strides[:2]):
+            return "tensors that are not bf16 that the copy engine reads"
+    return None
+
+
+def paged_refuses(p: Attention) -> str | None:
+    if p.page % PAGE:
+        return f"pages of {p.page} rows, not of a multiple of {PAGE}"
+    return refuses(p)
+
+
+def _ints(t: torch.Tensor) -> _Ints:
+    return _Ints(t.data_ptr(), t.dtype == torch.int64)
+
+
+def arguments(q, k, v, out, starts, scale: float, together: int, turns: bool) -> Arguments:
+    """All but what is of training or of a cache. Schedules, on which no bit depends: `together`, heads of a tile: one, or a
+    group; `turns`, whether groups of warps take turns at the tensor core."""
+    tokens, heads, dim = q.shape
+    a = Arguments(*(_Heads(t.data_ptr(), t.stride(0), t.stride(1)) for t in (q, k, v)), out.data_ptr())
+    a.starts = _ints(starts)
+    a.kv_rows, a.tokens, a.sequences, a.heads = k.shape[0], tokens, starts.shape[0] - 1, heads
+    a.kv_heads, a.dim, a.together, a.turns, a.factor = k.shape[1], dim, together, turns, triton._factor(scale)
+    return a
+
+
+def forward(q, k, v, starts, scale: float, together: int = 1, turns: bool = True):
+    """`together`, `turns`: see `arguments`."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    pads = triton._pads(q.shape[0], starts.shape[0] - 1)
+    shift = torch.full((q.shape[1], pads * PAD.value), float("-inf"), dtype=torch.float32, device=q.device)
+    a = arguments(q, k, v, out, starts, scale, together, turns)
+    a.shift, a.pads = shift.data_ptr(), pads
+    cuda.call("alignkit_attention_forward", q.device, ctypes.byref(a))
+    return out, shift
+
+
+def paged(
+    q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, together: int = 0, turns: bool = True
+) -> None:
+    """`together`, 0: a group, and `turns`: see `arguments`."""
+    seqs, width = block_table.shape
+    alone = q.shape[0] <= seqs  # most likely one query each
+    most = triton.few(q, k, v, block_table, starts, seq_lens, page, scale, out, all_of_them=alone)
+    if alone:
+        return
+    a = arguments(q, k, v, out, starts, scale, together or q.shape[1] // k.shape[1], turns)
+    a.kv_len, a.table, a.table_row = _ints(seq_lens), _ints(block_table), block_table.stride(0)
+    a.page, a.width, a.most, a.few, a.far = page, width, most, FEW.value, FAR.value
+    cuda.call("alignkit_attention_forward", q.device, ctypes.byref(a))

@@ -1,0 +1,704 @@
+// Causal attention, forward: packed sequences of a training batch, and sequences of a paged cache that have many queries.
+//
+// A tile is 64 rows for each of two or three groups of warps: positions of one head, or fewer positions of the heads of a
+// group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of
+// 64 positions; the other groups keep their queries in registers. Of a block, the scores are computed while the block before
+// is still being multiplied by its values, and the probabilities while that product is under way, so that a group keeps
+// the tensor core busy by itself. Two sums stay in registers: that of the leaf at hand, and that of the leaves before.
+//
+// Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns that
+// go to and fro. Lengths are read on the device.
+#include <algorithm>
+
+#include "../../interface.h"
+#include "../ptx/barrier.cuh"
+#include "../ptx/copy.cuh"
+#include "../ptx/dependent_launch.cuh"
+#include "../ptx/exponential.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/pack.cuh"
+#include "../ptx/thread.cuh"
+#include "../ptx/wgmma.cuh"
+
+// Numbers of 32 bits, or of 64.
+struct AlignkitInts {
+  const void* data;
+  int wide;
+};
+
+// Rows of bf16: elements from a token to the next, and from a head to the next.
+struct AlignkitHeads {
+  const void* data;
+  int64_t token, head;
+};
+
+struct AlignkitAttention {
+  AlignkitHeads q, k, v;
+  void* out;      // [tokens, heads, dim]
+  float* shift;   // statistics for the backward pass, [heads, pads * 128]; null: they are not kept
+  AlignkitInts starts, kv_len, table;  // the latter two of paged sequences
+  int64_t table_row, kv_rows;          // rows of k
+  int page, width;                     // rows of a page, 0: k is packed as q is; pages of a sequence at most
+  // Left out are paged sequences of at most `most` queries, and those of at most `few` behind at least `far` positions.
+  int most, few, far;
+  int tokens, sequences, heads, kv_heads, dim, pads;
+  int together;  // heads of a tile: one, or all of a group
+  int turns;     // whether groups of warps take turns at the tensor core
+  float factor;  // of scores, for powers of 2
+};
+
+ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
+ALIGNKIT_LAYOUT(AlignkitHeads, data, token, head)
+ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most, few,
+                far, tokens, sequences, heads, kv_heads, dim, pads, together,
+                turns, factor)
+
+namespace alignkit {
+namespace {
+
+struct Problem : AlignkitAttention {
+  int part_rows;   // rows of keys that lie in one page
+  int positions;   // of a tile
+  int reciprocal;  // of `together`, times 2^16
+
+  // The position of a tile's row; there are few rows.
+  __device__ int position_of(int row) const { return row * reciprocal >> 16; }
+};
+
+constexpr int kKeys = 64;         // of a block
+constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
+constexpr int kHalf = 64;         // elements of a head that lie beside each other in shared memory
+constexpr int kStatistics = 128;  // a sequence's begin at a multiple
+constexpr float kInfinity = __builtin_huge_valf();
+
+// What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way, and
+// registers of threads that bring them and that compute.
+template <int kDim>
+struct Plan;
+
+template <>
+struct Plan<128> {
+  static constexpr int groups = 2, stages = 5, few = 40, many = 232;
+};
+
+template <>
+struct Plan<64> {
+  static constexpr int groups = 3, stages = 8, few = 56, many = 152;
+};
+
+struct Tile {
+  int s;  // the sequence; -1: there are no more tiles
+  int q0, q_len, context;
+  int first;  // position among the queries
+  int head;
+};
+
+// A row's state within a leaf or over leaves: the greatest score, and the sum of probabilities.
+struct State {
+  float m, l;
+};
+
+// What a thread seldom needs, while registers are short.
+struct Kept {
+  State whole[2];  // over the leaves before
+  int plain;       // blocks that all rows of the group see all of
+  int unused[3];
+};
+
+template <int kDim>
+struct Shared {
+  static constexpr int groups = Plan<kDim>::groups, stages = Plan<kDim>::stages, rows = groups * 64;
+  static constexpr int halves = kDim / kHalf, threads = (groups + 1) * 128;
+  __nv_bfloat16 q[rows * kDim];
+  __nv_bfloat16 k[stages][kKeys * kDim];
+  __nv_bfloat16 v[stages][kKeys * kDim];
+  Kept kept[groups * 128];
+  Tile tile[2];  // in turn: one is read while the next is found
+  uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
+  uint64_t on_its_way;  // values of which the producer has to wipe out rows
+};
+
+__device__ __forceinline__ int64_t at(const AlignkitInts& ints, int64_t i) {
+  return ints.wide ? static_cast<const int64_t*>(ints.data)[i] : static_cast<const int32_t*>(ints.data)[i];
+}
+
+// How many blocks of keys the queries of a group see; 0: it has none.
+__device__ __forceinline__ int blocks_of(const Problem& p, const Tile& t, int group) {
+  int begin = t.first + p.position_of(group * 64);
+  int last = min(t.q_len - 1, t.first + min(p.position_of(group * 64 + 63), p.positions - 1));
+  return begin < t.q_len ? (t.context + last) / kKeys + 1 : 0;
+}
+
+template <int kGroups>
+__device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
+  int most = 0;
+#pragma unroll 1
+  for (int group = 0; group < kGroups; ++group) most = max(most, blocks_of(p, t, group));
+  return most;
+}
+
+// The tiles of a block of threads, found by a whole warp. Tile j of a sequence is at level context / positions + j, which is
+// about the number of its keys; tiles are counted level by level, the last one first.
+struct Walk {
+  const Problem& p;
+  int lane, slots, level = -1, base = 0, turn = 0, before = 0;
+  int q0, q_len, context, low, high;  // of the lane's sequence, the latter two its levels
+
+  __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(p.heads / p.together) {
+    int top = 0;
+#pragma unroll 1
+    for (base = 0; base < p.sequences; base += 32) {
+      read();
+      top = max(top, high);
+    }
+    for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
+    level = top - 1;
+    base = 0;
+    read();
+  }
+
+  // The sequence base + lane.
+  __device__ void read() {
+    int s = base + lane;
+    low = high = 0;
+    if (s >= p.sequences) return;
+    q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
+    q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
+    context = 0;
+    if (p.page) {
+      int64_t length = at(p.kv_len, s);
+      if (length < q_len || length > int64_t{p.width} * p.page) return;
+      if (q_len <= p.most || (q_len <= p.few && length - q_len >= p.far)) return;
+      context = static_cast<int>(length) - q_len;
+    }
+    low = context / p.positions;
+    high = low + (q_len + p.positions - 1) / p.positions;
+  }
+
+  __device__ Tile next() {
+    int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    ++turn;
+#pragma unroll 1
+    while (level >= 0) {
+      bool here = low <= level && level < high;
+      unsigned all = __ballot_sync(~0u, here);
+      int behind = before + __popc(all) * slots;
+      if (target < behind) {
+        int i = target - before, wanted = i / slots;
+        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane) - 1)) == wanted)) - 1;
+        Tile t;
+        t.s = __shfl_sync(~0u, base + lane, from);
+        t.q0 = __shfl_sync(~0u, q0, from);
+        t.q_len = __shfl_sync(~0u, q_len, from);
+        t.context = __shfl_sync(~0u, context, from);
+        t.first = (level - __shfl_sync(~0u, low, from)) * p.positions;
+        t.head = i % slots * p.together;
+        return t;
+      }
+      before = behind;
+      base += 32;
+      if (base >= p.sequences) {
+        base = 0;
+        --level;
+      }
+      if (p.sequences > 32) read();
+    }
+    return {-1, 0, 0, 0, 0, 0};
+  }
+};
+
+// The warp that finds the tiles and has their queries brought, one ahead of those who compute.
+template <int kDim>
+__device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMap* q, const Problem& p) {
+  constexpr int rows = Shared<kDim>::rows;
+  Walk walk(p);
+  for (int turn = 0;; turn ^= 1) {
+    Tile t = walk.next();
+    barrier_wait(&sh.q_empty, turn ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      sh.tile[turn] = t;
+      barrier_arrive(&sh.found);
+      if (t.s < 0) {
+        barrier_arrive(&sh.q_full);
+      } else {
+        barrier_expect(&sh.q_full, p.positions * p.together * kDim * 2);
+#pragma unroll
+        for (int h = 0; h < Shared<kDim>::halves; ++h)
+          copy_box(sh.q + h * rows * kHalf, q, h * kHalf, t.head, t.q0 + t.first, 0, &sh.q_full);
+      }
+    }
+    __syncwarp();
+    if (t.s < 0) return;
+  }
+}
+
+// The warp that has keys and values brought: a block in parts that lie in one page each, half a head at a time, by a lane each.
+template <int kDim>
+__device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v, const Problem& p) {
+  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
+  int part_rows = p.part_rows, lane = threadIdx.x % 32, parts = kKeys / part_rows, half = lane / parts, first = lane % parts * part_rows;
+  int to = (half * kKeys + first) * kHalf, stage = 0, phase = 0, waited = 0;
+  for (int turn = 0;; turn ^= 1) {
+    barrier_wait(&sh.found, turn);
+    const Tile& t = sh.tile[turn];
+    if (t.s < 0) return;
+    int n = blocks_of_any<Shared<kDim>::groups>(p, t), end = t.context + t.q_len, head = t.head / (p.heads / p.kv_heads), q0 = t.q0;
+    int64_t table = t.s * p.table_row;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
+    auto row_of = [&](int position) {
+      if (!p.page) return q0 + position;
+      if (position >= end) return 0;
+      int64_t page = at(p.table, table + position / p.page);
+      page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
+      return static_cast<int>(page) * p.page + position % p.page;
+    };
+    int row = row_of(first);
+#pragma unroll 1
+    for (int i = 0; i < n; ++i, step<stages>(stage, phase)) {
+      int left = end - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
+      bool here = half < halves && first < left, whole = left >= kKeys;
+      int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
+      barrier_wait(&sh.k_empty[stage], phase ^ 1);
+      if (lane == 0) barrier_expect(&sh.k_full[stage], bytes);
+      __syncwarp();
+      if (here) copy_box(sh.k[stage] + to, k, half * kHalf, head, row, 0, &sh.k_full[stage]);
+      barrier_wait(&sh.v_empty[stage], phase ^ 1);
+      uint64_t* full = whole ? &sh.v_full[stage] : &sh.on_its_way;
+      if (lane == 0) barrier_expect(full, bytes);
+      __syncwarp();
+      if (here) copy_box(sh.v[stage] + to, v, half * kHalf, head, row, 0, full);
+      if (!whole) {  // rows that are not the sequence's may be anything, which 0 times is no 0
+        barrier_wait(full, waited);
+        waited ^= 1;
+#pragma unroll 1
+        for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
+#pragma unroll
+          for (int h = 0; h < halves; ++h)
+            *reinterpret_cast<uint4*>(sh.v[stage] + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
+        shared_written();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&sh.v_full[stage]);
+      }
+      row = next_row;
+    }
+  }
+}
+
+// The scores of a block become probabilities, of which `total` is the thread's sum, and alpha the factor of what was summed
+// before. A thread has two rows, of each four lanes the same.
+__device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], float (&alpha)[2], uint32_t (&total)[2],
+                                              float factor) {
+  float top[2][2], shift[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      top[h][e] = s[2 * h + e];
+#pragma unroll
+      for (int j = 1; j < 8; ++j) top[h][e] = fmaxf(top[h][e], s[4 * j + 2 * h + e]);
+    }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], top[h][1]);
+#pragma unroll
+  for (int distance = 2; distance; distance /= 2)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], __shfl_xor_sync(~0u, top[h][0], distance));
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float most = fmaxf(row[h].m, top[h][0]);
+    shift[h] = -most * factor;
+    alpha[h] = power_of_2((row[h].m - most) * factor);
+    row[h].m = most;
+    total[h] = 0;
+  }
+#pragma unroll
+  for (int x = 0; x < 32; ++x) {
+    s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
+    // 1 + p is p rounded to a multiple of 2^-23, in the low bits; the sum of the ones leaves modulo 2^32.
+    total[x / 2 % 2] += __float_as_uint(s[x] + 1.0f);
+  }
+}
+
+// The sums of probabilities join those of the blocks before.
+__device__ __forceinline__ void settle(State (&row)[2], const float (&alpha)[2], uint32_t (&total)[2]) {
+#pragma unroll
+  for (int distance = 2; distance; distance /= 2)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) total[h] += __shfl_xor_sync(~0u, total[h], distance);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    total[h] -= static_cast<uint32_t>(uint64_t{kKeys} * 0x3f800000);
+    row[h].l = __fmaf_rn(row[h].l, alpha[h], __uint2float_rn(total[h]) * 0x1p-23f);
+  }
+}
+
+// The scores of keys behind the row's own position; `limit` is that, from the thread's first key on.
+__device__ __forceinline__ void hide(float (&s)[32], int h, int limit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (8 * j + e > limit) s[4 * j + 2 * h + e] = -kInfinity;
+}
+
+// A leaf's state joins that of the leaves before; what multiplies the sums of either.
+struct Join {
+  float whole, leaf;
+};
+
+__device__ __forceinline__ Join join(State& whole, const State& leaf, float factor, bool first) {
+  if (first) {  // -0 and it
+    whole = leaf;
+    return {1, 1};
+  }
+  float top = fmaxf(whole.m, leaf.m);
+  Join j = {power_of_2((whole.m - top) * factor), power_of_2((leaf.m - top) * factor)};
+  whole.l = __fmaf_rn(whole.l, j.whole, leaf.l * j.leaf);
+  whole.m = top;
+  return j;
+}
+
+// x / by, rounded once, for x[2 h], x[2 h + 1], x[2 h + 4], ...: as division does it where nothing is near the ends of the range,
+// but with the reciprocal found once.
+template <int kCount>
+__device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
+  float least = kInfinity;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) least = fminf(least, fminf(fabsf(x[i + 2 * h]), fabsf(x[i + 2 * h + 1])));
+  if (by > 0x1p-20f && by < 0x1p40f && least > 0x1p-60f) {
+    float r = __frcp_rn(by);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& a = x[i + 2 * h + e];
+        float q = a * r;
+        q = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
+        a = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
+      }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& a = x[i + 2 * h + e];
+        a = __fdiv_rn(a, by + a * 0.0f);
+      }
+  }
+}
+
+// The row h of a thread, rounded, to `out`. Four lanes hold two neighbours each of eight columns; they trade until each has all
+// eight of its own, 16 bytes.
+template <int kCount>
+__device__ __forceinline__ void store_row(const float (&x)[kCount], int h, __nv_bfloat16* out, bool here) {
+  int lane = thread_again() % 32;
+  bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+  for (int i = 0; i < kCount / 16; ++i) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) w[j] = pack<__nv_bfloat16>(x[16 * i + 4 * j + 2 * h], x[16 * i + 4 * j + 2 * h + 1]);
+    uint32_t a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+    (odd ? w[0] : w[1]) = a;
+    (odd ? w[2] : w[3]) = b;
+    a = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
+    (high ? w[0] : w[2]) = a;
+    (high ? w[1] : w[3]) = b;
+    if (here) *reinterpret_cast<uint4*>(out + 32 * i + lane % 4 * 8) = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+}
+
+// A group of four warps and its 64 rows of each tile. kTurns: groups begin their products in turn, so that one has the tensor
+// core while another has probabilities to compute.
+template <int kDim, bool kTurns>
+__device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
+  constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
+  constexpr int stage_step = kKeys * kDim * 2 >> 4, half_step = kKeys * kHalf * 2 >> 4;
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+  bool leads = threadIdx.x % 32 == 0;
+  // Of the rows of the tile that a thread has, the first; the other is 8 further.
+  auto first_row = [&] {
+    uint32_t thread = thread_again();
+    return static_cast<int>(group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4);
+  };
+  uint64_t k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
+  float factor = p.factor;
+  int k_stage = 0, k_phase = 0, q_phase = 0;
+  float s[32], acc[sums], joined[sums];
+  uint32_t q[steps][4], probability[4][4];
+#pragma unroll
+  for (int i = 0; i < sums; ++i) acc[i] = 0;
+  if (kTurns && group == Shared<kDim>::groups - 1) named_barrier_arrive(1, 256);
+  for (;;) {
+    barrier_wait(&sh.q_full, q_phase);
+    const Tile& t = sh.tile[q_phase];  // read again where it is needed: registers are short
+    q_phase ^= 1;
+    if (t.s < 0) break;
+    int lane = thread_again() % 32, matrix_row = group * 64 + thread_again() % 128 / 32 * 16 + lane % 16;
+    uint32_t q_row = shared_address(sh.q) + matrix_row * kHalf * 2 + (lane / 16 ^ matrix_row % 8) * 16;  // swizzled
+#pragma unroll
+    for (int i = 0; i < steps; ++i)
+      load_matrices<false>(q[i], (q_row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2);
+    __syncwarp();
+    if (leads) barrier_arrive(&sh.q_empty);
+
+    int n = blocks_of(p, t, group);
+    sh.kept[thread_again() - 128].plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;
+    auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
+    State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
+    auto whole = [&](int h) -> State& { return sh.kept[thread_again() - 128].whole[h]; };
+    float alpha[2];
+    uint32_t total[2];
+
+    int v_stage = k_stage, v_phase = k_phase;
+    auto wait_for_keys = [&] { barrier_wait(&sh.k_full[k_stage], k_phase); };
+    auto wait_for_values = [&] { barrier_wait(&sh.v_full[v_stage], v_phase); };
+    auto score = [&] {  // begins
+      uint64_t k = k0 + k_stage * stage_step;
+      products_begin();
+#pragma unroll
+      for (int j = 0; j < steps; ++j)
+        multiply<false, false>(__nv_bfloat16(), s, q[j], k + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
+      products_end();
+    };
+    auto sum = [&](bool add) {  // begins
+      uint64_t v = v0 + v_stage * stage_step;
+      products_begin();
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, add || j > 0);
+      products_end();
+    };
+    auto begin_turn = [&] {
+      if (kTurns) named_barrier_sync(1 + group, 256);
+    };
+    auto end_turn = [&] {
+      if (kTurns) named_barrier_arrive(group == Shared<kDim>::groups - 1 ? 1 : group + 2, 256);
+    };
+    auto keys_taken = [&] {
+      if (leads) barrier_arrive(&sh.k_empty[k_stage]);
+      step<stages>(k_stage, k_phase);
+    };
+    auto values_taken = [&] {
+      if (leads) barrier_arrive(&sh.v_empty[v_stage]);
+      step<stages>(v_stage, v_phase);
+    };
+    auto sees_all = [&](int block) { return block < sh.kept[thread_again() - 128].plain; };
+    auto weigh = [&](int block, bool all) {
+      if (!all) {
+        int first = block * kKeys + static_cast<int>(thread_again() % 4 * 2);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
+      }
+      probabilities(s, row, alpha, total, factor);
+    };
+    auto round = [&] {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          probability[j][i] = pack<__nv_bfloat16>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
+    };
+
+#pragma unroll
+    for (int i = 0; i < sums; ++i) joined[i] = -0.0f;
+    // Before a block's values are added, what is there is rescaled, or, where a leaf has ended, joined to those before.
+    bool ended = false;
+    Join j[2];
+    auto make_room = [&] {
+      if (!ended) {
+#pragma unroll
+        for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+      } else {
+#pragma unroll
+        for (int x = 0; x < sums; ++x)
+          joined[x] = __fmaf_rn(joined[x], j[x / 2 % 2].whole, acc[x] * j[x / 2 % 2].leaf);
+      }
+    };
+    if (n) {
+      wait_for_keys();
+      begin_turn();
+      score();
+      end_turn();
+      bool all = sees_all(0);
+      products_wait<0>();
+      products_taken(s);
+      keys_taken();
+      weigh(0, all);
+      round();
+      if (n > 1) wait_for_keys();
+#pragma unroll 1
+      for (int i = 1; i < n; ++i) {
+        wait_for_values();
+        begin_turn();
+        score();
+        make_room();
+        sum((i - 1) % kLeaf > 0);
+        end_turn();
+        settle(row, alpha, total);
+        ended = i % kLeaf == 0;
+        if (ended) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            j[h] = join(whole(h), row[h], factor, i == kLeaf);
+            row[h] = {-kInfinity, 0};
+          }
+        }
+        all = sees_all(i);
+        products_wait<1>();
+        products_taken(s);
+        keys_taken();
+        weigh(i, all);
+        // A branch, which the assembler does not move the wait for the product across, up to before the probabilities.
+        products_taken(s);
+        if (i + 1 < n) wait_for_keys();
+        products_wait<0>();
+        products_taken(acc);
+        values_taken();
+        round();
+      }
+      wait_for_values();
+      make_room();
+      sum((n - 1) % kLeaf > 0);
+      settle(row, alpha, total);
+      products_wait<0>();
+      products_taken(acc);
+      values_taken();
+    }
+    int all = blocks_of_any<Shared<kDim>::groups>(p, t);
+#pragma unroll 1
+    for (int i = n; i < all; ++i) {  // other groups' blocks
+      begin_turn();
+      end_turn();
+      wait_for_keys();
+      keys_taken();
+      wait_for_values();
+      values_taken();
+    }
+    if (n == 0) continue;
+
+    int begin = (n - 1) / kLeaf * kLeaf * kKeys;  // of the last leaf
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int position = position_of(h);
+      if (position >= begin) {
+        Join j = join(whole(h), row[h], factor, begin == 0);
+#pragma unroll
+        for (int x = 0; x < sums; ++x)
+          if (x / 2 % 2 == h) joined[x] = __fmaf_rn(joined[x], j.whole, acc[x] * j.leaf);
+      }
+      State all_leaves = whole(h);
+      divide(joined, h, all_leaves.l);
+      int r = first_row() + 8 * h, place = position - t.context;  // among the queries
+      bool here = place < t.q_len && r < p.positions * p.together;
+      int64_t head = t.head + r - p.position_of(r) * p.together;
+      store_row(joined, h, static_cast<__nv_bfloat16*>(p.out) + ((t.q0 + place) * int64_t{p.heads} + head) * kDim, here);
+      if (p.shift && here && thread_again() % 4 == 0)
+        p.shift[(head * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place] =
+            __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
+    }
+  }
+  if (kTurns && group == 0) named_barrier_sync(1, 256);  // the turn that nobody took
+}
+
+template <int kDim, bool kTurns>
+__global__ void __launch_bounds__(Shared<kDim>::threads, 1)
+    attention_forward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                      const __grid_constant__ CUtensorMap v, const Problem p) {
+  extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
+  Shared<kDim>& sh = *reinterpret_cast<Shared<kDim>*>(raw);
+  if (threadIdx.x == 0) {
+    constexpr int warps = Shared<kDim>::groups * 4;
+    barrier_init(&sh.found, 1);
+    barrier_init(&sh.q_full, 1);
+    barrier_init(&sh.q_empty, warps + 1);
+    barrier_init(&sh.on_its_way, 1);
+    for (int i = 0; i < Shared<kDim>::stages; ++i) {
+      barrier_init(&sh.k_full[i], 1);
+      barrier_init(&sh.k_empty[i], warps);
+      barrier_init(&sh.v_full[i], 1);
+      barrier_init(&sh.v_empty[i], warps);
+    }
+    barrier_init_done();
+  }
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  __syncthreads();
+  int64_t begin = at(p.starts, 0), end = at(p.starts, p.sequences);
+  if (begin != 0 || end > p.tokens || (!p.page && end != p.tokens)) {
+    if (p.page) return;  // of a cache it is others who fill rows
+    int64_t vectors = int64_t{p.tokens} * p.heads * kDim / 8;
+    constexpr uint32_t nan = 0x7fc07fc0;
+    for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * blockDim.x)
+      static_cast<uint4*>(p.out)[i] = make_uint4(nan, nan, nan, nan);
+    return;
+  }
+  if (threadIdx.x / 128 == 0) {
+    registers_down<Plan<kDim>::few>();
+    if (threadIdx.x < 32)
+      bring_queries(sh, &q, p);
+    else if (threadIdx.x < 64)
+      bring_keys(sh, &k, &v, p);
+  } else {
+    registers_up<Plan<kDim>::many>();
+    attend<kDim, kTurns>(sh, p);
+  }
+}
+
+// Host.
+
+// Of rows of heads, half a head of `box_heads` heads of `box_rows` rows at a time. It has a fourth dimension because the copy
+// of three is not needed elsewhere.
+inline cudaError_t map_of(CUtensorMap* map, const AlignkitHeads& rows, int64_t tokens, int heads, int dim, int box_heads,
+                          int box_rows) {
+  if (!encode()) return cudaErrorNotSupported;
+  cuuint64_t size[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens), 1};
+  cuuint64_t stride[3] = {static_cast<cuuint64_t>(rows.head) * 2, static_cast<cuuint64_t>(rows.token) * 2,
+                          static_cast<cuuint64_t>(rows.token) * 2};
+  cuuint32_t box[4] = {kHalf, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1};
+  cuuint32_t one[4] = {1, 1, 1, 1};
+  CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(rows.data), size, stride, box, one,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A page, or a block of keys, is of whole parts.
+inline int part_rows_of(const AlignkitAttention& p) {
+  int part = kKeys;
+  while (p.page % part) part /= 2;
+  return part;
+}
+
+template <int kDim, bool kTurns>
+cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
+  constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
+  Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1};
+  int device, processors;
+  CUtensorMap q, k, v;
+  if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
+  if (cudaError_t e = map_of(&k, p.k, p.kv_rows, p.kv_heads, kDim, 1, p.part_rows)) return e;
+  if (cudaError_t e = map_of(&v, p.v, p.kv_rows, p.kv_heads, kDim, 1, p.part_rows)) return e;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+  if (cudaError_t e =
+          cudaFuncSetAttribute(attention_forward<kDim, kTurns>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return e;
+  int64_t tiles = (int64_t{p.tokens} / p.positions + p.sequences) * (p.heads / p.together);
+  unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
+  return launch_early(attention_forward<kDim, kTurns>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
+}
+
+}  // namespace
+}  // namespace alignkit
+
+// Returns a cudaError_t.
+extern "C" int alignkit_attention_forward(const AlignkitAttention* p, cudaStream_t stream) {
+  if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
+      (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
+    return cudaErrorInvalidValue;
+  if (p->dim == 128) return p->turns ? alignkit::launch<128, true>(*p, stream) : alignkit::launch<128, false>(*p, stream);
+  if (p->dim == 64) return p->turns ? alignkit::launch<64, true>(*p, stream) : alignkit::launch<64, false>(*p, stream);
+  return cudaErrorInvalidValue;
+}

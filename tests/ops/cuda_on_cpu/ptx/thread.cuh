@@ -1,0 +1,5 @@
+#pragma once
+#include "../machine.h"
+namespace alignkit {
+inline uint32_t thread_again() { return machine::current; }
+}  // namespace alignkit

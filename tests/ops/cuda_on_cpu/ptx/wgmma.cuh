@@ -1,0 +1,80 @@
+#pragma once
+#include "shared_address.cuh"
+
+namespace alignkit {
+
+template <int count>
+void registers_up() {}
+template <int count>
+void registers_down() {}
+
+template <bool kTransposed>
+uint64_t operand(const void* p) {
+  return shared_address(p) >> 4 | static_cast<uint64_t>(kTransposed ? 64 * 128 >> 4 : 1) << 16 |
+         static_cast<uint64_t>(8 * 128 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+}
+template <bool kTransposed>
+constexpr int kNext = (kTransposed ? 16 * 128 : 16 * 2) >> 4;
+
+inline machine::Fiber& self() { return machine::fibers[machine::current]; }
+
+inline void products_begin() {}
+inline void products_end() {
+  self().groups.push_back(self().group_begin);
+  self().group_begin = self().products.size();
+}
+
+inline float element(uint64_t b, bool transposed, int n, int k) {
+  uint32_t begin = (b & 0x3fff) << 4, leading = (b >> 16 & 0x3fff) << 4, stride = (b >> 32 & 0x3fff) << 4;
+  uint32_t address = transposed ? begin + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2
+                                : begin + n / 8 * stride + n % 8 * 128 + k * 2;
+  uint16_t v;
+  std::memcpy(&v, swizzled(address), 2);
+  return bf16(v);
+}
+
+// A step of 16: what was there and 16 exact products, added in double, rounded once. The reference does the same.
+inline void compute(const machine::Product& p) {
+  auto& given = machine::given[machine::warp()];
+  int lane = machine::lane();
+  for (int i = 0; i < 4; ++i) given[lane][i] = p.a[i];
+  machine::meet();
+  for (int h = 0; h < 2; ++h) {
+    float a[16];
+    for (int k = 0; k < 16; ++k) {
+      auto pair = static_cast<uint32_t>(given[lane / 4 * 4 + k / 2 % 4][h + k / 8 * 2]);
+      a[k] = bf16(static_cast<uint16_t>(k % 2 ? pair >> 16 : pair));
+    }
+    for (int j = 0; j < p.columns / 8; ++j)
+      for (int e = 0; e < 2; ++e) {
+        float& d = p.d[4 * j + 2 * h + e];
+        double sum = p.add ? d : 0.0f;
+        for (int k = 0; k < 16; ++k) sum += double{a[k]} * element(p.b, p.transposed, 8 * j + 2 * (lane % 4) + e, k);
+        d = static_cast<float>(sum);
+      }
+  }
+  machine::meet();
+}
+
+template <int pending>
+void products_wait() {
+  auto& f = self();
+  while (f.groups.size() > pending) {
+    size_t end = f.groups.size() > 1 ? f.groups[1] : f.group_begin;
+    for (size_t i = 0; i < end; ++i) compute(f.products[i]);
+    f.products.erase(f.products.begin(), f.products.begin() + static_cast<long>(end));
+    f.groups.erase(f.groups.begin());
+    for (auto& g : f.groups) g -= end;
+    f.group_begin -= end;
+  }
+}
+template <int kCount>
+void products_taken(float (&)[kCount]) {}
+
+template <bool kNegated, bool kTransposed, int kCount>
+void multiply(__nv_bfloat16, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
+  static_assert(!kNegated);
+  self().products.push_back({d, 2 * kCount, a, b, kTransposed, add});
+}
+
+}  // namespace alignkit

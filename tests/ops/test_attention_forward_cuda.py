@@ -1,0 +1,198 @@
+"""Attention's forward in CUDA gives Triton's bits, whatever the tile, the page, the batch and the neighbours."""
+
+import random
+
+import pytest
+import torch
+
+from alignkit import ops
+from alignkit.runtime import dispatch
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU, randn
+from .test_attention_cuda import caches, capture, last, packed
+
+pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
+
+BF16 = torch.bfloat16
+BORDERS = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 511, 512, 513, 575, 576, 577, 1023, 1024, 1025, 1100, 1536]
+GROUPS = [(1, 1), (8, 8), (8, 4), (6, 2), (8, 2), (10, 2), (7, 1), (16, 2), (12, 1), (16, 1)]
+"""Heads of queries and of keys."""
+PAGES = [16, 32, 48, 64, 96, 256]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    if dispatch.name("cuda") != "cuda":
+        pytest.skip("the CUDA kernels are not built")
+    from alignkit.ops.attention import cuda, triton
+
+    return cuda, triton
+
+
+def same(got, want, what):
+    for name, a, b in zip(("out", "shift"), got, want, strict=True):
+        assert_bitwise_equal(a, b, f"{name}, {what}")
+
+
+@pytest.mark.parametrize("heads,kv", GROUPS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_packed(kernels, dim, heads, kv):
+    cuda, triton = kernels
+    for seed in range(3):
+        draw = random.Random(f"{dim} {heads} {kv} {seed}")
+        lens = [draw.choice(BORDERS) for _ in range(draw.randint(1, 9))] + [0] * draw.randint(0, 2)
+        draw.shuffle(lens)
+        q, k, v, _, cu = packed(lens, heads, kv, dim, seed=seed)
+        want = triton.forward(q, k, v, cu, dim**-0.5)
+        for together in {1, heads // kv}:
+            for turns in (False, True):
+                got = cuda.forward(q, k, v, cu, dim**-0.5, together, turns)
+                same(got, want, f"{lens}, together {together}, turns {turns}")
+        same(cuda.forward(q, k, v, cu.long(), dim**-0.5), want, f"{lens}, int64 starts")
+        joint = torch.cat([q, k, v], 1)
+        parts = joint.split([heads, kv, kv], 1)
+        same(cuda.forward(*parts, cu, dim**-0.5), want, f"{lens}, of a joint tensor")
+        for scale in (1.0, 1e-3, 30.0):
+            same(cuda.forward(q, k, v, cu, scale), triton.forward(q, k, v, cu, scale), f"{lens}, scale {scale}")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_sequences(kernels, dim):
+    """More than a warp has lanes, and more tiles than blocks of threads."""
+    cuda, triton = kernels
+    draw = random.Random(dim)
+    lens = [draw.choice([0, 1, 5, 64, 100, 129, 200, 600]) for _ in range(203)] + [5000]
+    draw.shuffle(lens)
+    q, k, v, _, cu = packed(lens, 8, 2, dim)
+    same(cuda.forward(q, k, v, cu, 0.1), triton.forward(q, k, v, cu, 0.1), "203 sequences and a long one")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long(kernels, dim):
+    cuda, triton = kernels
+    q, k, v, _, cu = packed([33000, 7000], 4, 1, dim)
+    want = triton.forward(q, k, v, cu, dim**-0.5)
+    for _ in range(5):  # a race shows as a difference of two runs
+        for turns in (False, True):
+            same(cuda.forward(q, k, v, cu, dim**-0.5, turns=turns), want, f"turns {turns}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("heads,kv", [(8, 8), (8, 2), (7, 1), (16, 1)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_paged(kernels, dim, heads, kv, page):
+    """Prefill and chunks, decoding beside them, sequences without a query, and padding, which is zero."""
+    cuda, triton = kernels
+    draw = random.Random(f"{dim} {heads} {page}")
+    lens = [draw.choice(BORDERS) for _ in range(6)] + [2500, 3]
+    q, k, v, _, cu = packed(lens, heads, kv, dim)
+    want = ops.attention(q, k, v, cu)
+    k_cache, v_cache, table = caches(k, v, lens, page)
+    flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
+    assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
+    for _ in range(4):
+        take = [draw.choice([0, 1, min(n, 9), min(n, 70), min(n, 130), max(n - 64, 0), n]) for n in lens]
+        rows, starts = last(lens, take)
+        queries = torch.cat([q[rows], torch.full((5, heads, dim), 3.0, dtype=BF16)])
+        for ints in (torch.int32, torch.int64):
+            arguments = table.to(ints), starts.to(ints), torch.tensor(lens, dtype=ints), page, dim**-0.5
+            expected = torch.full_like(queries, float("nan"))
+            triton.paged(queries, *flat, *arguments, expected)
+            assert_bitwise_equal(expected[: len(rows)], want[rows], f"{take}: Triton")
+            for together in {1, heads // kv}:
+                for turns in (False, True):
+                    out = torch.full_like(queries, float("nan"))
+                    cuda.paged(queries, *flat, *arguments, out, together, turns)
+                    what = f"{take} of {lens}, together {together}, turns {turns}"
+                    assert_bitwise_equal(out, expected, what)
+
+
+def test_chosen(kernels):
+    """The public ops come here, for what the kernel is for, and go to Triton with the rest."""
+    calls = []
+
+    def counted(module):
+        def forward(*arguments, inner=module.forward):
+            calls.append(module.__name__.rpartition(".")[2])
+            return inner(*arguments)
+
+        return forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in kernels:
+            patch.setattr(module, "forward", counted(module))
+        for dim, dtype, chosen in (
+            (128, BF16, "cuda"),
+            (64, BF16, "cuda"),
+            (80, BF16, "triton"),
+            (128, torch.float32, "triton"),
+        ):
+            q, k, v, _, cu = packed([70, 3], 4, 2, dim, dtype)
+            calls.clear()
+            ops.attention(q, k, v, cu)
+            assert calls == [chosen], (dim, dtype)
+        q, k, v, _, cu = packed([70, 3], 4, 2, 64)
+        wide = torch.cat([q, q[..., :4]], -1)[..., :64]  # rows that do not begin at 16 bytes
+        calls.clear()
+        assert_bitwise_equal(
+            ops.attention(wide, k, v, cu), ops.attention(q, k, v, cu), "strides of the copy engine, and others"
+        )
+        assert calls == ["triton", "cuda"]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite(kernels, dim, value):
+    """In q and k it reaches the rows that see it, as in Triton; in v at most a block of rows before those."""
+    cuda, triton = kernels
+    lens, at = [300, 700, 90], 300 + 333
+    q, k, v, _, cu = packed(lens, 4, 2, dim)
+    clean, _ = cuda.forward(q, k, v, cu, dim**-0.5)
+    for name, t in (("q", q), ("k", k)):
+        kept = t[at, 1].clone()
+        t[at, 1] = value
+        same(cuda.forward(q, k, v, cu, dim**-0.5), triton.forward(q, k, v, cu, dim**-0.5), name)
+        t[at, 1] = kept
+    v[at, 1, 3] = value
+    out, _ = cuda.forward(q, k, v, cu, dim**-0.5)
+    assert out[at : 300 + 700, 2:, 3].isnan().all()
+    reached = torch.zeros_like(out, dtype=torch.bool)
+    reached[at - 64 : 300 + 700, 2:, 3] = True
+    assert_bitwise_equal(out[~reached], clean[~reached], "all else")
+
+
+def test_wrong_starts(kernels):
+    cuda, triton = kernels
+    q, k, v, _, _ = packed([20, 30], 4, 2, 64)
+    for wrong in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0], [0, 30, 20, 50], [0, -5, 50]):
+        starts = torch.tensor(wrong)
+        got = cuda.forward(q, k, v, starts, 0.1)
+        if wrong[0] == 0 and wrong[-1] == 50:
+            continue  # rows hold anything; nothing is written elsewhere, which the sanitizer sees
+        same(got, triton.forward(q, k, v, starts, 0.1), f"{wrong}")
+        assert got[0].isnan().all()
+
+
+def test_graph_replays_with_other_lengths(kernels):
+    cuda, triton = kernels
+    q, k, v, _, _ = packed([1200], 8, 2, 128)
+    starts = torch.tensor([0, 700, 1200]).int()
+    graph, got = capture(lambda: cuda.forward(q, k, v, starts, 0.1))
+    for middle in (700, 0, 64, 513, 1200):
+        starts[1] = middle
+        graph.replay()
+        same(got, triton.forward(q, k, v, starts, 0.1), f"cut at {middle}")
+
+
+def test_on_another_stream(kernels):
+    """It waits for the kernels before it, though it may begin earlier."""
+    cuda, triton = kernels
+    q, k, v, _, cu = packed([4000], 8, 2, 128)
+    want = triton.forward(q, k, v, cu, 0.1)
+    for _ in range(20):
+        moved = [torch.empty_like(t) for t in (q, k, v)]
+        for to, t in zip(moved, (q, k, v), strict=True):
+            to.copy_(randn(*t.shape, dtype=BF16))
+            to.copy_(t)
+        same(cuda.forward(*moved, cu, 0.1), want, "right after its inputs were written")

@@ -1,0 +1,218 @@
+"""The forward kernel of csrc/sm90/attention on a CPU: compiled against tests/ops/cuda_on_cpu, which has a stand-in for each
+instruction, and compared by bytes with the formula of the contract. What the real tensor core and ex2 round differently
+has no part in it; which rows, keys, leaves and columns go where has, and who waits for whom."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from alignkit.ops.attention.cuda import _Ints, arguments
+from alignkit.runtime.families import SM90
+from alignkit.testing import assert_bitwise_equal
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "csrc"
+BLOCK, LEAF, PAD = SM90.kv_block, SM90.kv_leaf, 128
+F32, F64 = np.float32, np.float64
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """The kernel for the CPU."""
+    folder = tmp_path_factory.mktemp("on_cpu")
+    (folder / "sm90/attention").mkdir(parents=True)
+    shutil.copy(SOURCE / "interface.h", folder)
+    shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
+    text = (SOURCE / "sm90/attention/forward.cu").read_text()
+    declared = "extern __shared__ __align__(1024) uint8_t raw[];"
+    assert declared in text
+    source = folder / "sm90/attention/forward.cpp"
+    source.write_text(text.replace(declared, "uint8_t* raw = machine::shared;"))
+    library = folder / "kernel.so"
+    options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared"
+    subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
+    lib = ctypes.CDLL(str(library))
+    lib.alignkit_attention_forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return lib
+
+
+libm = ctypes.CDLL("libm.so.6")
+for function in ("exp2f", "log2f"):
+    getattr(libm, function).restype = ctypes.c_float
+    getattr(libm, function).argtypes = [ctypes.c_float]
+
+
+def each(function):
+    """Of libm, over an array."""
+    return lambda x: np.vectorize(getattr(libm, function), otypes=[F32])(x)
+
+
+def ex2(x):
+    y = each("exp2f")(x)
+    return np.where(np.abs(y) < F32(2.0**-126), F32(0), y)
+
+
+def fma(a, b, c):
+    """Rounded once: where the product is exact in float64, as that of two fp32 is, the sum is rounded to odd first."""
+    a, b, c = np.broadcast_arrays(*(np.asarray(x, F64) for x in (a, b, c)))
+    product = a * b
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    bits = total.view(np.int64).copy()
+    inexact = np.isfinite(total) & (error != 0) & (bits & 1 == 0)
+    up = (error > 0) == (total > 0)
+    bits[inexact] += np.where(up[inexact], 1, -1)
+    return bits.view(F64).astype(F32)
+
+
+def chain(a, b, acc):
+    """acc [m, n] continued by a [m, k] . b [n, k]^T: a step is 16 products, added in double, rounded once."""
+    a, b = a.astype(F64), b.astype(F64)
+    for begin in range(0, a.shape[1], 16):
+        total = acc.astype(F64)
+        for k in range(begin, min(begin + 16, a.shape[1])):
+            total = total + a[:, k, None] * b[None, :, k]
+        acc = total.astype(F32)
+    return acc
+
+
+def attend(q, k, v, context, factor):
+    """Queries q [n, D] at positions from `context` on, over k, v [context + n, D]: results fp32, and the statistics."""
+    n, dim = q.shape
+    pos, factor = context + np.arange(n), F32(factor)
+    M, Z, A = np.zeros(n, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
+    for leaf in range(0, len(k), LEAF):
+        m, z, acc = np.full(n, -np.inf, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
+        for b in range(leaf, min(leaf + LEAF, len(k)), BLOCK):
+            kb, vb = (np.zeros((BLOCK, dim), F32) for _ in range(2))
+            here = min(BLOCK, len(k) - b)
+            kb[:here], vb[:here] = k[b : b + here], v[b : b + here]
+            score = chain(q, kb, np.zeros((n, BLOCK), F32))
+            score = np.where(b + np.arange(BLOCK)[None] <= pos[:, None], score, F32(-np.inf))
+            top = np.fmax(m, np.fmax.reduce(score, axis=1))
+            seen = b <= pos
+            p = ex2(fma(score, factor, (-top * factor)[:, None]))
+            alpha = ex2((m - top) * factor)
+            total = (p + F32(1)).view(np.uint32).sum(1, dtype=np.uint32) - np.uint32(BLOCK * 0x3F800000 % 2**32)
+            z_next = fma(z, alpha, total.astype(F32) * F32(2.0**-23))
+            p = torch.from_numpy(p).bfloat16().float().numpy()
+            acc_next = chain(p, vb.T, acc * alpha[:, None])
+            m, z = np.where(seen, top, m), np.where(seen, z_next, z)
+            acc = np.where(seen[:, None], acc_next, acc)
+        if leaf == 0:
+            M, Z, A = m, z, acc
+            continue
+        top, seen = np.fmax(M, m), leaf <= pos
+        before, after = ex2((M - top) * factor), ex2((m - top) * factor)
+        Z = np.where(seen, fma(Z, before, z * after), Z)
+        A = np.where(seen[:, None], fma(A, before[:, None], acc * after[:, None]), A)
+        M = np.where(seen, top, M)
+    return A / Z[:, None], fma(-M, factor, -each("log2f")(Z))
+
+
+def draw(rows, heads, dim, seed, spread=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, heads, dim, generator=generator) * spread).bfloat16()
+
+
+def wanted(q, k, v, context, factor):
+    """Of a sequence: [n, heads, D] and [heads, n]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (t.float().numpy() for t in (q, k, v))
+    with np.errstate(all="ignore"):
+        heads = [attend(q[:, h], k[:, h // group], v[:, h // group], context, factor) for h in range(q.shape[1])]
+    return torch.from_numpy(np.stack([o for o, _ in heads], 1)).bfloat16(), np.stack([s for _, s in heads])
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(
+    "dim,heads,kv,together,lens",
+    [
+        (128, 2, 1, 1, [1, 64, 0, 130, 3]),
+        (128, 3, 1, 3, [65, 70]),
+        (128, 1, 1, 1, [600]),
+        (64, 2, 2, 1, [193, 1, 100]),
+        (64, 5, 1, 5, [40, 530]),
+    ],
+)
+def test_packed(kernel, dim, heads, kv, together, lens, turns):
+    total = sum(lens)
+    q, k, v = draw(total, heads, dim, 1), draw(total, kv, dim, 2), draw(total, kv, dim, 3)
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    if together > 1:
+        starts = starts.int()
+        k = torch.cat([k, k], -1)[..., :dim]  # strided
+    v[-1, 0, 5] = float("inf")  # of a sequence that no other's zeros may meet
+    out, pads = torch.full_like(q, 7.0), total // PAD + len(lens) + 1
+    shift = torch.full((heads, pads * PAD), float("-inf"))
+    a = arguments(q, k, v, out, starts, dim**-0.5, together, turns)
+    a.shift, a.pads = shift.data_ptr(), pads
+    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    expected = torch.full_like(shift, float("-inf"))
+    for s, n in enumerate(lens):
+        rows = slice(int(starts[s]), int(starts[s]) + n)
+        if n == 0:
+            continue
+        result, statistics = wanted(q[rows], k[rows], v[rows], 0, a.factor)
+        if s == len(lens) - 1:  # rows that an infinite value meets a zero of are NaN: which, is the tile's affair
+            n -= min(n, BLOCK)
+            result = result[:n]
+        assert_bitwise_equal(out[rows][:n], result[:n], f"sequence {s}")
+        at = (int(starts[s]) // PAD + s) * PAD
+        expected[:, at : at + lens[s]] = torch.from_numpy(statistics)
+    assert_bitwise_equal(shift, expected, "statistics")
+
+
+@pytest.mark.parametrize(
+    "dim,heads,kv,page,together,shapes",
+    [
+        (128, 4, 2, 16, 2, [(20, 100), (3, 0), (70, 7)]),
+        (128, 7, 1, 48, 7, [(30, 500), (19, 64)]),
+        (128, 1, 1, 64, 1, [(140, 450)]),
+        (64, 2, 1, 32, 2, [(100, 31), (17, 1)]),
+    ],
+)
+def test_paged(kernel, dim, heads, kv, page, together, shapes):
+    """(queries, context) of sequences; those of at most 4 queries are left out. What no position uses is NaN."""
+    takes, lens = [n for n, _ in shapes], [n + context for n, context in shapes]
+    need = [-(-n // page) for n in lens]
+    blocks, width = sum(need) + 2, max(need) + 1
+    cache = torch.full((blocks * page, kv, 2 * dim), float("nan"), dtype=torch.bfloat16)
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7))[: sum(need)].split(need)
+    table = torch.full((len(lens), width), -1, dtype=torch.int32)
+    keys = [(draw(n, kv, dim, 10 + i), draw(n, kv, dim, 20 + i)) for i, n in enumerate(lens)]
+    for row, mine, (k, v) in zip(table, order, keys, strict=True):
+        row[: len(mine)] = mine.int()
+        at = torch.arange(len(k))
+        cache[mine[at // page] * page + at % page] = torch.cat([k, v], -1)
+    k, v = cache.chunk(2, dim=-1)
+    total = sum(takes)
+    q = draw(total + 3, heads, dim, 5)
+    starts, seq_lens = torch.tensor([0, *takes]).cumsum(0).int(), torch.tensor(lens)
+    out = torch.full_like(q, 7.0)
+    a = arguments(q, k, v, out, starts, dim**-0.5, together, True)
+    a.kv_len, a.table, a.table_row = _Ints(seq_lens.data_ptr(), 1), _Ints(table.data_ptr(), 0), table.stride(0)
+    a.page, a.width, a.most, a.few, a.far = page, width, 4, 18, 1 << 20
+    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    for s, ((n, context), (ks, vs)) in enumerate(zip(shapes, keys, strict=True)):
+        rows = slice(int(starts[s]), int(starts[s]) + n)
+        result = wanted(q[rows], ks, vs, context, a.factor)[0] if n > 4 else torch.full_like(q[rows], 7.0)
+        assert_bitwise_equal(out[rows], result, f"sequence {s}")
+    assert_bitwise_equal(out[total:], torch.full_like(out[total:], 7.0), "rows of no sequence")
+
+
+def test_wrong_starts(kernel):
+    """NaN all over, of a packed batch; of a cache the rows are left to others."""
+    q = draw(50, 2, 64, 1)
+    for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
+        out, shift = torch.zeros_like(q), torch.zeros(2, 8 * PAD)
+        a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1, True)
+        a.shift, a.pads = shift.data_ptr(), 8
+        assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+        assert out.isnan().all() and not shift.any()
