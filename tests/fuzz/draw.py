@@ -231,6 +231,7 @@ def _alias(d: Draw, s: Source) -> None:
         a, b = s.rng.choice(pairs)
         if d.args[a].dtype.is_floating_point:
             d.args[b], d.twin[b] = d.args[a], d.twin[a]
+            d.names |= {b} if a in d.names else set()  # what is strange about one is about both
             d.what.append(f"{b} is {a}")
 
 
@@ -344,6 +345,7 @@ RELATED = {
     "state_v_first": ("dht",),
     "sequence_parallel": ("x",),
     "head_dim": ("table",),
+    "rotary_dim": ("table",),
     "max_position": ("positions",),
     "groups": ("top_groups", "top_k"),
     "top_groups": ("top_k",),
