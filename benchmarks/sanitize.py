@@ -50,6 +50,8 @@ TESTS = [
         "attention_cuda",
         "gated_delta_rule",
         "rms_norm_cuda",
+        "qk_norm_rope",
+        "qk_norm_rope_cuda",
     )
 ]
 _WITHOUT = {

@@ -263,12 +263,8 @@ def _separate(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=None, 
 def qk_norm_rope(s: Source) -> Problem:
     dtype, t, d, positions = s.dtype(), s.size(6, 0), 2 * s.size(12), s.size(20)
     rotary = s.rng.choice((None, 2 * s.rng.randint(1, d // 2)))
-    given = {
-        name: Tensor(s.floats(t, s.size(4), d, dtype=dtype), (0, 2), ndim=True, leaf=True) for name in ("q", "k")
-    }
-    given |= {
-        name: Tensor(s.floats(d, dtype=dtype), (0,), ndim=True, leaf=True) for name in ("q_weight", "k_weight")
-    }
+    given = {name: Tensor(s.floats(t, s.size(4), d, dtype=dtype), (0, 2), ndim=True, leaf=True) for name in ("q", "k")}
+    given |= {name: Tensor(s.floats(d, dtype=dtype), (0,), ndim=True, leaf=True) for name in ("q_weight", "k_weight")}
     given |= {
         "eps": Scalar(10 ** s.rng.uniform(-12, 0), "positive"),
         "positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),

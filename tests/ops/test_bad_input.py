@@ -179,7 +179,10 @@ def test_empty_batches_are_fine(dtype):
     q = torch.empty(0, 2, 8, dtype=dtype)
     assert ops.attention(q, q, q, torch.tensor([0])).shape == (0, 2, 8)
     assert ops.rope(q, none, ROPE).shape == (0, 2, 8)
-    assert [t.shape for t in ops.qk_norm_rope(q, q[:, :1], w[0, :8], w[0, :8], 1e-6, none, ROPE)] == [(0, 2, 8), (0, 1, 8)]
+    assert [t.shape for t in ops.qk_norm_rope(q, q[:, :1], w[0, :8], w[0, :8], 1e-6, none, ROPE)] == [
+        (0, 2, 8),
+        (0, 1, 8),
+    ]
 
 
 def test_all_rows_ignored():

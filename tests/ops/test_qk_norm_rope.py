@@ -18,9 +18,7 @@ POSITIONS = 50
 
 
 def separate(q, k, q_weight, k_weight, eps, positions, table, *, rotary_dim=None, zero_centered=False):
-    normed = (
-        ops.rms_norm(x, weight, eps, zero_centered=zero_centered) for x, weight in ((q, q_weight), (k, k_weight))
-    )
+    normed = (ops.rms_norm(x, weight, eps, zero_centered=zero_centered) for x, weight in ((q, q_weight), (k, k_weight)))
     return tuple(ops.rope(x, positions, table, rotary_dim=rotary_dim) for x in normed)
 
 
@@ -34,7 +32,11 @@ def assert_same(*arguments, **options):
 def views(t, heads, kv_heads, dim, dtype, layout):
     """Queries and keys, as a projection leaves them or otherwise."""
     if layout == "joint":  # rows of queries, keys and values
-        return randn(t, (heads + 2 * kv_heads) * dim, dtype=dtype).view(t, -1, dim).split([heads, kv_heads, kv_heads], 1)[:2]
+        return (
+            randn(t, (heads + 2 * kv_heads) * dim, dtype=dtype)
+            .view(t, -1, dim)
+            .split([heads, kv_heads, kv_heads], 1)[:2]
+        )
     if layout == "by head":
         return tuple(randn(n, t, dim, dtype=dtype).transpose(0, 1) for n in (heads, kv_heads))
     if layout == "by column":  # no unit stride

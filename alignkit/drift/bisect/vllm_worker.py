@@ -75,7 +75,7 @@ class _Hooks:
         _after(model.model.embed_tokens, self.recorder, "embedding")
         layers = list(model.model.layers)
         for i, layer in enumerate(layers):
-            attention = layer.self_attn
+            attention: Any = layer.self_attn
             # A norm adds the residual first and gives both.
             _norm(layer.input_layernorm, self.recorder, f"layers.{i}.input_norm", f"layers.{i - 1}.residual")
             attention.qkv_proj.register_forward_hook(

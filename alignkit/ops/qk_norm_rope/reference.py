@@ -18,5 +18,6 @@ def forward(
     table: torch.Tensor,
     zero_centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    normed = (norm.forward(x, w, eps, None, zero_centered)[1] for x, w in ((q, q_weight), (k, k_weight)))
-    return rotation.apply_qk(*normed, positions, table)
+    _, q, _ = norm.forward(q, q_weight, eps, None, zero_centered)
+    _, k, _ = norm.forward(k, k_weight, eps, None, zero_centered)
+    return rotation.apply_qk(q, k, positions, table)
