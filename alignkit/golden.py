@@ -178,8 +178,8 @@ def mixtures(given: Inputs) -> list[torch.Tensor]:
 
 
 def normed_rotations(given: Inputs) -> list[torch.Tensor]:
-    """Norms of queries and keys and their rotation in one op, of odd numbers: the sum of their squares is exact in any order and
-    no product is zero. So all device families give these bits, and the two ops one after the other do."""
+    """Norms of queries and keys and their rotation in one op, of odd numbers: the sum of their squares is exact in any
+    order and no product is zero. So all device families give these bits, and the two ops one after the other do."""
 
     def odd(*shape: int, seed: int) -> torch.Tensor:
         return ((2 * given.integers(*shape, seed=seed, below=200) - 199).double() * 2.0**-7).to(given.dtype)

@@ -1,9 +1,10 @@
-"""Norms of queries and keys and their rotation, beside the separate ops and peers, on one GPU: ``make gpu-qk``; options in QK_ARGS.
+"""Norms of queries and keys and their rotation, beside the separate ops and peers, on one GPU: ``make gpu-qk``; options
+in QK_ARGS.
 
-bf16, forward, of a projection's rows: this project's op, its separate ops, what torch.compile makes of the formulas (as of stock
-vLLM's layers), vLLM's kernels one after the other, and its fused one. A peer that is not installed or fails is named, and the
-others go on. The file (benchmarks/results/h200/qk_norm_rope.json) is ``{"runs": {...}, "rows": [...]}``; ``runs``: by the rows'
-``run``, what they were made on. A row:
+bf16, forward, of a projection's rows: this project's op, its separate ops, what torch.compile makes of the formulas (as
+of stock vLLM's layers), vLLM's kernels one after the other, and its fused one. A peer that is not installed or fails is
+named, and the others go on. The file (benchmarks/results/h200/qk_norm_rope.json) is ``{"runs": {...}, "rows": [...]}``;
+``runs``: by the rows' ``run``, what they were made on. A row:
 
 ``tokens``, ``heads``, ``kv_heads``, ``head_dim``, ``rotary_dim``
     The problem. vLLM's kernels take queries and keys where they are, and leave their results there.
@@ -34,7 +35,7 @@ from alignkit.ops import library, rope_table
 KEY = ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim", "impl")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 MODELS = ((32, 8, 128, 128), (64, 8, 128, 128), (32, 4, 128, 128), (16, 2, 256, 64))
-"""Heads, of keys, their dimension and how much of it is rotated: Qwen3-8B, -32B, -30B-A3B, and a head of which a part is."""
+"""Heads, of keys, their dimension and how much of it is rotated: Qwen3-8B, -32B, -30B-A3B; and where a part is."""
 POSITIONS, EPS = 32768, 1e-6
 PEER = "torch.compile"
 

@@ -220,8 +220,8 @@ class AlignedYaRNScalingRotaryEmbedding(_Rotary, YaRNScalingRotaryEmbedding):
 
 
 class NormedAttention:
-    """Mixin: queries and keys are normalised and rotated by one op. The norms are modules yet, which hold the weights; nobody
-    calls them."""
+    """Mixin: queries and keys are normalised and rotated by one op. The norms are modules yet, which hold the weights;
+    nobody calls them."""
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_states)

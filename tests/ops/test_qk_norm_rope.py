@@ -1,5 +1,5 @@
-"""Norms of queries and keys and their rotation in one op have the bytes of the ops one after the other, whatever the shape, the
-strides and the rotated part."""
+"""Norms of queries and keys and their rotation in one op have the bytes of the ops one after the other, whatever the
+shape, the strides and the rotated part."""
 
 import hypothesis.strategies as st
 import pytest

@@ -20,8 +20,8 @@ IDS = torch.tensor([[0, 3], [2, -1], [1, 0]])
 
 
 def trunk(of, x, residual, positions):
-    """Norm, projection, head norm, rotation, activation and projection back, as a decoder's layer has them, and another's
-    whose head norm and rotation are one op; `of` is either `library` or `ops`."""
+    """Norm, projection, head norm, rotation, activation and projection back, as a decoder's layer has them, and
+    another's whose head norm and rotation are one op; `of` is either `library` or `ops`."""
     add_norm = of.add_rms_norm if of is library else lambda x, r, w, eps: ops.rms_norm(x, w, eps, r)
     extra = ("",) if of is library else ()
 

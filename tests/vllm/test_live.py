@@ -326,8 +326,8 @@ def cost(state):
 
 
 def in_files(state):
-    """Which class a model's file has by the name `Qwen3Attention` when models are built of alignkit's layers, of some and of
-    none, and what is said where another has put in one of its own."""
+    """Which class a model's file has by the name `Qwen3Attention` when models are built of alignkit's layers, of some
+    and of none, and what is said where another has put in one of its own."""
     from vllm.model_executor.models import qwen3
 
     from alignkit.vllm.layers import aligned_layers

@@ -75,7 +75,7 @@ class _Hooks:
         _after(model.model.embed_tokens, self.recorder, "embedding")
         layers = list(model.model.layers)
         for i, layer in enumerate(layers):
-            attention: Any = layer.self_attn
+            attention = layer.self_attn
             # A norm adds the residual first and gives both.
             _norm(layer.input_layernorm, self.recorder, f"layers.{i}.input_norm", f"layers.{i - 1}.residual")
             attention.qkv_proj.register_forward_hook(
@@ -88,7 +88,7 @@ class _Hooks:
             if arch.qk_norm:
                 _after(attention.q_norm, self.recorder, f"layers.{i}.q_norm")
                 _after(attention.k_norm, self.recorder, f"layers.{i}.k_norm")
-                if isinstance(attention, NormedAttention):
+                if issubclass(type(attention), NormedAttention):
                     attention.qkv_proj.register_forward_hook(_normed(attention))
             attention.attn.register_forward_pre_hook(_rotated(self.recorder, i))
             _before(attention.o_proj, self.recorder, f"layers.{i}.attention")

@@ -76,8 +76,8 @@ def qk_norm_rope(
         [T, Hq, D] and [T, Hkv, D], q's type. Not differentiable: it raises an UnsupportedError to ask for gradients.
 
     Raises:
-        InputError: shapes, types or devices do not fit, or a position is outside the table. A GPU is not waited for to find
-            the latter, unless ``ALIGNKIT_STRICT=1``: what is rotated of such a token is NaN.
+        InputError: shapes, types or devices do not fit, or a position is outside the table. A GPU is not waited for to
+            find the latter, unless ``ALIGNKIT_STRICT=1``: what is rotated of such a token is NaN.
     """
     check(q, k, q_weight, k_weight, eps, positions, table, rotary_dim)
     zero_centered = check_flag("zero_centered", zero_centered)

@@ -1,5 +1,5 @@
-"""Triton: queries and keys in one launch, a row per token and head. A row is normalised and rotated as `rms_norm` and `rope` do
-it, and rounded between them as theirs is in memory."""
+"""Triton: queries and keys in one launch, a row per token and head. A row is normalised and rotated as `rms_norm` and
+`rope` do it, and rounded between them as theirs is in memory."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from .._triton import next_power_of_2
 
 @triton.jit
 def _angles(POS, TABLE, t, there, ok, j, positions, HALF: tl.constexpr):
-    """Cosines and sines of tokens t, which are `there`, in columns j, where `ok`. There is no row for a position outside the
-    table: NaN."""
+    """Cosines and sines of tokens t, which are `there`, in columns j, where `ok`. There is no row for a position
+    outside the table: NaN."""
     p = tl.load(POS + t, mask=there, other=0)
     known = ok & ((p >= 0) & (p < positions))[:, None]
     row = TABLE + p[:, None] * (2 * HALF) + j
