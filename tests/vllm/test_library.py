@@ -1,5 +1,7 @@
 """The trunk's custom ops: opaque to a compiler, and the same bits as the ops they are made of."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -101,6 +103,23 @@ def test_normalised_and_rotated_together():
         for together, alone, weight in zip(found, JOINT, norms, strict=True):
             normed = library.rms_norm(alone, weight, 1e-6)
             assert_bitwise_equal(together, ops.rope(normed, torch.arange(3), table, rotary_dim=rotary))
+
+
+@torch.inference_mode()
+def test_a_compiler_leaves_heads_in_the_rows_of_their_projection():
+    def attention(x, positions):
+        q, k, _ = library.linear(x, UP, None).split([64, 32, 32], dim=-1)
+        heads = (t.view(x.shape[0], -1, 16) for t in (q, k))
+        q, k = library.qk_norm_rope(*heads, HEAD_NORM, HEAD_NORM, 1e-6, positions, TABLE)
+        return q.view(x.shape), k
+
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True)
+    with mock.patch.object(library, "_forward_qk", side_effect=library._forward_qk) as called:
+        for rows in (7, 12):
+            compiled(drawn(rows, 64), torch.arange(rows))
+    found = [call.args[:2] for call in called.call_args_list]
+    assert [[t.stride() for t in pair] for pair in found] == [[(128, 16, 1)] * 2] * 2
+    assert all(q.data_ptr() + 64 * 4 == k.data_ptr() for q, k in found)
 
 
 @pytest.mark.parametrize(
