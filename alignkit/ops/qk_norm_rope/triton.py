@@ -141,7 +141,7 @@ def forward(
                 *(tokens * hq, tokens * hk, table.shape[0]),
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps),
             ),
-            {"num_warps": min(16, r * block // 512)},
+            {"num_warps": max(1, min(16, r * block // 512))},
             HQ=max(1, hq),  # without heads there are no rows, but the code that divides by their number
             HK=max(1, hk),
             DIM=dim,
