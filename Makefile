@@ -14,7 +14,7 @@ FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -39,7 +39,7 @@ fuzz: setup
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -80,6 +80,10 @@ gpu-gdn:
 # RMSNorm, forward and backward, beside its peers and a copy.
 gpu-rms:
 	$(GPU) benchmarks/rms_norm.py $(RMS_ARGS)
+
+# Norms of queries and keys and their rotation, in one op, beside the separate ops and peers.
+gpu-qk:
+	$(GPU) benchmarks/qk_norm_rope.py $(QK_ARGS)
 
 # Mixture of experts beside its peers.
 gpu-moe:

@@ -32,6 +32,7 @@ OPS = (
     "linear_logp",
     "moe_products",
     "moe_router",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "sigmoid_mul",
@@ -201,6 +202,12 @@ def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, l
     yield "rms_norm", lambda x: ops.rms_norm(x, norm, 1e-6), [x]
     yield "rms_norm with residual", lambda x, r: ops.rms_norm(x, norm, 1e-6, residual=r), [x, residual]
     yield "rope", lambda x, p: ops.rope(x.unflatten(-1, (-1, 64)), p, table), [x, positions]
+    scales = norm[:64], norm[64:128]
+    yield (
+        "qk_norm_rope",
+        lambda x, p: ops.qk_norm_rope(*x.unflatten(-1, (-1, 64)).split([3, 1], 1), *scales, 1e-6, p, table),
+        [x, positions],
+    )
     yield "silu_mul", ops.silu_mul, [x, residual]
     yield ("linear_logp", lambda x, t: ops.linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
     logits = _normal(17, _ROWS, _EXPERTS, dtype=torch.float32, device=device)

@@ -197,6 +197,23 @@ def mixtures(given: Inputs) -> list[torch.Tensor]:
     return found + given.run(ops.sigmoid_mul, gate, x)
 
 
+def normed_rotations(given: Inputs) -> list[torch.Tensor]:
+    """Norms of queries and keys and their rotation in one op, of odd numbers: the sum of their squares is exact in any
+    order and no product is zero. So all device families give these bits, and the two ops one after the other do."""
+
+    def odd(*shape: int, seed: int) -> torch.Tensor:
+        return ((2 * given.integers(*shape, seed=seed, below=200) - 199).double() * 2.0**-7).to(given.dtype)
+
+    positions, found = 1 + given.integers(70, seed=1, below=499), []
+    for dim, rotary, zero_centered in ((64, 64, False), (96, 96, True), (64, 24, False)):
+        q, k, *weights = (odd(*shape, dim, seed=seed) for seed, shape in enumerate(((70, 4), (70, 2), (), ()), 2))
+        table = ops.rope_table(rotary, 500, 1e6, given.device)
+        found += ops.qk_norm_rope(
+            q, k, *weights, 1e-6, positions, table, rotary_dim=rotary, zero_centered=zero_centered
+        )
+    return found
+
+
 CASES = {
     f"{f.__name__} {str(dtype).removeprefix('torch.')}": (f, dtype)
     for f in (
@@ -210,6 +227,7 @@ CASES = {
         large_head,
         gated_delta_rule,
         mixtures,
+        normed_rotations,
     )
     for dtype in DTYPES
 }

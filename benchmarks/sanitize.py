@@ -51,6 +51,8 @@ TESTS = [
         "gated_delta_rule",
         "moe_sm90",
         "rms_norm_cuda",
+        "qk_norm_rope",
+        "qk_norm_rope_cuda",
     )
 ]
 _WITHOUT = {

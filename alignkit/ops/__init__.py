@@ -5,6 +5,7 @@ from .linear import linear, row_parallel_linear
 from .linear_logp import head_logits, linear_logp, log_softmax, logp_from_logits, token_logp
 from .moe_experts import moe_experts
 from .moe_router import moe_router
+from .qk_norm_rope import qk_norm_rope
 from .rms_norm import rms_norm
 from .rope import rope, rope_table
 from .sigmoid_mul import sigmoid_mul
@@ -20,6 +21,7 @@ __all__ = [
     "moe_experts",
     "moe_router",
     "paged_attention",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "rope_table",

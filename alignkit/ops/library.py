@@ -18,12 +18,14 @@ from ..dist import TP
 from ..errors import InputError, UnsupportedError
 from ..runtime import dispatch
 from ._calls import in_default_mode
-from ._common import WITH_FP16, check_weight, looks, rows, unit
+from ._common import WITH_FP16, check_weight, looks, require, rows, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
 from .moe_experts import moe_experts as _experts
 from .moe_router import check as _check_router
 from .moe_router import route as _route
+from .qk_norm_rope import check as _check_qk
+from .qk_norm_rope import forward as _forward_qk
 from .rms_norm import check as _check_norm
 from .rms_norm import forward as _norm
 from .rope import check as _check_rope
@@ -149,7 +151,25 @@ def _rope_qk(q, k, positions, table, rotary_dim=None):
         _refuse_none(q=q, k=k, positions=positions, table=table)
     _check_rotation("q", q, positions, table, rotary_dim)
     _check_rotation("k", k, positions, table, rotary_dim)
+    require(k.shape[2] == q.shape[2], f"k: head_dim {k.shape[2]} differs from q's {q.shape[2]}")
     return dispatch.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
+
+
+def _qk_norm_rope(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=None):
+    tensors = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "positions": positions, "table": table}
+    if any(t is None for t in tensors.values()):
+        _refuse_none(**tensors)
+    if (
+        looks(q.device)
+        or q.ndim != 3
+        or k.ndim != 3
+        or not q.shape[0] == k.shape[0] == positions.shape[0]
+        or not q.shape[2] == k.shape[2] == q_weight.shape[0] == k_weight.shape[0] == table.shape[1]
+        or not q.dtype == k.dtype == q_weight.dtype == k_weight.dtype
+        or rotary_dim not in (None, table.shape[1])
+    ):
+        _check_qk(q, k, q_weight, k_weight, eps, positions, table, rotary_dim)
+    return _forward_qk(q, k, q_weight, k_weight, eps, positions, table)
 
 
 def _silu_mul(gate, up):
@@ -225,6 +245,12 @@ add_rms_norm = _define(
 rope_qk = _define(
     "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table, int? rotary_dim=None) -> (Tensor, Tensor)",
     _rope_qk,
+    lambda q, k, *_: (_like(q), _like(k)),
+)
+qk_norm_rope = _define(
+    "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, Tensor table, "
+    "int? rotary_dim=None) -> (Tensor, Tensor)",
+    _qk_norm_rope,
     lambda q, k, *_: (_like(q), _like(k)),
 )
 silu_mul = _define("silu_mul(Tensor gate, Tensor up) -> Tensor", _silu_mul, _like)

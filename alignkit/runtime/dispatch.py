@@ -45,6 +45,7 @@ OPS = {
     "moe_gradients": "moe_experts",
     "moe_combine": "moe_experts",
     "moe_weigh": "moe_experts",
+    "qk_norm_rope": "qk_norm_rope",
     "rms_norm": "rms_norm",
     "add_rms_norm": "rms_norm",
     "rms_norm_backward": "rms_norm",

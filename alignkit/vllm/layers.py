@@ -8,6 +8,7 @@ numbers. What runs in the trunk's `forward` methods is compiled whole: they call
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models import qwen3, qwen3_moe
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -180,11 +182,20 @@ class _Rotary:
         self.register_buffer("cos_sin_cache", table.to(device, copy=True), persistent=False)
 
     def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
+        q, k = library.rope_qk(*self._heads(positions, query, key), positions, self.cos_sin_cache, self.rotary_dim)
+        return q.view(query.shape), k.view(key.shape)
+
+    def normed(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, q_norm, k_norm):
+        """`forward` of what the norms make of each head."""
+        heads = self._heads(positions, query, key)
+        norms = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
+        q, k = library.qk_norm_rope(*heads, *norms, positions, self.cos_sin_cache, self.rotary_dim)
+        return q.view(query.shape), k.view(key.shape)
+
+    def _heads(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None):
         if positions.dim() != 1 or key is None:
             raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
-        heads = (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
-        q, k = library.rope_qk(*heads, positions, self.cos_sin_cache, self.rotary_dim)
-        return q.view(query.shape), k.view(key.shape)
+        return (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
 
 
 class AlignedRotaryEmbedding(_Rotary, RotaryEmbedding):
@@ -206,6 +217,26 @@ class AlignedYaRNScalingRotaryEmbedding(_Rotary, YaRNScalingRotaryEmbedding):
         original = self.max_position_embeddings
         self.scaling = Yarn(self.scaling_factor, original, self.beta_fast, self.beta_slow, self.mscale, self.truncate)
         self._make_table(math.ceil(original * self.scaling_factor))
+
+
+class NormedAttention:
+    """Mixin: queries and keys are normalised and rotated by one op. The norms are modules yet, which hold the weights;
+    nobody calls them."""
+
+    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = self.rotary_emb.normed(positions, q, k, self.q_norm, self.k_norm)
+        output, _ = self.o_proj(self.attn(q, k, v))
+        return output
+
+
+class AlignedQwen3Attention(NormedAttention, qwen3.Qwen3Attention):
+    pass
+
+
+class AlignedQwen3MoeAttention(NormedAttention, qwen3_moe.Qwen3MoeAttention):
+    pass
 
 
 class AlignedLogitsProcessor(LogitsProcessor):
@@ -258,8 +289,13 @@ ALIGNED = {
     "Llama3RotaryEmbedding": AlignedLlama3RotaryEmbedding,
     "YaRNScalingRotaryEmbedding": AlignedYaRNScalingRotaryEmbedding,
     "LogitsProcessor": AlignedLogitsProcessor,
+    "Qwen3Attention": AlignedQwen3Attention,
+    "Qwen3MoeAttention": AlignedQwen3MoeAttention,
 }
 """vLLM's class name -> the class that takes its place."""
+
+OF_MODELS = (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention)
+"""Of vLLM's classes, those that its registry does not exchange: the file of a model makes them by name."""
 
 
 @contextmanager
@@ -270,13 +306,18 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
     names, attention: which of vLLM's classes, and whether its attention; `alignkit bisect` exchanges one at a time."""
     registry = custom_op.op_registry_oot
     entry: Any = AttentionBackendEnum[versions.installed().attention]
+    in_files = [(sys.modules[cls.__module__], cls.__name__, cls) for cls in OF_MODELS]
     taken = sorted(ALIGNED.keys() & registry.keys())
+    taken += [name for file, name, cls in in_files if getattr(file, name) is not cls]
     if taken or entry.is_overridden():
         raise UnsupportedError(f"{', '.join(taken) or entry.name}: already replaced by another vLLM plugin")
     # vLLM shares rotary embeddings between models and remembers backends: neither may cross the border.
     ropes = dict(rotary_embedding._ROPE_DICT)
     backend = AlignedAttentionBackend
     registry.update({name: ALIGNED[name] for name in names})
+    for file, name, _ in in_files:
+        if name in names:
+            setattr(file, name, ALIGNED[name])
     if attention:
         register_backend(entry, f"{backend.__module__}.{backend.__qualname__}")
     rotary_embedding._ROPE_DICT.clear()
@@ -286,6 +327,8 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
     finally:
         for name in ALIGNED:
             registry.pop(name, None)
+        for file, name, cls in in_files:
+            setattr(file, name, cls)
         if attention:
             entry.clear_override()
         rotary_embedding._ROPE_DICT.clear()

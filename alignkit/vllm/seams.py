@@ -112,6 +112,16 @@ COMMON = (
             ("yarn_scaling_rope", "YaRNScalingRotaryEmbedding", ("beta_fast", "beta_slow", "mscale", "truncate")),
         )
     ),
+    # Attention whose norms of queries and keys go with the rotation: what its forward calls, in this order.
+    *(
+        Seam(
+            f"model_executor/models/{file}.py",
+            f"{cls}.forward",
+            ("positions", "hidden_states"),
+            ("qkv_proj", "q_size", "kv_size", "q_norm", "k_norm", "rotary_emb", "attn", "o_proj"),
+        )
+        for file, cls in (("qwen3", "Qwen3Attention"), ("qwen3_moe", "Qwen3MoeAttention"))
+    ),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor", ("scale", "logits_as_input", "soft_cap")),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor._gather_logits", ("logits",)),
     Seam(_LAYERS + "logits_processor.py", "LogitsProcessor.get_top_tokens"),

@@ -733,6 +733,27 @@ def test_rms_norm_rows(module, capsys):
         assert capsys.readouterr().out.count("alignkit-triton failed") == 3
 
 
+def test_qk_norm_rope_rows(module, monkeypatch, capsys):
+    """What cannot run on the CPU is named, and the others go on; without the peer's time there is no quotient."""
+    import torch
+
+    monkeypatch.setattr(torch, "compile", lambda **_: lambda function: function)  # a minute on a CPU
+    qk, watch = module("qk_norm_rope"), module("lib.stopwatch").Stopwatch(torch.device("cpu"))
+    assert len({tuple(vars(case).values()) for case in qk.cases()}) == len(qk.cases()) == 32
+    for case in (qk.Case(3, 4, 2, 16, 16), qk.Case(1, 2, 1, 16, 8)):
+        impls = ["alignkit", "alignkit, separate", qk.PEER]
+        rows = qk.measure(case, [*impls, "vllm, fused"], watch, 0.001)
+        assert [row["impl"] for row in rows] == impls and capsys.readouterr().out.count("vllm, fused failed") == 1
+        assert all(row["us"] > 0 and row["x"] == row["us"] / rows[2]["us"] for row in rows)
+        assert [row["x"] for row in qk.measure(case, impls[:2], watch, 0.001)] == [None, None]
+        assert set(qk.KEY) < rows[0].keys()
+        capsys.readouterr()
+    given = qk.Inputs(case, watch.device)
+    one, two, compiled = ([t.float() for t in qk.IMPLS[name](given)()] for name in impls)
+    for a, b, c in zip(one, two, compiled, strict=True):
+        assert torch.equal(a, b) and torch.allclose(a, c, atol=0.05)
+
+
 def test_gdn_summary(module):
     gdn = module("gated_delta_rule")
     assert gdn.summary([{"x": None}]) == {}

@@ -231,6 +231,7 @@ def _alias(d: Draw, s: Source) -> None:
         a, b = s.rng.choice(pairs)
         if d.args[a].dtype.is_floating_point:
             d.args[b], d.twin[b] = d.args[a], d.twin[a]
+            d.names |= {b} if a in d.names else set()  # what is strange about one is about both
             d.what.append(f"{b} is {a}")
 
 
@@ -344,6 +345,7 @@ RELATED = {
     "state_v_first": ("dht",),
     "sequence_parallel": ("x",),
     "head_dim": ("table",),
+    "rotary_dim": ("table",),
     "max_position": ("positions",),
     "groups": ("top_groups", "top_k"),
     "top_groups": ("top_k",),
@@ -651,6 +653,9 @@ def _transform(d: Draw, s: Source) -> None:
         d.wrap == "forward AD" and 0 in d.args[d.wrapped].stride()
     ):  # torch makes no dual of what shares memory with itself
         d.wrapped = d.wrap = ""
+        return
+    if d.wrap == "forward AD" and {"inference mode", "dispatch mode"} <= set(d.forward):
+        d.wrapped = d.wrap = ""  # torch's own assertion fails where a dual is looked at in both
         return
     lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf and "inference mode" not in d.forward
     d.worst(REFUSE if d.wrap == "fake mode" or lost else EITHER)

@@ -255,6 +255,27 @@ def rope(s: Source) -> Problem:
     return Problem("rope", ops.rope, given, _rotation_faults(s, given, ("x",)))
 
 
+def _separate(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=None, zero_centered=False):
+    normed = (ops.rms_norm(x, w, eps, zero_centered=zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
+    return tuple(ops.rope(x, positions, table, rotary_dim=rotary_dim) for x in normed)
+
+
+def qk_norm_rope(s: Source) -> Problem:
+    dtype, t, d, positions = s.dtype(), s.size(6, 0), 2 * s.size(12), s.size(20)
+    rotary = s.rng.choice((None, 2 * s.rng.randint(1, d // 2)))
+    given = {name: Tensor(s.floats(t, s.size(4), d, dtype=dtype), (0, 2), ndim=True, leaf=True) for name in ("q", "k")}
+    given |= {name: Tensor(s.floats(d, dtype=dtype), (0,), ndim=True, leaf=True) for name in ("q_weight", "k_weight")}
+    given |= {
+        "eps": Scalar(10 ** s.rng.uniform(-12, 0), "positive"),
+        "positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True),
+        "table": Tensor(s.floats(positions, rotary or d), (1,), (torch.float32,), "table", ndim=True),
+        "rotary_dim": Scalar(rotary, "positive int", optional=True, bad=(d + 2, 3)),
+        "zero_centered": Scalar(s.chance(0.3), "flag"),
+    }
+    faults = _rotation_faults(s, given, ("q", "k"))
+    return Problem("qk_norm_rope", ops.qk_norm_rope, given, faults, _separate, forward_only=True)
+
+
 def rope_of_table(s: Source) -> Problem:
     """With a table that the op has made, and keeps, in whatever state the process is."""
     t, d, positions = s.size(6, 0), 2 * s.size(12), s.size(20)
@@ -720,6 +741,12 @@ def custom_rope_qk(s: Source) -> Problem:
     )
 
 
+def custom_qk_norm_rope(s: Source) -> Problem:
+    p = qk_norm_rope(s)
+    del p.given["zero_centered"]
+    return _custom("qk_norm_rope", p.given, _separate, p.faults)
+
+
 def custom_silu_mul(s: Source) -> Problem:
     return _custom("silu_mul", silu_mul(s).given, ops.silu_mul)
 
@@ -749,6 +776,7 @@ PROBLEMS: dict[Callable[[Source], Problem], int] = {
     rope_table: 4,
     rope: 7,
     rope_of_table: 4,
+    qk_norm_rope: 5,
     silu_mul: 7,
     attention: 10,
     paged_attention: 10,
@@ -764,6 +792,7 @@ PROBLEMS: dict[Callable[[Source], Problem], int] = {
     custom_linear: 5,
     custom_rms_norm: 4,
     custom_rope_qk: 4,
+    custom_qk_norm_rope: 3,
     custom_silu_mul: 3,
     custom_moe_router: 3,
     custom_moe_experts: 4,

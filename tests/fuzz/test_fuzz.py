@@ -115,7 +115,7 @@ def test_a_draw_is_that_of_its_number():
 def test_the_population():
     """What is drawn is of every op, valid and invalid, and some that may be either."""
     drawn = [draw.draw(SEED, i) for i in range(600)]
-    assert len({d.problem.op for d in drawn}) == 26
+    assert len({d.problem.op for d in drawn}) == 28
     for must, least in ((draw.ANSWER, 200), (draw.EITHER, 25), (draw.REFUSE, 150)):
         assert sum(d.must == must for d in drawn) > least, must
     assert sum(bool(d.leaves) for d in drawn) > 100

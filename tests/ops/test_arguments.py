@@ -43,6 +43,10 @@ BASE = {
     "moe_router": (ops.moe_router, {"logits": LOGITS, "top_k": 2, "score": "sigmoid", "bias": B, "groups": 2}),
     "moe_experts": (ops.moe_experts, {"x": X, "ids": IDS, "weights": SHARES, **EXPERTS}),
     "rope": (ops.rope, {"x": Q, "positions": POS, "table": TABLE}),
+    "qk_norm_rope": (
+        ops.qk_norm_rope,
+        {"q": Q, "k": KV, "q_weight": B, "k_weight": B, "eps": 1e-6, "positions": POS, "table": TABLE},
+    ),
     "rope_table": (ops.rope_table, {"head_dim": 8, "max_position": 16, "base": 1e4, "device": X.device}),
     "attention": (ops.attention, {"q": Q, "k": KV, "v": KV, "cu_seqlens": CU}),
     "paged_attention": (
@@ -72,6 +76,7 @@ BASE = {
 }
 NUMBERS = {
     "rms_norm": ["eps"],
+    "qk_norm_rope": ["eps"],
     "moe_router": ["scale"],
     "rope_table": ["base"],
     "attention": ["scale"],
@@ -89,6 +94,7 @@ INTEGERS = {
     "moe_experts": ["num_experts", "first_expert"],
     "rope_table": ["head_dim", "max_position"],
     "rope": ["rotary_dim"],
+    "qk_norm_rope": ["rotary_dim"],
     "log_softmax": ["vocab_size"],
     "linear_logp": ["ignore_index", "vocab_size", "vocab_start", "workspace"],
     "logp_from_logits": ["ignore_index", "vocab_size", "vocab_start"],
@@ -101,6 +107,7 @@ FLAGS = {
     "linear": ["sequence_parallel"],
     "row_parallel_linear": ["sequence_parallel"],
     "rms_norm": ["zero_centered"],
+    "qk_norm_rope": ["zero_centered"],
     "linear_logp": ["return_entropy", "keep_logits"],
     "logp_from_logits": ["return_entropy"],
     "chunk_gated_delta_rule_bwd_dhu": ["state_v_first", "base2", "need_dh0"],
@@ -249,6 +256,10 @@ def test_the_callers_names():
     positions = torch.arange(6)
     with pytest.raises(InputError, match="^k: expected 3"):
         library.rope_qk(Q, KV[0], positions, TABLE)
+    with pytest.raises(InputError, match="^k: expected 3"):
+        library.qk_norm_rope(Q, KV[0], B, B, 1e-6, positions, TABLE)
+    with pytest.raises(InputError, match="^k_weight: expected a tensor, got None"):
+        torch.ops.alignkit.qk_norm_rope(Q, KV, B, None, 1e-6, positions, TABLE)
     if CPU:  # how many there must be follows from values
         with pytest.raises(InputError, match="^chunk_indices: 5"):
             call("fla", chunk_indices=torch.zeros(5, 2))
@@ -382,6 +393,7 @@ def test_registered_fakes():
         assert library.linear(x, w, None).shape == (6, 8)
         assert library.rms_norm(x, w[0], 1e-6).shape == X.shape
         assert library.rope_qk(q, k, torch.arange(6), table)[1].shape == KV.shape
+        assert library.qk_norm_rope(q, k, q[0, 0], q[0, 0], 1e-6, torch.arange(6), table)[1].shape == KV.shape
         assert library.silu_mul(x, x).shape == X.shape
     with pytest.raises(InputError, match="^up: dtype"):
         library.silu_mul(X, X.bfloat16())

@@ -41,6 +41,10 @@ def paged(q=Q, k=CACHE, v=CACHE, table=TABLE, starts=CU, lens=LENS, **kw):
     return ops.paged_attention(q, k, v, table, starts, lens, **kw)
 
 
+def together(q=Q, k=KV, q_weight=B, k_weight=B, eps=1e-6, positions=POS, table=ROPE, **kw):
+    return ops.qk_norm_rope(q, k, q_weight, k_weight, eps, positions, table, **kw)
+
+
 CASES = [
     ("x: expected a tensor", lambda: ops.linear([1.0], W)),
     ("x: dtype", lambda: ops.linear(X.double(), W.double())),
@@ -79,6 +83,20 @@ CASES = [
     ("rotary_dim: 0", lambda: ops.rope(Q, POS, ROPE, rotary_dim=0)),
     ("table: 8 columns, for a rotary_dim of 4", lambda: library.rope_qk(Q, KV, POS, ROPE, 4)),
     ("table: head_dim", lambda: library.rope_qk(Q, KV, POS, ROPE[:, :4])),
+    ("k: head_dim 16 differs from q's 8", lambda: library.rope_qk(Q, KV.repeat(1, 1, 2), POS, ROPE, 8)),
+    ("k: head_dim 4 differs from q's 8", lambda: library.rope_qk(Q, KV[..., :4], POS, ROPE[:, :4], 4)),
+    ("k: head_dim 16 differs from q's 8", lambda: together(k=KV.repeat(1, 1, 2))),
+    ("k: 5 tokens differ from q's 6", lambda: together(k=KV[:5])),
+    ("k: dtype", lambda: together(k=KV.bfloat16())),
+    ("q: expected 3 dimensions", lambda: together(q=Q[:, 0])),
+    ("q_weight: shape (4,) does not fit q", lambda: together(q_weight=B[:4])),
+    ("k_weight: shape (16,) does not fit k", lambda: together(k_weight=B.repeat(2))),
+    ("k_weight: dtype", lambda: together(k_weight=B.bfloat16())),
+    ("eps: 0.0 is not positive", lambda: together(eps=0.0)),
+    ("positions: 0 to 16 leave the table", lambda: together(positions=torch.tensor([0, 0, 0, 0, 0, 16]))),
+    ("table: 8 columns, for a rotary_dim of 4", lambda: together(rotary_dim=4)),
+    ("table: head_dim 4 differs from q's 8", lambda: together(table=ROPE[:, :4])),
+    ("q: head_dim 7 is not", lambda: together(q=Q[..., :7], k=KV[..., :7])),
     ("k: 3 heads do not divide", lambda: ops.attention(Q, torch.randn(6, 3, 8), torch.randn(6, 3, 8), CU)),
     ("k: head_dim", lambda: ops.attention(Q, KV[..., :4], KV[..., :4], CU)),
     ("v: shape", lambda: ops.attention(Q, KV, KV[:5], CU)),
@@ -161,6 +179,10 @@ def test_empty_batches_are_fine(dtype):
     q = torch.empty(0, 2, 8, dtype=dtype)
     assert ops.attention(q, q, q, torch.tensor([0])).shape == (0, 2, 8)
     assert ops.rope(q, none, ROPE).shape == (0, 2, 8)
+    assert [t.shape for t in ops.qk_norm_rope(q, q[:, :1], w[0, :8], w[0, :8], 1e-6, none, ROPE)] == [
+        (0, 2, 8),
+        (0, 1, 8),
+    ]
 
 
 def test_all_rows_ignored():

@@ -149,6 +149,19 @@ def test_rope(tokens, heads, half, dtype, seed):
         assert_bitwise_equal(ops.rope(wider, positions, table, rotary_dim=2 * half), parts)
 
 
+@given(tokens=st.integers(1, 9), half=st.integers(1, 20), rest=st.integers(0, 9), dtype=dtypes, seed=seeds)
+def test_qk_norm_rope(tokens, half, rest, dtype, seed):
+    dim = 2 * (half + rest)
+    q, k, weight = (
+        randn(tokens, 3, dim, dtype=dtype, seed=seed),
+        randn(tokens, 2, dim, dtype=dtype),
+        randn(dim, dtype=dtype),
+    )
+    given = q, k, weight, weight, 1e-6, torch.randint(0, 50, (tokens,)), ops.rope_table(2 * half, 50, 10000.0)
+    for zero_centered in (False, True):
+        assert_same(lambda z=zero_centered: ops.qk_norm_rope(*given, rotary_dim=2 * half, zero_centered=z))
+
+
 def test_rope_table():
     _table.cache_clear()
     with dispatch.use("reference"):

@@ -13,6 +13,8 @@ from alignkit.ops.gated_delta_rule import reference
 from alignkit.runtime import dispatch, families
 from alignkit.testing import assert_bitwise_equal
 
+from .test_qk_norm_rope import separate
+
 DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
 
 
@@ -28,6 +30,17 @@ def test_every_case_is_kept(family):
 
 @pytest.mark.parametrize("case", golden.CASES)
 def test_bits_are_those_of_the_contract(kept, case):
+    assert golden.hashes(case, DEVICE) == kept[case]
+
+
+@pytest.mark.parametrize("case", [case for case in golden.CASES if "normed_rotations" in case])
+def test_norms_and_rotation_are_the_ops_one_after_the_other(case, kept, monkeypatch):
+    """On every family the same: no sum of squares depends on its order, and there are no zeros."""
+    assert golden.load(families.CPU)[case] == golden.load(families.SM90)[case]
+    function, dtype = golden.CASES[case]
+    found = function(golden.Inputs(DEVICE, dtype))
+    assert all(bool(t.isfinite().all() and (t != 0).all()) for t in found)
+    monkeypatch.setattr(golden.ops, "qk_norm_rope", separate)
     assert golden.hashes(case, DEVICE) == kept[case]
 
 

@@ -94,6 +94,7 @@ def everything(given):
             lambda z: ops.moe_router(z, 4, score="sigmoid", groups=3, top_groups=2)[0], grad, expert_logits
         ),
         "moe_experts": run(lambda x, w, g, d: ops.moe_experts(x, ids, w, g, d), grad, x, weights, *experts),
+        "qk_norm_rope": list(ops.qk_norm_rope(q, q, n[:24], n[24:48], 1e-6, positions, table)),
         "rope": [table, *run(lambda q: ops.rope(q, positions, table), grad, q)],
         "attention": run(lambda q, k, v: ops.attention(q, k, v, cu), grad, q, k, k),
         "attention, scaled": run(lambda q, k, v: ops.attention(q, k, v, cu, 0.3), grad, q, k, k),

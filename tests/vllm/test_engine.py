@@ -262,6 +262,7 @@ def test_status(engine):
         "AlignedRowParallelLinear": 8,
         "AlignedMergedColumnParallelLinear": 4,
         "AlignedRMSNorm": 17,
+        "AlignedQwen3Attention": 4,
         "AlignedSiluAndMul": 4,
         "AlignedRotaryEmbedding": 1,
         "AlignedAttentionImpl": 4,

@@ -248,6 +248,7 @@ def test_status(engine):
         "AlignedMoERunner": 2,
         "AlignedExpertsMethod": 2,
         "AlignedRMSNorm": 9,
+        "AlignedQwen3MoeAttention": 2,
         "AlignedRotaryEmbedding": 1,
         "AlignedAttentionImpl": 2,
         "AlignedVocabParallelEmbedding": 1,

@@ -323,3 +323,64 @@ def cost(state):
     import timeit
 
     return min(timeit.repeat(worker(state)._watch.step, number=100, repeat=5)) / 100
+
+
+def in_files(state):
+    """Which class a model's file has by the name `Qwen3Attention` when models are built of alignkit's layers, of some
+    and of none, and what is said where another has put in one of its own."""
+    from vllm.model_executor.models import qwen3
+
+    from alignkit.vllm.layers import aligned_layers
+
+    stock, seen = qwen3.Qwen3Attention, []
+
+    def look():
+        seen.append(qwen3.Qwen3Attention.__name__)
+
+    with aligned_layers():
+        look()
+    look()
+    with aligned_layers(("RMSNorm", "RotaryEmbedding")):
+        look()
+    qwen3.Qwen3Attention = type("Mine", (stock,), {})
+    try:
+        with aligned_layers():
+            look()
+    except UnsupportedError as e:
+        seen.append(str(e))
+    look()
+    qwen3.Qwen3Attention = stock
+    return seen
+
+
+def test_a_class_of_a_models_file_is_exchanged_while_a_model_is_built(spare):
+    refused = "Qwen3Attention: already replaced by another vLLM plugin"
+    assert spare(in_files) == ["AlignedQwen3Attention", "Qwen3Attention", "Qwen3Attention", refused, "Mine"]
+
+
+def one_op_and_two(state):
+    """Logprobs of the engine as it is, and with the norms and the rotation as vLLM calls them."""
+    from vllm.model_executor.models.qwen3 import Qwen3Attention
+
+    from alignkit.ops import library
+    from alignkit.vllm.layers import NormedAttention
+
+    calls, ours, op = [], NormedAttention.forward, library.qk_norm_rope
+    library.qk_norm_rope = lambda *args: calls.append(len(args)) or op(*args)
+    try:
+        one = generate(state)
+    finally:
+        library.qk_norm_rope = op
+    watch = worker(state)._watch
+    watch.step = lambda: None  # it would find the replaced method
+    NormedAttention.forward = Qwen3Attention.forward
+    try:
+        return len(calls), one, generate(state)
+    finally:
+        NormedAttention.forward = ours
+        del watch.step
+
+
+def test_norms_and_rotation_in_one_op_change_no_bit(engine):
+    calls, one, two = engine(one_op_and_two)
+    assert calls == 2 * STEPS and one == two  # a call a layer and step

@@ -90,6 +90,32 @@ def test_versions_that_run_have_their_classes(version, tmp_path):
             assert exports(root, module.removeprefix("vllm."), name)
 
 
+ATTENTION = """
+def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    q_by_head = q.view(*q.shape[:-1], q.shape[-1] // self.head_dim, self.head_dim)
+    q_by_head = self.q_norm(q_by_head)
+    q = q_by_head.view(q.shape)
+    k_by_head = k.view(*k.shape[:-1], k.shape[-1] // self.head_dim, self.head_dim)
+    k_by_head = self.k_norm(k_by_head)
+    k = k_by_head.view(k.shape)
+    q, k = self.rotary_emb(positions, q, k)
+    attn_output = self.attn(q, k, v)
+    output, _ = self.o_proj(attn_output)
+    return output
+"""
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "installed"])
+@pytest.mark.parametrize("file, name", [("qwen3", "Qwen3Attention"), ("qwen3_moe", "Qwen3MoeAttention")])
+def test_the_attention_that_is_written_anew_is_as_it_was(file, name, version, tmp_path):
+    """`NormedAttention.forward` computes what these do."""
+    root = installed() if version == "installed" else wheel_root(version, tmp_path)
+    found = seams.find(ast.parse((root / f"model_executor/models/{file}.py").read_text()), name)
+    assert ast.unparse(seams.find(found, "forward")) == ATTENTION.strip()
+
+
 def test_a_lost_seam_is_named(tmp_path):
     for seam in VERSIONS.rows["0.32"].seams:
         copy = tmp_path / seam.file

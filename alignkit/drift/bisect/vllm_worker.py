@@ -59,6 +59,8 @@ class Recording:
 
 class _Hooks:
     def __init__(self, runner, job: dict):
+        from alignkit.vllm.layers import NormedAttention
+
         self._runner = runner
         self.recorder = jobs.recorder(job)
         arch = read_architecture(job["model"])
@@ -86,6 +88,8 @@ class _Hooks:
             if arch.qk_norm:
                 _after(attention.q_norm, self.recorder, f"layers.{i}.q_norm")
                 _after(attention.k_norm, self.recorder, f"layers.{i}.k_norm")
+                if issubclass(type(attention), NormedAttention):
+                    attention.qkv_proj.register_forward_hook(_normed(attention))
             attention.attn.register_forward_pre_hook(_rotated(self.recorder, i))
             _before(attention.o_proj, self.recorder, f"layers.{i}.attention")
             _after(attention.o_proj, self.recorder, f"layers.{i}.attention_proj")
@@ -159,6 +163,17 @@ def _split(recorder, names: list[str], sizes: list[int]):
     def hook(_, inputs, output) -> None:
         for name, value in zip(names, output[0].split(sizes, -1), strict=True):
             recorder.put(name, value)
+
+    return hook
+
+
+def _normed(attention):
+    """Calls the norms, whose hooks record, where the model itself has them in one op with the rotation."""
+
+    def hook(_, inputs, output) -> None:
+        q, k, _ = output[0].split([attention.q_size, attention.kv_size, attention.kv_size], -1)
+        for norm, x in ((attention.q_norm, q), (attention.k_norm, k)):
+            norm(x.view(len(x), -1, attention.head_dim))
 
     return hook
 

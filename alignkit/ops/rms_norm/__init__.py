@@ -52,20 +52,20 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dx if has_residual else None, rounded(dw, weight.dtype), None, None
 
 
-def check(x, weight, eps: float, residual=None) -> None:
-    """Raise InputError unless `rms_norm` takes these arguments."""
+def check(x, weight, eps: float, residual=None, name: str = "x", weight_name: str = "weight") -> None:
+    """Raise InputError unless `rms_norm` takes these arguments; the names are what the caller calls x and weight."""
     check_number("eps", eps)
-    check_tensor("x", x)
-    check_device("x", x)
-    check_tensor("weight", weight, 1)
-    check_like("weight", weight, "x", x)
+    check_tensor(name, x)
+    check_device(name, x)
+    check_tensor(weight_name, weight, 1)
+    check_like(weight_name, weight, name, x)
     if not weight.shape[0] == x.shape[-1] > 0:
-        raise InputError(f"weight: shape {tuple(weight.shape)} does not fit x of shape {tuple(x.shape)}")
+        raise InputError(f"{weight_name}: shape {tuple(weight.shape)} does not fit {name} of shape {tuple(x.shape)}")
     if residual is not None:
         check_tensor("residual", residual)
-        check_like("residual", residual, "x", x)
+        check_like("residual", residual, name, x)
         if residual.shape != x.shape:
-            raise InputError(f"residual: shape {tuple(residual.shape)} differs from x's {tuple(x.shape)}")
+            raise InputError(f"residual: shape {tuple(residual.shape)} differs from {name}'s {tuple(x.shape)}")
 
 
 @op

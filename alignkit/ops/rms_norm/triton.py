@@ -27,6 +27,12 @@ def _scale(W, j, H: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     return w + 1.0 if ZERO_CENTERED else w
 
 
+@triton.jit
+def _rstd(squares, eps, H: tl.constexpr):
+    """Of rows of H elements, from their sums of squares."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, H * 1.0) + eps))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     X,
@@ -58,7 +64,7 @@ def _rms_norm(
         tl.store(TOTAL + r[:, None] * H + j[None, :], total, mask=ok)
         x = total.to(tl.float32)
     w = _scale(W, j, H, ZERO_CENTERED)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(x * x, LEVELS), H * 1.0) + eps))
+    rstd = _rstd(tree_sum(x * x, LEVELS), eps, H)
     tl.store(Y + r[:, None] * H + j[None, :], (x * rstd[:, None] * w[None, :]).to(Y.dtype.element_ty), mask=ok)
     tl.store(RSTD + r, rstd, mask=r < rows)
 

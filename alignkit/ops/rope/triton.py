@@ -11,6 +11,16 @@ from .._triton import next_power_of_2
 
 
 @triton.jit
+def _angles(POS, TABLE, t, there, ok, j, positions, HALF: tl.constexpr):
+    """Cosines and sines of tokens t, which are `there`, in columns j, where `ok`. There is no row for a position
+    outside the table: NaN."""
+    p = tl.load(POS + t, mask=there, other=0)
+    known = ok & ((p >= 0) & (p < positions))[:, None]
+    row = TABLE + p[:, None] * (2 * HALF) + j
+    return tl.load(row, mask=known, other=float("nan")), tl.load(row + HALF, mask=known, other=float("nan"))
+
+
+@triton.jit
 def _rotate(
     X,
     Y,
@@ -33,11 +43,7 @@ def _rotate(
     j = tl.arange(0, BLOCK)[None, :]
     t = r // H
     ok = (r < rows)[:, None] & (j < HALF)
-    p = tl.load(POS + t, mask=r < rows, other=0)
-    known = ok & ((p >= 0) & (p < positions))[:, None]  # there is no row for another position: NaN
-    row = TABLE + p[:, None] * (2 * HALF) + j
-    cos = tl.load(row, mask=known, other=float("nan"))
-    sin = tl.load(row + HALF, mask=known, other=float("nan"))
+    cos, sin = _angles(POS, TABLE, t, r < rows, ok, j, positions, HALF)
     if INVERSE:
         sin = -sin
     x = X + (t * sxt + (r % H) * sxh)[:, None] + j

@@ -1,0 +1,120 @@
+"""In one launch on a GPU: rows in place, in a CUDA graph, of any schedule, and of positions that are none."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from alignkit import ops
+from alignkit.ops import library
+from alignkit.runtime import dispatch
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU, randn
+from .test_qk_norm_rope import POSITIONS, assert_same, separate
+
+pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
+BF16 = torch.bfloat16
+
+
+def projected(tokens, heads=32, kv_heads=8, dim=128, dtype=BF16):
+    """Queries and keys in the rows of a projection."""
+    joint = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, seed=tokens)
+    q, k, _ = joint.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+    return q.view(tokens, heads, dim), k.view(tokens, kv_heads, dim)
+
+
+def rest(tokens, dim=128, rotary=None, dtype=BF16):
+    table = ops.rope_table(rotary or dim, POSITIONS, 1e4, "cuda")
+    return randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-6, torch.randint(0, POSITIONS, (tokens,)), table
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 16384])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 8, 64), (7, 1, 256)])
+def test_a_projections_rows(tokens, heads, kv_heads, dim):
+    for dtype in (BF16, torch.float32):
+        q, k = projected(tokens, heads, kv_heads, dim, dtype)
+        assert_same(q, k, *rest(tokens, dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "dim, rotary", [(128, 64), (256, 64), (96, 96), (80, 80), (5120, 5120), (6000, 64), (16384, 2)]
+)
+def test_heads_of_other_sizes(dim, rotary):
+    """Longer ones are CUDA's if they are normalised alone."""
+    q, k = projected(37, 3, 2, dim)
+    for zero_centered in (False, True):
+        assert_same(q, k, *rest(37, dim, rotary), rotary_dim=rotary, zero_centered=zero_centered)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_backends_agree(backend):
+    q, k = projected(100)
+    given = rest(100)
+    want = separate(q, k, *given)
+    with dispatch.use(backend):
+        for a, b in zip(ops.qk_norm_rope(q, k, *given), want, strict=True):
+            assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("dim, rotary", [(128, 128), (128, 64), (96, 96)])
+@pytest.mark.parametrize("elements", [128, 512, 1024, 4096, 8192])
+def test_every_schedule(elements, dim, rotary):
+    from alignkit.ops.qk_norm_rope import triton
+
+    q, k = projected(77, dim=dim)
+    given = rest(77, dim, rotary)
+    with mock.patch.object(triton, "ELEMENTS", elements):
+        assert_same(q, k, *given, rotary_dim=rotary)
+
+
+def test_captured_in_a_graph_and_nothing_waits():
+    q, k = projected(300)
+    q_weight, k_weight, eps, positions, table = rest(300)
+
+    def run():
+        return library.qk_norm_rope(q, k, q_weight, k_weight, eps, positions, table)
+
+    want = run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for a, b in zip(again, want, strict=True):
+        assert_bitwise_equal(a, b, "again")
+    for values in (q, k):
+        values.copy_(values.flip(0))
+    positions.copy_(positions.flip(0))
+    graph.replay()
+    for a, b in zip(out, want, strict=True):
+        assert_bitwise_equal(a, b.flip(0), "replayed with other values and positions")
+
+
+def test_memory_is_neither_copied_nor_touched():
+    """What a call takes is its results; what stands beside queries and keys is as it was."""
+    joint = randn(4096, 48, 128, dtype=BF16, seed=1)
+    before, given = joint.clone(), rest(4096)
+    ops.qk_norm_rope(joint[:, :32], joint[:, 32:40], *given)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = ops.qk_norm_rope(joint[:, :32], joint[:, 32:40], *given)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - held <= sum(t.nbytes for t in results) + 4096
+    assert_bitwise_equal(joint, before)
+
+
+def test_positions_outside_the_table_are_nan_in_what_is_rotated():
+    q, k = projected(6)
+    q_weight, k_weight, eps, _, table = rest(6, rotary=64)
+    positions = torch.tensor([0, -1, 5, POSITIONS, POSITIONS - 1, 2**40])
+    bad = [False, True, False, True, False, True]
+    found = assert_same(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=64)
+    for y in found:
+        assert y[..., :64].isnan().flatten(1).all(1).tolist() == bad
+        assert not y[..., 64:].isnan().any()
