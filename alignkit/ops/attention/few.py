@@ -72,7 +72,8 @@ def _few(
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     STATE: tl.constexpr = ROWS * (D + 4)
     w = tl.program_id(0)
-    tl.store(RUNS + w * RUN, 0)
+    tl.store(RUNS + w * RUN, 0)  # nothing to join, unless it says so below
+    tl.store(RUNS + w * RUN + 1, 0)
     begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
     total = tl.zeros((), tl.int64)
     wrong = 0
