@@ -16,7 +16,7 @@ from ...runtime.launch import launch
 from .._common import require
 from .._triton import LOG2E, next_power_of_2
 from .common import PAD
-from .few import RUN, _few, _join
+from .few import RUN, _few, _join_leaves
 from .gradients import _delta, _grad_kv, _grad_q
 from .tiles import _tiles
 
@@ -140,12 +140,12 @@ def few(
     factor = _factor(scale)
     lengths = starts, seq_lens, block_table, factor, tokens, seqs, programs, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    constants = {"PAGE": page, "SEQS": 128 if seqs <= 128 else 1024, "SPLIT": leaves > 1} | KV
+    constants = {"PAGE": page, "SEQS": 512, "SPLIT": leaves > 1} | KV
     _run(_few, programs, (q, k, v, out, parts, runs, *lengths, *pages), q, k, v, constants | options)
     if leaves > 1:
         columns = min(max(16, next_power_of_2(dim)), 32)
         launch(
-            _join,
+            _join_leaves,
             (programs, cdiv(dim, columns)),
             (out, parts, runs, factor, slots),
             {"num_warps": 1},
