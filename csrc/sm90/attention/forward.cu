@@ -370,7 +370,9 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
   float least = kInfinity;
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) least = fminf(least, fminf(fabsf(x[i + 2 * h]), fabsf(x[i + 2 * h + 1])));
-  if (by > 0x1p-20f && by < 0x1p40f && least > 0x1p-60f) {
+  if (by >= 0.5f && by < 0x1p40f && least > 0x1p-60f) {
+    float twice = by < 1 ? 2.0f : 1.0f;  // so that no quotient overflows before its last rounding
+    by *= twice;
     float r = __frcp_rn(by);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4)
@@ -379,7 +381,7 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
         float& a = x[i + 2 * h + e];
         float q = a * r;
         q = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
-        a = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
+        a = __fmaf_rn(__fmaf_rn(-by, q, a), r, q) * twice;
       }
   } else {
 #pragma unroll
