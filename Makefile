@@ -14,7 +14,7 @@ FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -39,7 +39,7 @@ fuzz: setup
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
+gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
@@ -84,6 +84,10 @@ gpu-rms:
 # Mixture of experts beside its peers.
 gpu-moe:
 	$(GPU) benchmarks/moe.py $(MOE_ARGS)
+
+# Attention, decoding and packed, beside FlashAttention 3 and cuDNN.
+gpu-attention:
+	$(GPU) benchmarks/attention.py $(ATTENTION_ARGS)
 
 # Sums over tensor-parallel ranks beside NCCL's.
 gpu-tree-sum:

@@ -61,7 +61,7 @@ _WITHOUT = {
 """Providers of products, and ops whose CUDA kernels are left out, by tool."""
 _SKIPPED = (
     "graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
-    "or flash_linear_attention or tried_at_the_k"
+    "or flash_linear_attention or tried_at_the_k or long_contexts"
 )
 _ABOUT_THEM = (
     "takes_the_usual or refused_and_named or refused_there or many_rows or adds_the_bias or test_error "

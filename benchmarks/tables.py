@@ -492,6 +492,41 @@ def moe(results: dict) -> str:
     return "\n".join(lines)
 
 
+def attention(results: dict) -> str:
+    """Decoding: alignkit's times over FlashAttention 3's, a line for each number of requests and heads, a column for each context.
+    Then packed sequences: a line for each case and pass, a column for each implementation."""
+    rows = results["rows"]
+    decode = [r for r in rows if r["pass"] == "decode" and r["impl"] == "alignkit"]
+    lines = []
+    if decode:
+        contexts = sorted({r["context"] for r in decode})
+        lines += [f"| heads | requests | {' | '.join(map(str, contexts))} |", "|---" * (len(contexts) + 2) + "|"]
+        by = {(r["heads"], r["kv_heads"], r["batch"], r["context"]): r for r in decode}
+        for heads, kv_heads, batch in sorted({key[:3] for key in by}):
+            found = (by.get((heads, kv_heads, batch, context)) for context in contexts)
+            cells = ["" if r is None else f"{_ratio(r['x'])} ({r['us']:.0f})" for r in found]
+            lines.append(f"| {heads}/{kv_heads} | {batch} | {' | '.join(cells)} |")
+        ratios = [r["x"] for r in decode if r["x"]]
+        if ratios:
+            lines += ["", f"Geometric mean {geometric_mean(ratios):.2f}, at most {max(ratios):.2f}."]
+    packed: dict[tuple, dict[str, dict]] = {}
+    for r in rows:
+        if r["pass"] != "decode":
+            case = f"{r['batch']} of {r['context']} together" if r["drawn"] else f"{r['batch']} x {r['context']}"
+            packed.setdefault((r["pass"], r["head_dim"], case), {})[r["impl"]] = r
+    impls = list(dict.fromkeys(impl for found in packed.values() for impl in found))
+    if packed:
+        lines += ["", f"| pass | head_dim | sequences | {' | '.join(impls)} |", "|---" * (len(impls) + 3) + "|"]
+    for (which, dim, case), found in packed.items():
+        cells = ["" if i not in found else f"{_ratio(found[i]['x'])} ({found[i]['tflops']:.0f})" for i in impls]
+        lines.append(f"| {which.replace('_', ' and ')} | {dim} | {case} | {' | '.join(cells)} |")
+    return "\n".join(lines).strip()
+
+
+def _ratio(x: float | None) -> str:
+    return "-" if x is None else f"{x:.2f}"
+
+
 def matmul(results: dict) -> str:
     """alignkit's times over stock's, a line for each case; then the geometric mean and the largest of each implementation.
     A table each for few rows, for many, and for the gradients."""
@@ -792,6 +827,7 @@ def tables() -> dict[str, str]:
         "rms_norm": rms_norm,
         "matmul": matmul,
         "moe": moe,
+        "attention": attention,
         "tree_sum": tree_sum,
         "where_drift": where_drift,
     }

@@ -739,6 +739,57 @@ def test_gdn_summary(module):
     assert gdn.summary([{"x": 2.0}, {"x": 8.0}, {"x": None}]) == {"x_mean": pytest.approx(4.0), "x_least": 2.0}
 
 
+# attention
+
+
+def test_attention_cases(module):
+    bench = module("attention")
+    decode = bench.cases("decode", False)
+    assert len(set(decode)) == len(decode) == 3 * 25 - 3  # one of each heads has too large a cache
+    assert max(bench.cache_bytes(c) for c in decode) <= bench.MOST
+    assert set(bench.cases("decode", True)) < set(decode)
+    drawn = next(c for c in bench.cases("forward", False) if c.drawn)
+    lengths = drawn.lengths()
+    assert len(lengths) == drawn.batch == 64 and sum(lengths) == drawn.context and min(lengths) > 0
+    assert lengths == drawn.lengths() and len(set(lengths)) > 30
+
+
+@pytest.mark.parametrize("which", ["forward", "forward_backward"])
+def test_attention_rows(module, tables, capsys, which):
+    """The CPU has no Triton, no FlashAttention and no cuDNN; that is named, and the others go on."""
+    import torch
+
+    bench = module("attention")
+    watch = bench.Stopwatch(torch.device("cpu"))
+    (row,) = bench.measure(bench.Case(2, 40, 4, 2, 16), which, list(bench.IMPLS), watch, 0.001)
+    operations = {"forward": 4, "forward_backward": 14}[which] * 2 * 820 * 4 * 16
+    assert row["impl"] == "alignkit" and row["x"] is None and "x_deterministic" not in row
+    assert row["tflops"] * row["us"] == pytest.approx(operations / 1e6)
+    told = capsys.readouterr().out
+    assert all(f"without {name}" in told for name in bench.OF[which][1:])
+    table = tables.attention({"rows": [row, row | {"impl": "cudnn", "x": 1.0}]})
+    assert f"| {which.replace('_', ' and ')} | 16 | 2 x 40 | - (" in table and "| 1.00 (" in table
+
+
+def test_the_table_of_decoding(tables):
+    row = {
+        "impl": "alignkit",
+        "pass": "decode",
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "drawn": False,
+        "run": "a",
+    }
+    rows = [
+        row | {"batch": b, "context": c, "us": 10.0, "x": x}
+        for b, c, x in ((1, 1024, 0.5), (4, 1024, 2.0), (4, 8192, None))
+    ]
+    table = tables.attention({"rows": [*rows, rows[0] | {"impl": "fa3", "x": 1.0}]})
+    assert "| 32/8 | 1 | 0.50 (10) |  |" in table and "| 32/8 | 4 | 2.00 (10) | - (10) |" in table
+    assert "Geometric mean 1.00, at most 2.00." in table
+
+
 # matmul
 
 

@@ -72,21 +72,21 @@ def _few(
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     STATE: tl.constexpr = ROWS * (D + 4)
     w = tl.program_id(0)
-    tl.store(RUNS + w * RUN, 0)
+    tl.store(RUNS + w * RUN, 0)  # nothing to join, unless it says so below
+    tl.store(RUNS + w * RUN + 1, 0)
     begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
-    if (begin != 0) | (end > tokens):
-        fill(O, float("nan"), w, tokens, programs, 0, HEADS * D, HEADS * D)
-        return
-    fill(O, 0.0, end.to(tl.int32) + w, tokens, programs, 0, HEADS * D, HEADS * D)
-
-    total = 0
+    total = tl.zeros((), tl.int64)
     wrong = 0
     for c in range(0, seqs, SEQS):
         leaves, tiles, fits = _leaves(
             STARTS, KV_LEN, c + tl.arange(0, SEQS), seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF
         )
-        total += tl.sum(leaves * tiles) * KV
+        total += tl.sum((leaves * tiles).to(tl.int64)) * KV
         wrong += tl.sum((fits == 0).to(tl.int32))
+    if (begin != 0) | (end > tokens):
+        fill(O, float("nan"), w, tokens, programs, 0, HEADS * D, HEADS * D)
+        return
+    fill(O, 0.0, end.to(tl.int32) + w, tokens, programs, 0, HEADS * D, HEADS * D)
     if wrong > 0:
         for s in range(w, seqs, programs):
             q0, q_len = span(STARTS, s, seqs, tokens)
@@ -94,6 +94,9 @@ def _few(
             if (kv_len < q_len) | (kv_len > width * PAGE):
                 fill(O, float("nan"), q0, q0 + q_len, 1, 0, HEADS * D, HEADS * D)
 
+    # More than there is memory for are only there if STARTS decreases.
+    most_leaves = tl.cast(tokens, tl.int64) * KV * ((width * PAGE + LEAF - 1) // LEAF)
+    total = tl.where(total > most_leaves, 0, total).to(tl.int32)
     run = (total + programs - 1) // programs
     item = w * run
     stop = tl.minimum(item + run, total)

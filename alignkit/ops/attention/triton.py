@@ -38,7 +38,8 @@ def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
     if q.dtype == torch.float32:  # no tensor core
         options = {name: 16 for name in options if name.startswith("BLOCK")} | {"num_warps": 4, "num_stages": 1}
     elif q.shape[2] > 128:
-        options = {name: min(value, 64) for name, value in options.items()} | {"num_stages": 1}
+        options = {name: min(value, 64) for name, value in options.items()}
+        options["num_stages"] = 2 if kernel == "few" else 1
     options |= override
     if "BLOCK_M" in options:
         options["BLOCK_M"] = max(options["BLOCK_M"], next_power_of_2(group))
@@ -139,7 +140,7 @@ def few(
     factor = _factor(scale)
     lengths = starts, seq_lens, block_table, factor, tokens, seqs, programs, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    constants = {"PAGE": page, "SEQS": min(next_power_of_2(max(seqs, 32)), 1024), "SPLIT": leaves > 1} | KV
+    constants = {"PAGE": page, "SEQS": 512, "SPLIT": leaves > 1} | KV
     _run(_few, programs, (q, k, v, out, parts, runs, *lengths, *pages), q, k, v, constants | options)
     if leaves > 1:
         columns = min(max(16, next_power_of_2(dim)), 32)
@@ -155,7 +156,7 @@ def few(
             LEAF=SM90.kv_leaf,
             BLOCK_R=next_power_of_2(options["BLOCK_Q"] * group),
             BLOCK_D=columns,
-            AHEAD=8,
+            AHEAD=16 if leaves > 64 else 8,
         )
     return most
 
@@ -165,7 +166,7 @@ def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
     strides = [t.stride() for t in (q, k, v)]
     constants = {name: of[0] for name, of in zip(("sqt", "skt", "svt"), strides, strict=True)}
     constants |= _shape(q, k) | options
-    own = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    own = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     launch(kernel, (programs,), (*args, *(of[1] for of in strides)), own, **constants)
 
 
