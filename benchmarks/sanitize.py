@@ -48,6 +48,7 @@ TESTS = [
         "linear_logp_cuda",
         "linear_logp_sm90",
         "attention_cuda",
+        "attention_forward_cuda",
         "gated_delta_rule",
         "moe_sm90",
         "rms_norm_cuda",

@@ -135,6 +135,7 @@ def test_what_decides_a_library_decides_its_hash(tmp_path, monkeypatch):
 
 def structs():
     pytest.importorskip("triton")
+    from alignkit.ops.attention import cuda as attention
     from alignkit.ops.gated_delta_rule import cuda as delta
     from alignkit.ops.linear_logp import cuda as head
     from alignkit.ops.rms_norm import cuda as norm
@@ -142,6 +143,9 @@ def structs():
     return {
         "Attention": (native, native._Attention),
         "Routing": (native, native._Routing),
+        "AlignkitInts": (cuda, attention._Ints),
+        "AlignkitHeads": (cuda, attention._Heads),
+        "AlignkitAttention": (cuda, attention.Arguments),
         "AlignkitNormRows": (cuda, norm._Rows),
         "AlignkitNorm": (cuda, norm._Norm),
         "AlignkitNormGrad": (cuda, norm._NormGrad),

@@ -113,7 +113,7 @@ def attend(q, k, v, context, factor):
         Z = np.where(seen, fma(Z, before, z * after), Z)
         A = np.where(seen[:, None], fma(A, before[:, None], acc * after[:, None]), A)
         M = np.where(seen, top, M)
-    return A / Z[:, None], fma(-M, factor, -each("log2f")(Z))
+    return A / (Z[:, None] + A * 0), fma(-M, factor, -each("log2f")(Z))
 
 
 def draw(rows, heads, dim, seed, spread=3.0):
@@ -205,6 +205,29 @@ def test_paged(kernel, dim, heads, kv, page, together, shapes):
         result = wanted(q[rows], ks, vs, context, a.factor)[0] if n > 4 else torch.full_like(q[rows], 7.0)
         assert_bitwise_equal(out[rows], result, f"sequence {s}")
     assert_bitwise_equal(out[total:], torch.full_like(out[total:], 7.0), "rows of no sequence")
+
+
+def test_division(kernel):
+    """Of sums near both ends of the range, by ones on both sides of 1, which rounding the score's product makes."""
+    lens, heads, dim = [1] * 40 + [70], 2, 64
+    total = sum(lens)
+    q, k, v = (draw(total, heads, dim, i) for i in range(3))
+    q[:40] *= 700.0
+    k[:40] *= 700.0  # scores whose product with a factor is off by tenths
+    v[:40] = (v[:40].float().sign() * 3.38e38).bfloat16()
+    v[40:, 0] *= 2.0**-126
+    v[40:, 1, ::3] = 0.0
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    out, shift = torch.zeros_like(q), torch.zeros(heads, (total // PAD + len(lens) + 1) * PAD)
+    a = arguments(q, k, v, out, starts, dim**-0.5, 1, True)
+    a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
+    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    for s, n in enumerate(lens):
+        rows = slice(int(starts[s]), int(starts[s]) + n)
+        result, _ = wanted(q[rows], k[rows], v[rows], 0, a.factor)
+        known = ~result.isnan()  # what overflowed before it was divided is NaN, of which torch makes another one
+        assert bool((out[rows].isnan() == result.isnan()).all())
+        assert_bitwise_equal(out[rows][known], result[known], f"sequence {s}")
 
 
 def test_wrong_starts(kernel):

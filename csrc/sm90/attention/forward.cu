@@ -1,13 +1,15 @@
-// Causal attention, forward: packed sequences of a training batch, and sequences of a paged cache that have many queries.
+// Causal attention, forward: packed sequences of a training batch, and sequences of a paged cache that have many
+// queries.
 //
-// A tile is 64 rows for each of two or three groups of warps: positions of one head, or fewer positions of the heads of a
-// group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of
-// 64 positions; the other groups keep their queries in registers. Of a block, the scores are computed while the block before
-// is still being multiplied by its values, and the probabilities while that product is under way, so that a group keeps
-// the tensor core busy by itself. Two sums stay in registers: that of the leaf at hand, and that of the leaves before.
+// A tile is 64 rows for each of two or three groups of warps: positions of one head, or fewer positions of the heads of
+// a group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of
+// 64 positions; the other groups keep their queries in registers. Of a block, the scores are computed while the block
+// before is still being multiplied by its values, and the probabilities while that product is under way, so that a
+// group keeps the tensor core busy while it computes. Groups may begin their products in turn. Two sums stay in
+// registers: that of the leaf at hand, and that of the leaves before.
 //
-// Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns that
-// go to and fro. Lengths are read on the device.
+// Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
+// that go to and fro. Lengths are read on the device.
 #include <algorithm>
 
 #include "../../interface.h"
@@ -49,9 +51,8 @@ struct AlignkitAttention {
 
 ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
 ALIGNKIT_LAYOUT(AlignkitHeads, data, token, head)
-ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most, few,
-                far, tokens, sequences, heads, kv_heads, dim, pads, together,
-                turns, factor)
+ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most,
+                few, far, tokens, sequences, heads, kv_heads, dim, pads, together, turns, factor)
 
 namespace alignkit {
 namespace {
@@ -71,8 +72,8 @@ constexpr int kHalf = 64;         // elements of a head that lie beside each oth
 constexpr int kStatistics = 128;  // a sequence's begin at a multiple
 constexpr float kInfinity = __builtin_huge_valf();
 
-// What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way, and
-// registers of threads that bring them and that compute.
+// What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
+// and registers of threads that bring them and that compute.
 template <int kDim>
 struct Plan;
 
@@ -99,10 +100,9 @@ struct State {
 };
 
 // What a thread seldom needs, while registers are short.
-struct Kept {
+struct alignas(32) Kept {
   State whole[2];  // over the leaves before
   int plain;       // blocks that all rows of the group see all of
-  int unused[3];
 };
 
 template <int kDim>
@@ -137,8 +137,8 @@ __device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
   return most;
 }
 
-// The tiles of a block of threads, found by a whole warp. Tile j of a sequence is at level context / positions + j, which is
-// about the number of its keys; tiles are counted level by level, the last one first.
+// The tiles of a block of threads, found by a whole warp. Tile j of a sequence is at level context / positions + j,
+// which is about the number of its keys; tiles are counted level by level, the last one first.
 struct Walk {
   const Problem& p;
   int lane, slots, level = -1, base = 0, turn = 0, before = 0;
@@ -232,17 +232,21 @@ __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMa
   }
 }
 
-// The warp that has keys and values brought: a block in parts that lie in one page each, half a head at a time, by a lane each.
+// The warp that has keys and values brought: a block in parts that lie in one page each, half a head at a time, by a
+// lane each.
 template <int kDim>
-__device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v, const Problem& p) {
+__device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v,
+                                           const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
-  int part_rows = p.part_rows, lane = threadIdx.x % 32, parts = kKeys / part_rows, half = lane / parts, first = lane % parts * part_rows;
+  int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
+  int half = lane / parts, first = lane % parts * part_rows;
   int to = (half * kKeys + first) * kHalf, stage = 0, phase = 0, waited = 0;
   for (int turn = 0;; turn ^= 1) {
     barrier_wait(&sh.found, turn);
     const Tile& t = sh.tile[turn];
     if (t.s < 0) return;
-    int n = blocks_of_any<Shared<kDim>::groups>(p, t), end = t.context + t.q_len, head = t.head / (p.heads / p.kv_heads), q0 = t.q0;
+    int n = blocks_of_any<Shared<kDim>::groups>(p, t), end = t.context + t.q_len, q0 = t.q0;
+    int head = t.head / (p.heads / p.kv_heads);
     int64_t table = t.s * p.table_row;
     __syncwarp();
     if (lane == 0) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
@@ -285,8 +289,8 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
   }
 }
 
-// The scores of a block become probabilities, of which `total` is the thread's sum, and alpha the factor of what was summed
-// before. A thread has two rows, of each four lanes the same.
+// The scores of a block become probabilities, of which `total` is the thread's sum, and alpha the factor of what was
+// summed before. A thread has two rows, of each four lanes the same.
 __device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], float (&alpha)[2], uint32_t (&total)[2],
                                               float factor) {
   float top[2][2], shift[2];
@@ -359,14 +363,16 @@ __device__ __forceinline__ Join join(State& whole, const State& leaf, float fact
   return j;
 }
 
-// x / by, rounded once, for x[2 h], x[2 h + 1], x[2 h + 4], ...: as division does it where nothing is near the ends of the range,
-// but with the reciprocal found once.
+// x / by, rounded once, for x[2 h], x[2 h + 1], x[2 h + 4], ...: as division does it where nothing is near the ends of
+// the range, but with the reciprocal found once.
 template <int kCount>
 __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
   float least = kInfinity;
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) least = fminf(least, fminf(fabsf(x[i + 2 * h]), fabsf(x[i + 2 * h + 1])));
-  if (by > 0x1p-20f && by < 0x1p40f && least > 0x1p-60f) {
+  if (by >= 0.5f && by < 0x1p40f && least > 0x1p-60f) {
+    float twice = by < 1 ? 2.0f : 1.0f;  // so that no quotient overflows before its last rounding
+    by *= twice;
     float r = __frcp_rn(by);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4)
@@ -375,7 +381,7 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
         float& a = x[i + 2 * h + e];
         float q = a * r;
         q = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
-        a = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
+        a = __fmaf_rn(__fmaf_rn(-by, q, a), r, q) * twice;
       }
   } else {
 #pragma unroll
@@ -388,8 +394,8 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
   }
 }
 
-// The row h of a thread, rounded, to `out`. Four lanes hold two neighbours each of eight columns; they trade until each has all
-// eight of its own, 16 bytes.
+// The row h of a thread, rounded, to `out`. Four lanes hold two neighbours each of eight columns; they trade until each
+// has all eight of its own, 16 bytes.
 template <int kCount>
 __device__ __forceinline__ void store_row(const float (&x)[kCount], int h, __nv_bfloat16* out, bool here) {
   int lane = thread_again() % 32;
@@ -409,8 +415,8 @@ __device__ __forceinline__ void store_row(const float (&x)[kCount], int h, __nv_
   }
 }
 
-// A group of four warps and its 64 rows of each tile. kTurns: groups begin their products in turn, so that one has the tensor
-// core while another has probabilities to compute.
+// A group of four warps and its 64 rows of each tile. kTurns: groups begin their products in turn, so that one has the
+// tensor core while another has probabilities to compute.
 template <int kDim, bool kTurns>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
@@ -593,7 +599,8 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       int r = first_row() + 8 * h, place = position - t.context;  // among the queries
       bool here = place < t.q_len && r < p.positions * p.together;
       int64_t head = t.head + r - p.position_of(r) * p.together;
-      store_row(joined, h, static_cast<__nv_bfloat16*>(p.out) + ((t.q0 + place) * int64_t{p.heads} + head) * kDim, here);
+      int64_t at = ((t.q0 + place) * int64_t{p.heads} + head) * kDim;
+      store_row(joined, h, static_cast<__nv_bfloat16*>(p.out) + at, here);
       if (p.shift && here && thread_again() % 4 == 0)
         p.shift[(head * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place] =
             __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
@@ -648,18 +655,19 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
 
 // Host.
 
-// Of rows of heads, half a head of `box_heads` heads of `box_rows` rows at a time. It has a fourth dimension because the copy
-// of three is not needed elsewhere.
-inline cudaError_t map_of(CUtensorMap* map, const AlignkitHeads& rows, int64_t tokens, int heads, int dim, int box_heads,
-                          int box_rows) {
+// Of rows of heads, half a head of `box_heads` heads of `box_rows` rows at a time. The fourth dimension is 1: there is
+// a copy of four.
+inline cudaError_t map_of(CUtensorMap* map, const AlignkitHeads& rows, int64_t tokens, int heads, int dim,
+                          int box_heads, int box_rows) {
   if (!encode()) return cudaErrorNotSupported;
-  cuuint64_t size[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens), 1};
+  cuuint64_t size[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(heads),
+                        static_cast<cuuint64_t>(tokens), 1};
   cuuint64_t stride[3] = {static_cast<cuuint64_t>(rows.head) * 2, static_cast<cuuint64_t>(rows.token) * 2,
                           static_cast<cuuint64_t>(rows.token) * 2};
   cuuint32_t box[4] = {kHalf, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1};
   cuuint32_t one[4] = {1, 1, 1, 1};
-  CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(rows.data), size, stride, box, one,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(rows.data), size, stride, box,
+                           one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -698,7 +706,8 @@ extern "C" int alignkit_attention_forward(const AlignkitAttention* p, cudaStream
   if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
       (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
     return cudaErrorInvalidValue;
-  if (p->dim == 128) return p->turns ? alignkit::launch<128, true>(*p, stream) : alignkit::launch<128, false>(*p, stream);
-  if (p->dim == 64) return p->turns ? alignkit::launch<64, true>(*p, stream) : alignkit::launch<64, false>(*p, stream);
+  using alignkit::launch;
+  if (p->dim == 128) return p->turns ? launch<128, true>(*p, stream) : launch<128, false>(*p, stream);
+  if (p->dim == 64) return p->turns ? launch<64, true>(*p, stream) : launch<64, false>(*p, stream);
   return cudaErrorInvalidValue;
 }

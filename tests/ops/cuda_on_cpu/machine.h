@@ -1,6 +1,6 @@
-// A multiprocessor for tests: the threads of a block are fibers that take turns, and what they do together (shuffles, barriers, the
-// tensor core, the copy engine) is done by plain code. It knows the layouts and orders of the real machine, not its speed:
-// a product is computed when it is waited for, from what registers and shared memory hold then.
+// A multiprocessor for tests: the threads of a block are fibers that take turns, and what they do together (shuffles,
+// barriers, the tensor core, the copy engine) is done by plain code. It knows the layouts and orders of the real
+// machine, not its speed: a product is computed when it is waited for, from what registers and shared memory hold then.
 #pragma once
 #include <ucontext.h>
 

@@ -3,8 +3,8 @@
 
 namespace alignkit {
 
-// In the 64 bits: arrivals that are missing, arrivals of a phase, announced bytes that are missing (they may be early), the
-// phase.
+// In the 64 bits: arrivals that are missing, arrivals of a phase, announced bytes that are missing (they may be early),
+// the phase.
 struct Barrier {
   int16_t missing, arrivals;
   int32_t bytes : 31;
