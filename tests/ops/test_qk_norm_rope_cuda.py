@@ -37,9 +37,7 @@ def test_a_projections_rows(tokens, heads, kv_heads, dim):
         assert_same(q, k, *rest(tokens, dim, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "dim, rotary", [(128, 64), (256, 64), (96, 96), (80, 80), (5120, 5120), (6000, 64)]
-)
+@pytest.mark.parametrize("dim, rotary", [(128, 64), (256, 64), (96, 96), (80, 80), (5120, 5120), (6000, 64)])
 def test_heads_of_other_sizes(dim, rotary):
     """Longer ones are CUDA's if they are normalised alone."""
     q, k = projected(37, 3, 2, dim)

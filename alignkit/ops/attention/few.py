@@ -194,7 +194,7 @@ def _join_leaves(
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """What program w - 1 of `_few` began and others finished: some columns of the results. Program w left in RUNS: the leaf that
+    """What program w - 1 of `_few` began and others finished: some rows and columns of the results. Program w left in RUNS: the leaf that
     its run begins with, 0 if that is the first of a tile; how many leaves a run has, and the tile; position and row of the
     tile's first query, how many queries it has, its head of keys."""
     ROWS: tl.constexpr = BLOCK_Q * GROUP
@@ -209,8 +209,8 @@ def _join_leaves(
     token = tl.load(RUNS + w * RUN + 4)
     have = tl.load(RUNS + w * RUN + 5)
     hk = tl.load(RUNS + w * RUN + 6)
-    r = tl.arange(0, BLOCK_R)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     ok = (r < ROWS) & (r // GROUP < have)
     inside = ok[:, None] & (d < D)[None, :]
     last = STATES + (tl.cast(w, tl.int64) * slots - 1) * STATE + r * (D + 4)

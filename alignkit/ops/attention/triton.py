@@ -143,10 +143,11 @@ def few(
     constants = {"PAGE": page, "SEQS": 512, "SPLIT": leaves > 1} | KV
     _run(_few, programs, (q, k, v, out, parts, runs, *lengths, *pages), q, k, v, constants | options)
     if leaves > 1:
-        columns = min(max(16, next_power_of_2(dim)), 32)
+        # A row each: of a long sequence alone, its heads are all that there is to share out.
+        rows, columns = options["BLOCK_Q"] * group, min(max(32, next_power_of_2(dim)), 128)
         launch(
             _join_leaves,
-            (programs, cdiv(dim, columns)),
+            (programs, rows, cdiv(dim, columns)),
             (out, parts, runs, factor, slots),
             {"num_warps": 1},
             GROUP=group,
@@ -154,7 +155,7 @@ def few(
             D=dim,
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
-            BLOCK_R=next_power_of_2(options["BLOCK_Q"] * group),
+            BLOCK_R=1,
             BLOCK_D=columns,
             AHEAD=16 if leaves > 64 else 8,
         )
