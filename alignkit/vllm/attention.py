@@ -160,12 +160,12 @@ class AlignedAttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Asked by vLLM 0.26: the logical view that `_split` takes."""
+        """Asked until vLLM 0.26: the logical view that `_split` takes."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Asked by vLLM 0.26: the dimensions of that view in the order of memory."""
+        """Asked until vLLM 0.26: the dimensions of that view in the order of memory."""
         if include_num_layers_dimension:
             raise NotImplementedError  # to vLLM it means: each layer has a cache of its own
         return 0, 2, 1, 3

@@ -34,7 +34,7 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
 
     @property
     def supports_internal_mk(self) -> bool:
-        return True  # vLLM 0.26 makes a kernel for methods that have none of their own
+        return True  # until 0.26 vLLM makes a kernel for methods that have none of their own
 
     @property
     def is_monolithic(self) -> bool:
@@ -144,4 +144,4 @@ def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
     yield "data parallel attention", ranks.dp_size > 1
     yield "context parallelism", ranks.pcp_size > 1
     yield "sequence parallelism", ranks.is_sequence_parallel
-    yield "sums over ranks left to later", config.skip_final_all_reduce
+    yield "sums over ranks left to later", getattr(config, "skip_final_all_reduce", False)  # not in 0.24

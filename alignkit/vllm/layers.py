@@ -87,7 +87,7 @@ class _Router(_Linear):
 
 
 class AlignedReplicatedLinear(_Router, ReplicatedLinear):
-    """In the models that alignkit knows, only routers are replicated, which vLLM 0.26 makes of this class, and the gates of
+    """In the models that alignkit knows, only routers are replicated, which vLLM makes of this class until 0.26, and the gates of
     shared experts."""
 
 

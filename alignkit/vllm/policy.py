@@ -19,6 +19,8 @@ VOCAB_SIZE = "alignkit_vocab_size"
 ALL2ALL = "allgather_reducescatter"
 """vLLM's default for exchanging rows between expert-parallel ranks. Without data parallelism there is nothing to exchange."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+EXECUTORS = (None, "uni", "mp", "external_launcher", "ray")
+"""Who calls the workers. What one of somebody's own calls, the worker or what is in it, nobody knows here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +146,13 @@ PARALLEL = Policy(
         dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size
         _allow_auto_resolve_cp_interleave_size
         max_parallel_loading_workers enable_shm_tensor_arena enable_fault_tolerance fault_tolerance_config
-        ray_workers_use_nsight ray_runtime_env placement_group distributed_executor_backend
+        ray_workers_use_nsight ray_runtime_env placement_group
         worker_cls sd_worker_cls worker_extension_cls numa_bind numa_bind_nodes numa_bind_cpus
         assigned_physical_gpu_ids distributed_timeout_seconds cpu_distributed_timeout_seconds
         _coord_store_port _api_process_count _api_process_rank
     """,
     rows=(
+        Row("distributed_executor_backend", lambda name, _: name in EXECUTORS, "executor {value}"),
         Row("pipeline_parallel_size", lambda size, _: size <= 1, "pipeline parallelism"),
         Row(
             "data_parallel_size",

@@ -44,6 +44,10 @@ def refuse_config(config) -> None:
             "the front end in Rust (VLLM_USE_RUST_FRONTEND: it would admit requests that must be refused)": _is_set(
                 "VLLM_USE_RUST_FRONTEND"
             ),
+            "Ray's first executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0: its steps go past the worker)": (
+                config.parallel_config.distributed_executor_backend == "ray"
+                and not _is_set("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", default="1")
+            ),
             "CUDA graphs without torch.compile between them (VLLM_USE_BREAKABLE_CUDAGRAPH)": _is_set(
                 "VLLM_USE_BREAKABLE_CUDAGRAPH"
             ),
@@ -68,8 +72,8 @@ def _rows(table: Policy, config: type) -> tuple[Row, ...]:
     return table.over([f.name for f in dataclasses.fields(config)], functools.partial(default, config))
 
 
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "0") not in ("", "0")
+def _is_set(variable: str, default: str = "0") -> bool:
+    return os.environ.get(variable, default) not in ("", "0")
 
 
 def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str]:

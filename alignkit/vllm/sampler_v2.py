@@ -23,6 +23,9 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from alignkit.errors import UnsupportedError
 from alignkit.ops.linear_logp import token_logp
 from alignkit.vllm.sampler import require_fp32
+from alignkit.vllm.versions import installed
+
+_SCORES = installed().scores
 
 
 def _calling(function: Callable, **names: Any) -> Callable:
@@ -60,7 +63,8 @@ class _Ranks:
         kernel(*tensors, BLOCK_SIZE=max(BLOCK_SIZE, 16384), num_warps=16)
 
 
-_topk_scores = _calling(logprob.compute_topk_scores, compute_token_logprobs=token_logprobs, _ranks_kernel=_Ranks())
+_scores = {_SCORES: _calling(getattr(logprob, _SCORES), compute_token_logprobs=token_logprobs, _ranks_kernel=_Ranks())}
+"""What vLLM's classes call it by, and our copy."""
 
 
 class AlignedStates(SamplingStates):
@@ -77,15 +81,13 @@ class AlignedStates(SamplingStates):
 
 class AlignedSamplerV2(Sampler):
     __init__ = _calling(Sampler.__init__, SamplingStates=AlignedStates)
-    __call__ = _calling(Sampler.__call__, compute_topk_scores=_topk_scores)
+    __call__ = _calling(Sampler.__call__, **_scores)
 
 
 class AlignedPromptLogprobs(prompt_logprob.PromptLogprobsWorker):
     compute_prompt_logprobs = _calling(
         prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs,
-        compute_prompt_logprobs_with_chunking=_calling(
-            prompt_logprob.compute_prompt_logprobs_with_chunking, compute_topk_scores=_topk_scores
-        ),
+        compute_prompt_logprobs_with_chunking=_calling(prompt_logprob.compute_prompt_logprobs_with_chunking, **_scores),
     )
 
 

@@ -89,7 +89,7 @@ COMMON = (
     ),
     *(
         Seam(_LAYERS + "fused_moe/config.py", f"FusedMoEConfig.{field}")
-        for field in ("num_experts", "num_logical_experts", "activation", "has_bias", "skip_final_all_reduce")
+        for field in ("num_experts", "num_logical_experts", "activation", "has_bias", "is_lora_enabled")
     ),
     *(
         Seam(_LAYERS + "fused_moe/expert_map_manager.py", f"ExpertMapManager.{name}")
@@ -172,7 +172,6 @@ COMMON = (
         )
     ),
     Seam("config/attention.py", "AttentionConfig.backend"),
-    Seam("config/attention.py", "AttentionConfig.backend_per_kind"),
     *(
         Seam("config/compilation.py", f"CompilationConfig.{field}")
         for field in (
@@ -203,18 +202,15 @@ COMMON = (
     Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_cpu", ("logits", "generators", "k", "p")),
     # Logprobs, V2 runner: one function for sampled, prompt and chosen tokens, and the ways to it.
     Seam(_SAMPLE_V2 + "logprob.py", "compute_token_logprobs", ("logits", "token_ids")),
-    Seam(_SAMPLE_V2 + "logprob.py", "compute_topk_scores", ("logits", "num_logprobs", "sampled_token_ids")),
     Seam(_SAMPLE_V2 + "logprob.py", "_ranks_kernel", ("logits_ptr", "vocab_size", "BLOCK_SIZE")),
     Seam(_SAMPLE_V2 + "sampler.py", "Sampler.sample"),
     Seam(_SAMPLE_V2 + "sampler.py", "Sampler.__call__", ("logits", "input_batch")),
-    Seam(_SAMPLE_V2 + "sampler.py", "compute_topk_scores"),
     Seam(
         _SAMPLE_V2 + "prompt_logprob.py",
         "PromptLogprobsWorker.compute_prompt_logprobs",
         ("logits_fn", "hidden_states", "input_batch"),
     ),
     Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_prompt_logprobs_with_chunking", ("prompt_token_ids", "logits_fn")),
-    Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_topk_scores"),
     Seam(
         _SAMPLE_V2 + "states.py",
         "SamplingStates.apply_temperature",
@@ -246,18 +242,49 @@ CUDA = (
     Seam("v1/worker/gpu_model_runner.py", "Sampler"),
     Seam("v1/worker/gpu_model_runner.py", "GPUModelRunner.get_model"),
     Seam("v1/worker/gpu/model_runner.py", "GPUModelRunner.get_model"),
-    Seam("v1/worker/gpu/model_runner.py", "GPUModelRunner.load_model"),
+    Seam(
+        "v1/worker/gpu/model_runner.py",
+        "GPUModelRunner.load_model",
+        mentions=("sampler", "rejection_sampler", "prompt_logprobs_worker"),
+    ),
     Seam(
         "_custom_ops.py",
         "reshape_and_cache_flash",
         ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"),
     ),
-    Seam("distributed/device_communicators/cuda_communicator.py", "CudaCommunicator.all_gather", ("input_", "dim")),
     Seam("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_native", ("logits", "generators", "k", "p")),
 )
 
-# 0.26 asks an attention backend for the shape of its cache and for the order of its dimensions in memory, and has
-# compiler passes that move communication.
+
+def _scores_of_v2(function: str) -> tuple[Seam, ...]:
+    """The V2 runner's `function` between its classes and `compute_token_logprobs`."""
+    return (
+        Seam(
+            _SAMPLE_V2 + "logprob.py",
+            function,
+            ("logits", "num_logprobs", "sampled_token_ids"),
+            ("compute_token_logprobs", "_ranks_kernel"),
+        ),
+        *(Seam(_SAMPLE_V2 + file, function) for file in ("sampler.py", "prompt_logprob.py")),
+        Seam(_SAMPLE_V2 + "sampler.py", "Sampler.__call__", mentions=(function,)),
+        Seam(_SAMPLE_V2 + "prompt_logprob.py", "compute_prompt_logprobs_with_chunking", mentions=(function,)),
+    )
+
+
+# Until 0.25 the V2 runner's logprobs cannot be logits.
+UNTIL_0_25 = _scores_of_v2("compute_topk_logprobs")
+
+# From 0.25: vLLM's communicator gathers by NCCL of its own, and a mixture may leave its sum over ranks to later.
+SINCE_0_25 = (
+    Seam("distributed/device_communicators/cuda_communicator.py", "CudaCommunicator.all_gather", ("input_", "dim")),
+    Seam(_LAYERS + "fused_moe/config.py", "FusedMoEConfig.skip_final_all_reduce"),
+)
+
+# From 0.26: a backend of attention for each kind of layer.
+SINCE_0_26 = (Seam("config/attention.py", "AttentionConfig.backend_per_kind"), *_scores_of_v2("compute_topk_scores"))
+
+# Until 0.26 vLLM asks an attention backend for the shape of its cache and for the order of its dimensions in memory, and
+# has compiler passes that move communication.
 UNTIL_0_26 = (
     Seam("config/compilation.py", "PassConfig.enable_sp"),
     Seam("config/compilation.py", "PassConfig.fuse_gemm_comms"),

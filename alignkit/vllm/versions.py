@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from alignkit.engines.versions import Row, Versions
 from alignkit.runtime import families
 from alignkit.runtime.families import Family
-from alignkit.vllm.seams import COMMON, CPU, CUDA, SINCE_0_32, UNTIL_0_26
+from alignkit.vllm.seams import COMMON, CPU, CUDA, SINCE_0_25, SINCE_0_26, SINCE_0_32, UNTIL_0_25, UNTIL_0_26
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Version:
     attention: str
     client_error: str
     graphs: bool
+    scores: str = "compute_topk_scores"
     without: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -37,8 +38,10 @@ class Version:
 VERSIONS: Versions[Version] = Versions(
     "vLLM",
     {
+        "0.24": Row(COMMON + CUDA + UNTIL_0_25 + UNTIL_0_26),
+        "0.25": Row(COMMON + CUDA + SINCE_0_25 + UNTIL_0_25 + UNTIL_0_26),
         "0.26": Row(
-            COMMON + CUDA + UNTIL_0_26,
+            COMMON + CUDA + SINCE_0_25 + SINCE_0_26 + UNTIL_0_26,
             Version(
                 family=families.SM90,
                 worker="vllm.v1.worker.gpu_worker:Worker",
@@ -49,7 +52,7 @@ VERSIONS: Versions[Version] = Versions(
             ),
         ),
         "0.32": Row(
-            COMMON + CPU + SINCE_0_32,
+            COMMON + CPU + SINCE_0_25 + SINCE_0_26 + SINCE_0_32,
             Version(
                 family=families.CPU,
                 worker="vllm.v1.worker.cpu_worker:CPUWorker",
@@ -58,7 +61,7 @@ VERSIONS: Versions[Version] = Versions(
                 graphs=False,
             ),
         ),
-        "0.33": Row(COMMON + CPU + SINCE_0_32),
+        "0.33": Row(COMMON + CPU + SINCE_0_25 + SINCE_0_26 + SINCE_0_32),
     },
 )
 

@@ -34,7 +34,7 @@ def fields(root, part):
     }
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "installed"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "installed"])
 def test_every_field_has_been_looked_at(version, tmp_path):
     assert {part for part, _ in PARTS} == FILES.keys()
     root, unknown = installed() if version == "installed" else wheel_root(version, tmp_path), set()

@@ -36,8 +36,8 @@ def configure(state, model, options):
     return EngineArgs(model, **ENGINE | options).create_engine_config() and None
 
 
-def elsewhere(state, model, env, device):
-    """A configuration as this machine cannot make it: of the V2 runner (it needs Triton), of a GPU."""
+def elsewhere(state, model, env, device, executor):
+    """A configuration as this machine cannot make it: of the V2 runner (it needs Triton), of a GPU, for Ray."""
     before = dict(os.environ)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -45,6 +45,7 @@ def elsewhere(state, model, env, device):
 
     config = EngineArgs(model, **ENGINE).create_engine_config()
     config.device_config.device_type = device
+    config.parallel_config.distributed_executor_backend = executor
     os.environ |= env
     try:
         refuse_config(config)
@@ -110,7 +111,17 @@ def test_engine_options(process, checkpoint, name, options):
 )
 def test_runner_device_and_environment(process, checkpoint, name, env, device):
     with pytest.raises(UnsupportedError, match=name):
-        process(elsewhere, checkpoint(), env, device)
+        process(elsewhere, checkpoint(), env, device, "uni")
+
+
+def test_executors(process, checkpoint):
+    """Ray's first one runs the model without asking the worker, which could not look at it then."""
+    process(elsewhere, checkpoint(), {}, "cpu", "ray")
+    with pytest.raises(UnsupportedError, match=r"Ray's first executor \(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+        process(elsewhere, checkpoint(), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, "cpu", "ray")
+    own = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    with pytest.raises(UnsupportedError, match=f"executor {own}"):
+        process(configure, checkpoint(), {"distributed_executor_backend": own})
 
 
 def compilation(state, chosen):

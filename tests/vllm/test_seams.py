@@ -63,13 +63,13 @@ def test_installed_version_has_every_seam():
     assert VERSIONS.unresolved(installed(), "0.32.0") == []
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.33.0"])
 def test_other_known_versions_have_every_seam(version, tmp_path):
     root = wheel_root(version, tmp_path)
     assert VERSIONS.unresolved(root, version) == []
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "installed"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "installed"])
 def test_versions_that_run_have_every_import(version, tmp_path):
     """Of each module that is imported whatever the version; what one version lacks is imported in functions."""
     root = installed() if version == "installed" else wheel_root(version, tmp_path)
@@ -137,7 +137,12 @@ def test_a_lost_seam_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "version, reason",
-    [("0.33.0", "its seams are known"), ("0.31.1", "unknown version"), ("1.0.0rc1", "unknown version")],
+    [
+        *((version, "its seams are known") for version in ("0.24.0", "0.25.1", "0.33.0")),
+        ("0.23.0", "unknown version"),
+        ("0.31.1", "unknown version"),
+        ("1.0.0rc1", "unknown version"),
+    ],
 )
 def test_other_versions_are_refused_by_name(version, reason):
     with pytest.raises(UnsupportedError, match=f"vLLM {version}: {reason}.* 0.26.x on cuda and 0.32.x on cpu"):

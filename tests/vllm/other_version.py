@@ -1,0 +1,93 @@
+"""An engine of another version of vLLM on this CPU: its Python from an unpacked wheel, with the CPU kernels of the vLLM that is
+installed. Alignkit calls none of those: vLLM's worker does when it starts.
+
+``python -m tests.vllm.other_version MODEL OUT [PACKAGE VERSION FOLDER]`` samples, and writes to OUT what `answers` gives. PACKAGE:
+the vllm package of the other version; FOLDER: an empty one.
+"""
+
+import dataclasses
+import glob
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+LENGTHS = (3, 40, 64, 65, 130)
+SCORES = {"0.24": "compute_topk_logprobs", "0.25": "compute_topk_logprobs"}
+
+
+def become(package: str, version: str, folder: str) -> None:
+    """From here on, vLLM is of `version` and for the CPU, and alignkit runs on it there."""
+    (ours,) = importlib.util.find_spec("vllm").submodule_search_locations
+    overlay = Path(folder)
+    (overlay / "vllm").symlink_to(package)
+    metadata = overlay / f"vllm-{version}+cpu.dist-info/METADATA"  # vLLM reads there what it was built for
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    sys.path.insert(0, folder)
+    for library in glob.glob(f"{ours}/_C.*so"):
+        torch.ops.load_library(library)
+
+    from alignkit.vllm.versions import VERSIONS
+
+    minor, on_cpu = VERSIONS.known(version), VERSIONS.rows["0.32"].runs
+    facts = {"client_error": "builtins:ValueError"}
+    if minor in SCORES:
+        facts["scores"] = SCORES[minor]
+    VERSIONS.rows[minor] = dataclasses.replace(VERSIONS.rows[minor], runs=dataclasses.replace(on_cpu, **facts))
+
+
+def answers(model: str) -> dict:
+    """Greedy tokens, ranks and logprobs, one request at a time and in a batch; their prompt logprobs; what weights that are loaded
+    again give; and how many modules of which class the worker has."""
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm, worker_status
+    from tests.vllm.settings import ENGINE
+    from tests.vllm.test_engine import evaluate, generate, reload
+
+    patch_vllm()
+    state = SimpleNamespace(llm=LLM(model, dtype="bfloat16", **ENGINE))
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2000, (n,), generator=generator).tolist() for n in LENGTHS]
+    found = {"one at a time": [generate(state, [p], temperature=0.0)[0] for p in prompts]}
+    state.llm.reset_prefix_cache()
+    found["batch"] = generate(state, prompts, temperature=0.0)
+    found["prompt"] = [
+        (tokens, evaluate(state, prompt, tokens, 0))
+        for prompt, (tokens, _) in zip(prompts, found["batch"], strict=True)
+    ]
+    reload(state, model)
+    found["again"] = generate(state, prompts, temperature=0.0)
+    (status,) = worker_status(state.llm)
+    return found | {"modules": status["modules"], "v2": by_v2()}
+
+
+def by_v2() -> list:
+    """Whether the logprobs that the V2 runner's classes get are alignkit's: in place of its kernel that counts ranks, which needs
+    a GPU, there is nothing."""
+    from alignkit import ops
+    from alignkit.vllm import sampler_v2
+
+    class NoRanks:
+        def __getitem__(self, grid):
+            return lambda ranks, *args, **kwargs: ranks.zero_()
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    (scores,) = sampler_v2._scores.values()
+    scores.__globals__["_ranks_kernel"] = NoRanks()
+    found = scores(logits, 2, torch.tensor([1, 2, 3]))
+    return [torch.equal(found.logprobs, ops.log_softmax(logits).gather(1, found.logprob_token_ids))]
+
+
+def main(model: str, out: str, *other: str) -> None:
+    if other:
+        become(*other)
+    Path(out).write_text(json.dumps(answers(model)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

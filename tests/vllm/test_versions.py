@@ -1,0 +1,59 @@
+"""The Python of the versions whose kernels are for GPUs, aligned on this CPU: the bits of the version that is installed.
+
+What a GPU alone has is not run here: compiled models, CUDA graphs, the V2 runner but for its logprobs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.vllm.settings import ENV
+from tests.vllm.test_seams import wheel_root
+
+pytestmark = pytest.mark.slow
+
+
+def run(model, out, *other):
+    """What `other_version` writes; float32 numbers are as good as their bytes in JSON."""
+    command = [sys.executable, "-m", "tests.vllm.other_version", model, str(out), *map(str, other)]
+    environment = os.environ | ENV | {"VLLM_PLUGINS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stderr.partition("nanobind")[0][-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, tmp_path_factory):
+    """By architecture: of the version that is installed."""
+    done = {}
+
+    def get(arch):
+        if arch not in done:
+            done[arch] = run(checkpoint(arch=arch), tmp_path_factory.mktemp("installed") / "answers.json")
+        return done[arch]
+
+    return get
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0"])
+def test_the_bits_of_the_version_that_is_installed(version, arch, expected, checkpoint, tmp_path):
+    root = wheel_root(version, tmp_path)
+    (tmp_path / "overlay").mkdir()
+    answers = run(checkpoint(arch=arch), tmp_path / "answers.json", root, version, tmp_path / "overlay")
+    assert answers["one at a time"] == answers["batch"] == answers["again"]
+    of_prompt, of_batch = (
+        [[step["sampled"] for step in steps] for _, steps in answers[k]] for k in ("prompt", "batch")
+    )
+    assert of_prompt == of_batch
+    assert answers["v2"] == [True]
+    assert _with_routers_of_one_class(answers) == _with_routers_of_one_class(expected(arch))
+
+
+def _with_routers_of_one_class(answers):
+    """vLLM makes routers of a class of their own in some versions."""
+    modules = dict(answers["modules"])
+    routers = [modules.pop(f"Aligned{name}", 0) for name in ("ReplicatedLinear", "GateLinear")]
+    return answers | {"modules": modules | {"routers": sum(routers)}}
