@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4, 5])
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--share", nargs="+", type=int, default=[1, 2, 3, 4], help="programs on a multiprocessor")
+    parser.add_argument("--registers", nargs="+", type=int, default=[0], help="of a thread, at most; 0: no bound")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=0.02)
@@ -48,9 +49,11 @@ def main() -> int:
     watch, device = Stopwatch(torch.device("cuda")), torch.device("cuda")
     for heads, kv_heads in (map(int, h.split("/")) for h in options.heads):
         choices = [
-            {"BLOCK_M": m, "num_warps": w, "num_stages": s} | ({} if options.tiles else {"a_multiprocessor": a})
-            for m, w, s, a in itertools.product(
-                options.rows, options.warps, options.stages, [0] if options.tiles else options.share
+            {"BLOCK_M": m, "num_warps": w, "num_stages": s}
+            | ({} if options.tiles else {"a_multiprocessor": a})
+            | ({"maxnreg": r} if r else {})
+            for m, w, s, a, r in itertools.product(
+                options.rows, options.warps, options.stages, [0] if options.tiles else options.share, options.registers
             )
         ]
         seen: dict[int, list[float]] = {i: [] for i in range(len(choices))}

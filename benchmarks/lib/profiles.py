@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 FAMILIES = {
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|multimem|tree_sum",
     "attention": r"attention|attn|flash(?!_kernel)|softmax_(warp|block)|SoftMax(Forward|Backward)|"
-    r"^_(tiles|short|delta|grad_q|grad_kv)$",
+    r"^_(tiles|short|few|join_leaves|delta|grad_q|grad_kv)$",
     "head, logprobs and sampling": r"logp|log_softmax|logits|gumbel|topk|sampl|argmax|ranks?_kernel|nll_|cross_entropy|"
     r"^_(spread|check_rows)$|gemm<.*(Statistics|Gradient)>",
     "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|narrow_chains|join_parts|^_join$",

@@ -392,7 +392,8 @@ def _starts_faults(s: Source, name: str, rows: int) -> list:
 
 
 def attention(s: Source) -> Problem:
-    dtype, t, d, kv = s.dtype(), s.rng.choice((s.size(12, 0), s.size(70))), s.size(16), s.size(3)
+    longest = 150 if s.chance(0.1) else 70  # beyond a leaf of the CPU's
+    dtype, t, d, kv = s.dtype(), s.rng.choice((s.size(12, 0), s.size(longest))), s.size(16), s.size(3)
     hq = kv * s.size(3)
     if t > 16:
         d, kv, hq = min(d, 4), 1, 1

@@ -9,7 +9,7 @@ import triton.language as tl
 PAD = tl.constexpr(128)
 VALUES = ["tokens", "seqs", "tiles", "programs", "slots", "pads", "pages", "width", "most"]
 """Arguments that change from call to call: no kernel is compiled for one of their values."""
-FEW, FAR = tl.constexpr(64), tl.constexpr(2048)
+FEW, FAR = tl.constexpr(16), tl.constexpr(2048)
 """A sequence of at most so many queries that is continued after so many positions is `few`'s: it has many keys for its tiles."""
 
 

@@ -1,6 +1,6 @@
 """Triton: sequences of few queries and perhaps many keys, as when decoding. The leaves of all of them, one after the other,
 are cut into equal runs, one for each program. What a program does not have whole it leaves in memory: of a first part the
-joined state, of later ones that of each leaf; `_join` joins those in order. So which program does what changes no bit."""
+joined state, of later ones that of each leaf; `_join_leaves` joins those in order. So which program does what changes no bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from .common import VALUES, fill, is_few, join, queries, span, visit, write_result, write_state
 
 RUN = tl.constexpr(8)
-"""Words that a program leaves for `_join`: see there."""
+"""Words that a program leaves for `_join_leaves`: see there."""
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def _few(
 
 
 @triton.jit(do_not_specialize=VALUES)
-def _join(
+def _join_leaves(
     O,
     STATES,
     RUNS,

@@ -16,7 +16,7 @@ from ...runtime.launch import launch
 from .._common import require
 from .._triton import LOG2E, next_power_of_2
 from .common import PAD
-from .few import RUN, _few, _join
+from .few import RUN, _few, _join_leaves
 from .gradients import _delta, _grad_kv, _grad_q
 from .tiles import _tiles
 
@@ -145,7 +145,7 @@ def few(
     if leaves > 1:
         columns = min(max(16, next_power_of_2(dim)), 32)
         launch(
-            _join,
+            _join_leaves,
             (programs, cdiv(dim, columns)),
             (out, parts, runs, factor, slots),
             {"num_warps": 1},
