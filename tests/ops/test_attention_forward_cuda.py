@@ -77,7 +77,7 @@ def test_many_sequences(kernels, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_long(kernels, dim):
+def test_long_contexts(kernels, dim):
     cuda, triton = kernels
     q, k, v, _, cu = packed([33000, 7000], 8, 2, dim)
     want = triton.forward(q, k, v, cu, dim**-0.5)
