@@ -26,11 +26,13 @@ WORKSPACE = 1 << 28
 
 SCHEDULES = {
     "tiles": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3},
-    "few": {"BLOCK_M": 16, "num_warps": 4, "num_stages": 3},
+    "few": {"BLOCK_M": 16, "num_warps": 2, "num_stages": 3},
     "grad_q": {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
     "grad_kv": {"BLOCK_N": 128, "BLOCK_I": 64, "num_warps": 8, "num_stages": 3},
 }
 """Launch options of bf16 with heads of up to 128. None of them changes a bit."""
+ALONE = 8
+"""Queries times heads of keys, up to which few programs are at work, and a leaf takes less time with twice the warps."""
 
 
 def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
@@ -122,7 +124,7 @@ def few(
     to how many queries are few. `programs`: among how many the leaves are shared, 0: `a_multiprocessor` on each."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
-    options = _schedule("few", q, group, schedule)
+    options = _schedule("few", q, group, ({"num_warps": 4} if tokens * kv <= ALONE else {}) | schedule)
     if all_of_them:  # of one query most likely, and so are the states
         options["BLOCK_Q"] = 1
     states = options["BLOCK_Q"] * group * (dim + 4)

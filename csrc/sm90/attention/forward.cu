@@ -536,10 +536,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       if (n > 1) wait_for_keys();
 #pragma unroll 1
       for (int i = 1; i < n; ++i) {
+        make_room();  // before the turn, which another group may have now
         wait_for_values();
         begin_turn();
         score();
-        make_room();
         sum((i - 1) % kLeaf > 0);
         end_turn();
         settle(row, alpha, total);
