@@ -8,6 +8,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -48,16 +49,16 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(rank: int, world: int, port: int, inbox, outbox) -> None:
+def _serve(rank: int, world: int, port: int, inbox, outbox: connection.Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     groups: dict[int, Any] = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
     while (job := inbox.get()) is not None:
         size, function, args = pickle.loads(job)
         try:
-            outbox.put((rank, None, pickle.dumps(function(TP(groups[size]), *args))))
+            outbox.send((rank, None, pickle.dumps(function(TP(groups[size]), *args))))
         except Exception as e:
-            outbox.put((rank, traceback.format_exc(), pickle.dumps((type(e), str(e)))))
+            outbox.send((rank, traceback.format_exc(), pickle.dumps((type(e), str(e)))))
     dist.destroy_process_group()
 
 
@@ -68,14 +69,17 @@ class Ranks:
         """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``. method: how `multiprocessing` starts it."""
         context: Any = mp.get_context(method)
         self.inboxes = [context.Queue() for _ in range(world)]
-        self.outbox = context.Queue()
+        # A pipe each: of a queue that they share, a process that is killed may take the lock with it.
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        self.outboxes = [reader for reader, _ in pipes]
         port = free_port()
         self.processes = [
-            context.Process(target=serve, args=(r, world, port, box, self.outbox), daemon=True)
-            for r, box in enumerate(self.inboxes)
+            context.Process(target=serve, args=(r, world, port, box, writer), daemon=True)
+            for r, (box, (_, writer)) in enumerate(zip(self.inboxes, pipes, strict=True))
         ]
-        for p in self.processes:
+        for p, (_, writer) in zip(self.processes, pipes, strict=True):
             p.start()
+            writer.close()  # so that what a process has not sent whole when it ends is not waited for
 
     def outcomes(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """``function(tp, *args)`` on ranks 0 to size - 1: each rank's result, or the pair (exception type, message)
@@ -107,9 +111,17 @@ class Ranks:
             box.put(job)
 
     def _receive(self, timeout: float) -> tuple[int, Any]:
-        rank, trace, value = self.outbox.get(timeout=timeout)
-        value = pickle.loads(value)
-        return rank, value if trace is None else Failed(value[0], value[1], trace)
+        end = time.monotonic() + timeout
+        while ready := connection.wait(self.outboxes, max(end - time.monotonic(), 0)):
+            reader = next(r for r in self.outboxes if r in ready)
+            try:
+                rank, trace, value = reader.recv()
+            except (EOFError, OSError):  # its process has ended
+                self.outboxes.remove(reader)
+                continue
+            value = pickle.loads(value)
+            return rank, value if trace is None else Failed(value[0], value[1], trace)
+        raise queue.Empty
 
     def run(self, size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """`outcomes`, raising the first rank's failure with its traceback."""

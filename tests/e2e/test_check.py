@@ -65,6 +65,7 @@ def test_some_pairings_are_bit_equal(tmp_path, monkeypatch):
     assert all(c.report.all_equal and c.report.tokens == 8 * TOKENS for c in compared) and len(compared) == len(pairs)
 
 
+@pytest.mark.slow
 def test_tokens_keep_their_experts(tmp_path, monkeypatch):
     """Of stock engines some go to others."""
     rows = [plan.Row("bfloat16", "batch", "tp1-padded", patched) for patched in (False, True)]

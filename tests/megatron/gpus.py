@@ -64,9 +64,9 @@ def _serve(rank, world, port, inbox, outbox):
     while (job := inbox.get()) is not None:
         _, function, _ = pickle.loads(job)
         try:
-            outbox.put((rank, None, pickle.dumps(function())))
+            outbox.send((rank, None, pickle.dumps(function())))
         except Exception as e:
-            outbox.put((rank, traceback.format_exc(), pickle.dumps((type(e), str(e)))))
+            outbox.send((rank, traceback.format_exc(), pickle.dumps((type(e), str(e)))))
     dist.destroy_process_group()
 
 

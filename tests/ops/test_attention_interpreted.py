@@ -45,6 +45,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_leaves_are_joined_in_order_whoever_visits_them():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
