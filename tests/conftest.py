@@ -71,7 +71,6 @@ SLOW = ("e2e/test_benchmarks.py",)
 LONGEST = (
     "e2e/test_check.py",
     "e2e/test_benchmarks.py",
-    "megatron/test_train.py",
     "vllm/test_experts.py",
     "bisection/test_engines.py",
     "vllm/test_processes.py",
@@ -83,8 +82,6 @@ LONGEST = (
     "test_package.py",
     "vllm/test_live.py",
     "vllm/test_engine.py",
-    "megatron/test_moe.py",
-    "megatron/test_te.py",
     "ops/test_contract_bits.py",
 )
 """Files that take longest: they come first, so that several workers end at much the same time."""
