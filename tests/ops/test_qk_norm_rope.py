@@ -34,7 +34,7 @@ def views(t, heads, kv_heads, dim, dtype, layout):
     if layout == "joint":  # rows of queries, keys and values
         return (
             randn(t, (heads + 2 * kv_heads) * dim, dtype=dtype)
-            .view(t, -1, dim)
+            .view(t, heads + 2 * kv_heads, dim)
             .split([heads, kv_heads, kv_heads], 1)[:2]
         )
     if layout == "by head":
