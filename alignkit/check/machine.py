@@ -35,6 +35,11 @@ def most_ranks() -> int:
     return len(gpus()) * config.ranks_per_gpu
 
 
+def gpu_of(rank: int) -> torch.device:
+    """The GPU of a rank of a training. Where there are fewer than ranks, they share them (`most_ranks`)."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
 def commit() -> str:
     """The commit of the checkout that alignkit runs from: ALIGNKIT_COMMIT where the checkout has no history
     with it, "unknown" where nothing says."""

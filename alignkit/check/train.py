@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 from alignkit.check import forks
 from alignkit.check.layout import over_parts, through_stages
-from alignkit.check.machine import installed
+from alignkit.check.machine import gpu_of, installed
 from alignkit.check.routing import Choices, Placed, file_of
 from alignkit.contract import contract_id
 from alignkit.convert import Architecture, check_ep, read_architecture
@@ -154,7 +154,7 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())  # of several ranks a GPU where that is asked for
+        torch.cuda.set_device(gpu_of(rank))
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks)
 
     from megatron.core import parallel_state, tensor_parallel

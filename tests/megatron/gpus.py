@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from alignkit.check.machine import gpu_of
 from alignkit.dist import TP
 from alignkit.testing import Ranks
 
@@ -26,9 +27,9 @@ class GPUs(Ranks):
 
 
 def join(rank, world, **where):
-    """This process is `rank` of `world` NCCL ranks, on the GPU of that number, or sharing one (`most_ranks`)."""
+    """This process is `rank` of `world` NCCL ranks, on its GPU."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Megatron makes gloo groups beside NCCL's
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    device = gpu_of(rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device, **where)
 

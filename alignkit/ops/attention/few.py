@@ -66,8 +66,8 @@ def _few(
     SEQS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One program's run; not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with zeros, and of those of a sequence that does not
-    fit with NaN."""
+    """One program's run; not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with
+    zeros, and of those of a sequence that does not fit with NaN."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     STATE: tl.constexpr = ROWS * (D + 4)
