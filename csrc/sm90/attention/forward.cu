@@ -446,7 +446,6 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
     State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
     float alpha[2];
-    uint32_t total[2];
 
     auto stage_of = [&](int i) { return static_cast<int>((visited + i) % stages); };
     auto phase_of = [&](int i) { return static_cast<int>((visited + i) / stages % 2); };
@@ -476,8 +475,12 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
+      uint32_t total[2];
       probabilities(s, row, alpha, total, factor);
+      settle(row, alpha, total);
       products_taken(s);
+      // A branch, across which the assembler moves no wait for products, up to before the probabilities.
+      wait_for_values(i);
     };
     auto round = [&](float (&s)[32]) {
 #pragma unroll
@@ -497,14 +500,15 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       }
     };
     auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
-    auto rescale = [&](int i, bool ended) {
-      if (!ended) {
+    // What is there before block i is added.
+    auto make_room = [&](int i) {
+      if (i % kLeaf) {
 #pragma unroll
         for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
       } else if (i == kLeaf) {
 #pragma unroll
         for (int x = 0; x < sums; x += 4) joined(x / 4) = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
-      } else {
+      } else if (i) {
 #pragma unroll
         for (int x = 0; x < sums; x += 4) {
           float4 to = joined(x / 4);
@@ -516,28 +520,25 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         }
       }
     };
-    // Block i, whose scores are in s, while the probabilities of the one before are multiplied by its values, and, unless
-    // it is the last, the scores of the one after are computed, in `after`.
-    auto block = [&](int i, float (&s)[32], float (&after)[32], bool last, bool may_end) {
-      if (!last) wait_for_keys(i + 1);
+    // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the one
+    // before, in `other`, are multiplied by its values.
+    auto block = [&](int i, float (&s)[32], float (&other)[32]) {
+      round(other);
+      wait_for_keys(i + 1);
+      products_begin();
+      score(i + 1, other);
+      products_end();
+      make_room(i - 1);
       products_begin();
       sum(i - 1);
-      if (!last) score(i + 1, after);
       products_end();
-      settle(row, alpha, total);
-      bool ended = may_end && i % kLeaf == 0;
-      if (ended) end_leaf(i);
+      if (i % kLeaf == 0) end_leaf(i);
       weigh(i, s);
-      wait_for_values(i);  // a branch, across which the assembler moves no wait for products up to before the probabilities
       products_wait<0>();
       products_taken(acc);
+      products_taken(other);
       values_taken(i - 1);
-      if (!last) {
-        products_taken(after);
-        keys_taken(i + 1);
-      }
-      rescale(i, ended);
-      round(s);
+      keys_taken(i + 1);
     };
 
     if (n) {
@@ -557,29 +558,38 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         score(1, odd);
         products_end();
         weigh(0, even);
-        wait_for_values(0);
         products_wait<0>();
         products_taken(odd);
         keys_taken(1);
-        round(even);
         int i = 1;
 #pragma unroll 1
         for (; i + 2 < n; i += 2) {
-          block(i, odd, even, false, false);
-          block(i + 1, even, odd, false, true);
+          block(i, odd, even);
+          block(i + 1, even, odd);
         }
         if (i + 1 < n) {
-          block(i, odd, even, false, false);
+          block(i, odd, even);
+          round(odd);
 #pragma unroll
           for (int x = 0; x < 32; ++x) odd[x] = even[x];
+        } else {
+          round(even);
         }
-        block(n - 1, odd, even, true, true);
+        make_room(n - 2);
+        products_begin();
+        sum(n - 2);
+        products_end();
+        if ((n - 1) % kLeaf == 0) end_leaf(n - 1);
+        weigh(n - 1, odd);
+        products_wait<0>();
+        products_taken(acc);
+        values_taken(n - 2);
+        round(odd);
+        make_room(n - 1);
       }
-      wait_for_values(n - 1);
       products_begin();
       sum(n - 1);
       products_end();
-      settle(row, alpha, total);
       products_wait<0>();
       products_taken(acc);
       values_taken(n - 1);
