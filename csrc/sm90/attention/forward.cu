@@ -106,6 +106,7 @@ struct Shared {
   __nv_bfloat16 k[stages][kKeys * kDim];
   __nv_bfloat16 v[stages][kKeys * kDim];
   float4 joined[kDim / 8][groups * 128];  // of each thread, its sums over the leaves before
+  alignas(16) State whole[groups * 32][2];  // of the two rows that four lanes share, over the leaves before
   Tile tile[2];  // in turn: one is read while the next is found
   uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
   uint64_t on_its_way;  // values of which the producer has to wipe out rows
@@ -479,7 +480,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       probabilities(s, row, alpha, total, factor);
       settle(row, alpha, total);
       products_taken(s);
-      // A branch, across which the assembler moves no wait for products, up to before the probabilities.
+      // Branches, across which the assembler moves no wait for products, up to before the probabilities.
       wait_for_values(i);
     };
     auto round = [&](float (&s)[32]) {
@@ -491,13 +492,17 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     };
     // At a leaf's end its state joins that of the leaves before, and its sums do when they are there.
     Join j[2];
-    State whole[2];
+    auto whole = [&](int h) -> State& { return sh.whole[thread_again() / 4 - 32][h]; };
     auto end_leaf = [&](int i) {
+      State all[2] = {whole(0), whole(1)};
+      __syncwarp();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        j[h] = join(whole[h], row[h], factor, i == kLeaf);
+        j[h] = join(all[h], row[h], factor, i == kLeaf);
+        whole(h) = all[h];
         row[h] = {-kInfinity, 0};
       }
+      __syncwarp();
     };
     auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
     // What is there before block i is added.
@@ -522,9 +527,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     };
     // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the one
     // before, in `other`, are multiplied by its values.
+    bool ready = false;
     auto block = [&](int i, float (&s)[32], float (&other)[32]) {
+      if (!ready) wait_for_keys(i + 1);
       round(other);
-      wait_for_keys(i + 1);
       products_begin();
       score(i + 1, other);
       products_end();
@@ -534,6 +540,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       products_end();
       if (i % kLeaf == 0) end_leaf(i);
       weigh(i, s);
+      ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
       products_wait<0>();
       products_taken(acc);
       products_taken(other);
@@ -613,7 +620,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       Join last = {1, 0};
       State all_leaves = row[h];
       if (begin) {
-        all_leaves = whole[h];
+        all_leaves = whole(h);
         if (seen) last = join(all_leaves, row[h], factor, false);
 #pragma unroll
         for (int x = 2 * h; x < sums; x += 4) {
