@@ -2,22 +2,30 @@
 --tiles the forward pass. Prints a table, best first, and for each case the best; it leaves no file.
 
 python benchmarks/attention_schedules.py [--heads 32/8 64/8 28/4] [--warps 2 4 8] [--stages 2 3 4 5] [--rows 16 64] [--share 1 2 3 4]
+python benchmarks/attention_schedules.py --builds a.so b.so
+
+--builds: of csrc/sm90/attention/forward.cu, each a library of its own, made as setup.py makes the kernels
+(nvcc ... -shared -cudart static -o a.so forward.cu). Their bytes are compared with Triton's, and the forward pass is timed, all
+of them and FlashAttention 3 by turns. Status 1 if a byte differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import math
 import sys
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import torch
-from attention import Case, Decode, Packed
+from attention import Case, Decode, Packed, cases
 from lib.options import told
 from lib.stopwatch import Stopwatch
 
-from alignkit.ops.attention import _rows_view
+from alignkit.ops.attention import _rows_view, cuda
 from alignkit.ops.attention import triton as kernels
 
 DECODE = ((1, 1024), (1, 8192), (1, 32768), (4, 8192), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096))
@@ -33,6 +41,49 @@ def decoded(p: Decode, options: dict):
     return p.replayed(call)
 
 
+def by_build(path: Path):
+    """The forward pass by the kernel of another library: a function of q, k, v, starts and scale."""
+    library = ctypes.CDLL(str(path.resolve()))
+
+    def call(function: str, device: torch.device, arguments) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        if error := getattr(library, function)(arguments, stream):
+            raise RuntimeError(f"{path}: {function}: CUDA error {error}")
+
+    def forward(*inputs):
+        with mock.patch.object(cuda.cuda, "call", call):
+            return cuda.forward(*inputs)
+
+    return forward
+
+
+def compare_builds(paths: list[Path], watch: Stopwatch, seconds: float) -> int:
+    builds, status = {path.stem: by_build(path) for path in paths}, 0
+    odd = Case(40, 30000, drawn=True)  # lengths that no block divides
+    for case in [odd, Case(40, 30000, 28, 4, 64, drawn=True), *cases("forward", quick=False)]:
+        problem = Packed(case, watch.device, gradients=False)
+        inputs = problem.q, problem.k, problem.v, problem.starts, case.head_dim**-0.5
+        want = [t.view(torch.uint8) for t in kernels.forward(*inputs)]
+        for name, forward in builds.items():
+            for _ in range(3):  # a race shows as a difference of two runs
+                got = [t.view(torch.uint8) for t in forward(*inputs)]
+                if not all(map(torch.equal, got, want)):
+                    status = 1
+                    print(f"{case}: {name} has other bytes than Triton", flush=True)
+                    break
+        calls = {name: partial(forward, *inputs) for name, forward in builds.items()}
+        try:
+            calls = {"fa3": problem.fa3()} | calls
+        except Exception as e:  # it may not be there
+            print(f"without fa3: {told(e)}", flush=True)
+        us = [1e3 * ms for ms in watch.medians([*calls.values()], seconds)]
+        told_of = (f"{name} {t:.1f} us {t / us[0]:.3f}" for name, t in zip(calls, us, strict=True))
+        print(f"{case}: " + "; ".join(told_of), flush=True)
+        del problem, inputs, want, got, calls
+        torch.cuda.empty_cache()
+    return status
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--heads", nargs="+", default=["32/8"])
@@ -44,9 +95,12 @@ def main() -> int:
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=0.02)
+    parser.add_argument("--builds", nargs="+", type=Path, metavar="LIBRARY")
     options = parser.parse_args()
 
     watch, device = Stopwatch(torch.device("cuda")), torch.device("cuda")
+    if options.builds:
+        return compare_builds(options.builds, watch, options.seconds)
     for heads, kv_heads in (map(int, h.split("/")) for h in options.heads):
         choices = [
             {"BLOCK_M": m, "num_warps": w, "num_stages": s}

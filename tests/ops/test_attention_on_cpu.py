@@ -130,18 +130,19 @@ def wanted(q, k, v, context, factor):
     return torch.from_numpy(np.stack([o for o, _ in heads], 1)).bfloat16(), np.stack([s for _, s in heads])
 
 
-@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize(
     "dim,heads,kv,together,lens",
     [
         (128, 2, 1, 1, [1, 64, 0, 130, 3]),
         (128, 3, 1, 3, [65, 70]),
         (128, 1, 1, 1, [600]),
+        (128, 1, 1, 1, [1100]),
         (64, 2, 2, 1, [193, 1, 100]),
         (64, 5, 1, 5, [40, 530]),
+        (64, 1, 1, 1, [1090]),
     ],
 )
-def test_packed(kernel, dim, heads, kv, together, lens, turns):
+def test_packed(kernel, dim, heads, kv, together, lens):
     total = sum(lens)
     q, k, v = draw(total, heads, dim, 1), draw(total, kv, dim, 2), draw(total, kv, dim, 3)
     starts = torch.tensor([0, *lens]).cumsum(0)
@@ -151,7 +152,7 @@ def test_packed(kernel, dim, heads, kv, together, lens, turns):
     v[-1, 0, 5] = float("inf")  # of a sequence that no other's zeros may meet
     out, pads = torch.full_like(q, 7.0), total // PAD + len(lens) + 1
     shift = torch.full((heads, pads * PAD), float("-inf"))
-    a = arguments(q, k, v, out, starts, dim**-0.5, together, turns)
+    a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.shift, a.pads = shift.data_ptr(), pads
     assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
     expected = torch.full_like(shift, float("-inf"))
@@ -196,7 +197,7 @@ def test_paged(kernel, dim, heads, kv, page, together, shapes):
     q = draw(total + 3, heads, dim, 5)
     starts, seq_lens = torch.tensor([0, *takes]).cumsum(0).int(), torch.tensor(lens)
     out = torch.full_like(q, 7.0)
-    a = arguments(q, k, v, out, starts, dim**-0.5, together, True)
+    a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.kv_len, a.table, a.table_row = _Ints(seq_lens.data_ptr(), 1), _Ints(table.data_ptr(), 0), table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, 4, 18, 1 << 20
     assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
@@ -219,7 +220,7 @@ def test_division(kernel):
     v[40:, 1, ::3] = 0.0
     starts = torch.tensor([0, *lens]).cumsum(0)
     out, shift = torch.zeros_like(q), torch.zeros(heads, (total // PAD + len(lens) + 1) * PAD)
-    a = arguments(q, k, v, out, starts, dim**-0.5, 1, True)
+    a = arguments(q, k, v, out, starts, dim**-0.5, 1)
     a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
     assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
     for s, n in enumerate(lens):
@@ -235,7 +236,7 @@ def test_wrong_starts(kernel):
     q = draw(50, 2, 64, 1)
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         out, shift = torch.zeros_like(q), torch.zeros(2, 8 * PAD)
-        a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1, True)
+        a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1)
         a.shift, a.pads = shift.data_ptr(), 8
         assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
         assert out.isnan().all() and not shift.any()
