@@ -268,12 +268,12 @@ def statistics(q, k, v, g, lens, pads, factor):
 
 def differentiate(q, k, v, g, shift, delta, factor, scale):
     """Gradients of a sequence: q, g [n, heads, D], k, v [n, kv, D], shift, delta [heads, n]."""
-    (n, heads, dim), kv = q.shape, k.shape[1]
-    group, factor, scale = heads // kv, F32(factor), F32(scale)
+    n, group = q.shape[0], q.shape[1] // k.shape[1]
+    factor, scale = F32(factor), F32(scale)
     q, k, v, g = (t.float().numpy() for t in (q, k, v, g))
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     zeros, seen = np.zeros((n, n), F32), np.tri(n, dtype=bool)
-    for h in range(heads):
+    for h in range(q.shape[1]):
         hk = h // group
         p = ex2(fma(chain(q[:, h], k[:, hk], zeros), factor, shift[h, :, None]))
         p = np.where(seen, p, F32(0))
@@ -320,8 +320,8 @@ def test_backward(backward, dim, heads, kv, lens):
         rows, at = slice(int(starts[s]), int(starts[s]) + n), (int(starts[s]) // PAD + s) * PAD
         if n == 0 or (s and s == len(lens) - 1):
             continue
-        own = (t[:, at : at + n].numpy() for t in (shift, delta))
-        expected = differentiate(q[rows], k[rows], v[rows], g[rows], *own, a.factor, a.scale)
+        of_queries, sums = (t[:, at : at + n].numpy() for t in (shift, delta))
+        expected = differentiate(q[rows], k[rows], v[rows], g[rows], of_queries, sums, a.factor, a.scale)
         for name, got, want in zip(("dq", "dk", "dv"), grads, expected, strict=True):
             assert_bitwise_equal(got[rows], want, f"{name}, sequence {s}")
 

@@ -194,7 +194,7 @@ def sums(out, d_out, starts) -> torch.Tensor:
 
 def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule):
     """`schedule` and `grad_kv` override the launch options of `_grad_q` and `_grad_kv`."""
-    tokens, heads, dim = q.shape
+    tokens, heads = q.shape[:2]
     seqs, kv = starts.shape[0] - 1, k.shape[1]
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if tokens:

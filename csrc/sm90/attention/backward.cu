@@ -528,14 +528,21 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
     }
     barrier_init_done();
   }
-  wait_for_kernel_before();
+  // By query comes first. By key needs nothing of it, so it begins where there is room, after all blocks by query have
+  // seen the end of what both need; only its own end waits.
+  if (!kByKey) wait_for_kernel_before();
   let_next_kernel_begin();
   __syncthreads();
   if (at(p.starts, 0) != 0 || at(p.starts, p.sequences) != p.tokens) {
     int64_t vectors = int64_t{p.tokens} * kDim / 8;
-    if (!kByKey) return fill_with_nan(p.dq, vectors * p.heads);
-    fill_with_nan(p.dk, vectors * p.kv_heads);
-    return fill_with_nan(p.dv, vectors * p.kv_heads);
+    if (kByKey) {
+      fill_with_nan(p.dk, vectors * p.kv_heads);
+      fill_with_nan(p.dv, vectors * p.kv_heads);
+      wait_for_kernel_before();
+    } else {
+      fill_with_nan(p.dq, vectors * p.heads);
+    }
+    return;
   }
   if (threadIdx.x / 128 == 0) {
     registers_down<plan::few>();
@@ -543,6 +550,7 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
       bring_tiles(sh, &a, &b, p);
     else if (threadIdx.x < 64)
       bring_blocks(sh, &c, &d, p);
+    if (kByKey) wait_for_kernel_before();
   } else {
     registers_up<plan::many>();
     if constexpr (kByKey)
