@@ -114,7 +114,7 @@ def main() -> int:
         for batch, context in TILES if options.tiles else DECODE:
             case = Case(batch, context, heads, kv_heads, options.head_dim)
             if options.tiles:
-                problem = Packed(case, device, gradients=False)
+                problem = Packed(case, device)
                 inputs = problem.q, problem.k, problem.v, problem.starts, case.head_dim**-0.5
                 calls = {i: partial(kernels.forward, *inputs, **c) for i, c in enumerate(choices)}
             else:

@@ -173,24 +173,32 @@ def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
     launch(kernel, (programs,), (*args, *(of[1] for of in strides)), own, **constants)
 
 
+def sums(out, d_out, starts) -> torch.Tensor:
+    """Of d_out times out over each head, by query, where `statistics` says."""
+    tokens, heads, dim = out.shape
+    seqs = starts.shape[0] - 1
+    pads = _pads(tokens, seqs)
+    delta = torch.zeros(heads, pads * PAD.value, dtype=torch.float32, device=out.device)
+    launch(
+        _delta,
+        ((tokens // 64 + seqs + 1) * heads,),
+        (d_out, out, delta, starts, tokens, seqs, pads),
+        {"num_warps": 4},
+        HEADS=heads,
+        D=dim,
+        DP=_shape(out, out)["DP"],
+        R=64,
+    )
+    return delta
+
+
 def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule):
     """`schedule` and `grad_kv` override the launch options of `_grad_q` and `_grad_kv`."""
-    tokens, heads, dim = q.shape
+    tokens, heads = q.shape[:2]
     seqs, kv = starts.shape[0] - 1, k.shape[1]
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if tokens:
-        pads = _pads(tokens, seqs)
-        delta = torch.zeros(heads, pads * PAD.value, dtype=torch.float32, device=q.device)
-        launch(
-            _delta,
-            ((tokens // 64 + seqs + 1) * heads,),
-            (d_out, out, delta, starts, tokens, seqs, pads),
-            {"num_warps": 4},
-            HEADS=heads,
-            D=dim,
-            DP=_shape(q, k)["DP"],
-            R=64,
-        )
+        pads, delta = _pads(tokens, seqs), sums(out, d_out, starts)
         by_query = _schedule("grad_q", q, heads // kv, schedule)
         by_key = _schedule("grad_kv", q, heads // kv, grad_kv or {})
 

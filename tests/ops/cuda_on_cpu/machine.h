@@ -28,6 +28,9 @@ using std::min;
 struct uint4 {
   uint32_t x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct float2 {
   float x, y;
@@ -57,8 +60,8 @@ alignas(1024) inline uint8_t shared[kSharedBytes];
 struct Product {
   float* d;
   int columns;
-  const uint32_t* a;
-  uint64_t b;
+  const uint32_t* a;  // null: in shared memory
+  uint64_t a_shared, b;
   bool transposed, add;
 };
 

@@ -21,6 +21,13 @@ namespace alignkit {
 
 inline void shared_written() {}
 
+inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* b) {
+  if (shared_address(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
+    machine::fail("not whole vectors");
+  std::memcpy(to, from, bytes);
+  barrier_copied(b, bytes);
+}
+
 inline void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, int u, uint64_t* b) {
   uint32_t address = shared_address(to);
   if (address % 1024) machine::fail("a box begins within a pattern of the swizzle");
