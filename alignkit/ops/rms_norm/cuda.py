@@ -12,7 +12,7 @@ from ...runtime import cuda
 from . import triton
 from .problem import Norm
 
-NARROW, LONG, WIDE, ROWS = 32, 4096, 16384, 1 << 27
+NARROW, LONG, WIDE, ROWS = 32, 2048, 16384, 1 << 27
 """Rows are longer than the first, forward than the second, where Triton no longer copies as fast as memory; no longer than the
 third; at most so many."""
 
