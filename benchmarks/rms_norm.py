@@ -1,4 +1,5 @@
-"""RMSNorm beside its peers, on one GPU: ``make gpu-rms``; options in RMS_ARGS.
+"""RMSNorm beside its peers, on one GPU: ``make gpu-rms``; options in RMS_ARGS. ``--widths``: instead, this project's op and a
+copy alone, for every length of 2048 to 8192 in steps of 512.
 
 bf16: this project's op by CUDA and by Triton, torch (eager and compiled), Liger, QuACK. A peer that is not installed or fails
 is named, and the others go on. The file (benchmarks/results/h200/rms_norm.json) is ``{"runs": {...}, "rows": [...]}``;
@@ -8,12 +9,14 @@ is named, and the others go on. The file (benchmarks/results/h200/rms_norm.json)
     What x is: rows, their length, and heads of a token: 1, or in "q" cases those of the queries within a joint tensor of half
     as many more, which Liger and QuACK must copy first.
 ``impl``, ``pass``
-    "forward"; "forward_residual", x + residual rounded first, and returned; "backward", to the gradients of x and the weight.
+    "forward"; "forward_residual", x + residual rounded first, and returned; "backward", to the gradients of x and the weight;
+    "backward_residual", of "forward_residual", whose returned residual has a gradient too.
 ``ms``
     Median time on the device, cold cache.
 ``x``
     The share of a copy's speed ("copy_tb_s" of the run; bytes read plus bytes written), for the bytes that must be moved:
-    of tensors like x two, four with a residual, three backward.
+    of tensors like x two, four with a residual, three backward. Of "copy" too, which moves as many: at a size that is small
+    for the GPU it is no faster.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ from alignkit.ops import rms_norm
 from alignkit.runtime import dispatch
 
 KEY = ("case", "m", "n", "k", "impl", "pass")
-MOVED = {"forward": 2, "forward_residual": 4, "backward": 3}
+MOVED = {"forward": 2, "forward_residual": 4, "backward": 3, "backward_residual": 4}
 """Tensors like x, of a pass."""
 LENGTHS = (64, 1024, 2048, 4096, 5120, 8192, 16384)
+WIDTHS = range(2048, 8192 + 1, 512)
 HEADS, HEAD_DIM = 8, 128
 EPS = 1e-6
 
@@ -59,6 +63,10 @@ def cases() -> list[Case]:
         found += [Case(f"{mib} MiB", (mib << 19) // n, n) for n in LENGTHS]
         found.append(Case(f"q, {mib} MiB", (mib << 19) // HEAD_DIM, HEAD_DIM, HEADS))
     return [*found, *(Case("few", m, 4096) for m in (1, 64, 512))]
+
+
+def widths() -> list[Case]:
+    return [Case(f"{mib} MiB", (mib << 19) // n, n) for mib in (256, 512) for n in WIDTHS]
 
 
 # Implementations: (x, weight, residual or None) -> y, or y and x + residual.
@@ -113,6 +121,7 @@ IMPLS: dict[str, Callable[[], Callable]] = {
     "torch.compile": _compiled,
     "liger": _liger,
     "quack": _quack,
+    "copy": lambda: None,
 }
 BACKENDS = {"alignkit-triton": "triton"}
 """Where it is not "auto"."""
@@ -137,16 +146,23 @@ class Inputs:
             t = torch.randn(*shape, dtype=torch.bfloat16, device=device)
             return t if case.k == 1 else t[:, : case.k]
 
-        self.x, self.residual, self.dy = drawn(), drawn(), drawn().contiguous()
+        self.x, self.residual = drawn(), drawn()
+        self.dy, self.d_total = drawn().contiguous(), drawn().contiguous()
         self.weight = torch.rand(case.n, dtype=torch.bfloat16, device=device)
 
-    def call(self, norm: Callable, which: str) -> Callable:
-        """What is timed. It has run once, so that it is compiled and whatever fails has failed."""
-        if which == "backward":
+    def call(self, norm: Callable | None, which: str) -> Callable:
+        """What is timed, without a norm a copy. It has run once, so that it is compiled and whatever fails has failed."""
+        if norm is None:
+            source = torch.empty(self.dy.nbytes * MOVED[which] // 2, dtype=torch.int8, device=self.dy.device)
+            run = partial(torch.empty_like(source).copy_, source)
+        elif "backward" in which:
             leaves = [self.x.detach().requires_grad_(), self.weight.detach().requires_grad_()]
-            y = norm(*leaves, None)
-            dy = self.dy.view(y.shape)
-            run = partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
+            if "residual" in which:
+                leaves.append(self.residual.detach().requires_grad_())
+            out = norm(*leaves[:2], leaves[2] if "residual" in which else None)
+            out = out if isinstance(out, tuple) else (out,)
+            grads = [grad.view(out[0].shape) for grad in (self.dy, self.d_total)][: len(out)]
+            run = partial(torch.autograd.grad, out, leaves, grads, retain_graph=True)
         else:
             run = torch.no_grad()(partial(norm, self.x, self.weight, self.residual if "residual" in which else None))
         run()
@@ -178,9 +194,11 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "rms_norm.json", seconds=0.1)
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
+    parser.add_argument("--widths", action="store_true", help="every length of 2048 to 8192 in steps of 512")
+    parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all; with --widths alignkit and copy")
     parser.add_argument("--passes", nargs="+", choices=MOVED, default=list(MOVED))
     options = parser.parse_args(arguments)
+    impls = options.impls or (["alignkit", "copy"] if options.widths else [i for i in IMPLS if i != "copy"])
 
     started, device = time.monotonic(), torch.device("cuda")
     watch = Stopwatch(device)
@@ -194,11 +212,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     old = read(options.json)
     rows: list[dict] = []
-    for case in cases():
+    for case in widths() if options.widths else cases():
         if time_is_up(options, started):
             print(f"no time for {case}")
             continue
-        rows += measure(case, options.impls, options.passes, watch, options.seconds, speed)
+        rows += measure(case, impls, options.passes, watch, options.seconds, speed)
         write(options.json, merge(old, name, info, rows, KEY))
     print(f"{len(rows)} rows, a copy {speed / 1e12:.2f} TB/s, {time.monotonic() - started:.0f} s; {options.json}")
     return 0

@@ -721,16 +721,17 @@ def test_rms_norm_rows(module, capsys):
     cases = rms.cases()
     assert len({tuple(case.key().values()) for case in cases}) == len(cases)
     assert {case.n for case in cases} >= {64, 128, 16384}
+    assert {case.n for case in rms.widths()} == set(range(2048, 8193, 512))
     for case in (rms.Case("few", 6, 64), rms.Case("q", 16, 128, 8)):
         rows = rms.measure(
-            case, ["alignkit", "alignkit-triton", "torch"], list(rms.MOVED), rms.Stopwatch(device), 0.001, 1e9
+            case, ["alignkit", "alignkit-triton", "torch", "copy"], list(rms.MOVED), rms.Stopwatch(device), 0.001, 1e9
         )
         assert [(row["impl"], row["pass"]) for row in rows] == [
-            (i, p) for p in rms.MOVED for i in ("alignkit", "torch")
+            (i, p) for p in rms.MOVED for i in ("alignkit", "torch", "copy")
         ]
-        size = 2 * case.m * case.n
-        assert [row["x"] * row["ms"] for row in rows] == pytest.approx([k * size / 1e6 for k in (2, 2, 4, 4, 3, 3)])
-        assert capsys.readouterr().out.count("alignkit-triton failed") == 3
+        moved = [k * 2 * case.m * case.n for k in (2, 4, 3, 4) for _ in range(3)]
+        assert [row["x"] * row["ms"] for row in rows] == pytest.approx([n / 1e6 for n in moved])
+        assert capsys.readouterr().out.count("alignkit-triton failed") == 4
 
 
 def test_qk_norm_rope_rows(module, monkeypatch, capsys):

@@ -102,8 +102,10 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
     seed=seeds,
 )
 @example(n=700, d=4096, c=4096 + 8, resume=True, add=False, counted=1.0, which="both", seed=0)
+@example(n=1000, d=1536, c=40000 + 8, resume=False, add=False, counted=0.3, which="both", seed=0)
+@example(n=4096, d=1536, c=9000, resume=True, add=True, counted=None, which="both", seed=0)
 def test_products(n, d, c, resume, add, counted, which, seed):
-    """Over the rows of a batch that count."""
+    """Over the rows of a batch that count. The last examples: dhidden leaves multiprocessors idle, where dweight begins."""
     from alignkit.ops.linear.triton import chain
     from alignkit.ops.linear.triton import resume as go_on
     from alignkit.ops.linear_logp import cuda as kernels

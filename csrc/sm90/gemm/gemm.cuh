@@ -6,6 +6,7 @@
 // tensor core. Each output is one chain over ascending k, whatever the tile.
 #pragma once
 #include <algorithm>
+#include <cstdint>
 
 #include "../ptx/barrier.cuh"
 #include "../ptx/cluster.cuh"
@@ -50,21 +51,38 @@ struct Count {
   __device__ int of(int rows) const { return count ? max(min(*count - before, rows), 0) : rows; }
 };
 
+// Of the clusters of a launch, the first `early` take `extra` tiles each before the others begin: these find the device taken by
+// the kernel before.
+struct Lead {
+  int early, extra;
+};
+
 struct Shape {
   int m, n, k;
   Count count;  // of m; of k if a is transposed
+  Lead lead;
 };
 
 // The order in which tiles are taken.
 template <Layout kA>
 struct Tiles {
   int down, across, counted, steps;
+  int first;  // of this cluster
 
   __device__ Tiles(const Shape& s) {
+    int cluster = blockIdx.x / kBlocks;
+    first = s.lead.extra > 0 && cluster < s.lead.early ? cluster : s.lead.early * s.lead.extra + cluster;
     down = (s.m + kBlocks * kRows - 1) / (kBlocks * kRows);
     across = (s.n + kColumns - 1) / kColumns;
     counted = kA == Layout::kPlain ? (s.count.of(s.m) + kBlocks * kRows - 1) / (kBlocks * kRows) : down;
     steps = ((kA == Layout::kPlain ? s.k : s.count.of(s.k)) + kStep - 1) / kStep;
+  }
+
+  // The cluster's tile after tile i: those before `shared` are the early clusters' alone.
+  __device__ int after(const Shape& s, int i) const {
+    int shared = s.lead.early * s.lead.extra;
+    if (i >= shared) return i + gridDim.x / kBlocks;
+    return i + s.lead.early < shared ? i + s.lead.early : shared + blockIdx.x / kBlocks;
   }
 
   // The first row of the cluster and the first column of tile i; false if no row of it counts, or no k.
@@ -83,17 +101,17 @@ __device__ void copy(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, con
   constexpr uint16_t all = (1 << kBlocks) - 1;
   constexpr int half = kColumns / kBlocks, box = 64;  // of a transposed matrix
   Tiles<kA> tiles(s);
-  int stage = 0, phase = 0, first = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
+  int stage = 0, phase = 0;
   int early = max(tiles.steps - 8, 0) * kStep;  // as many steps before the end of a tile as hide the latency of memory
-  for (int i = first; i < tiles.down * tiles.across; i += clusters) {
+  for (int i = tiles.first; i < tiles.down * tiles.across; i = tiles.after(s, i)) {
     int row, column, soon_row, soon_column;
     if (!tiles.at(i, row, column)) continue;
     row += rank * kRows;
-    if (Epilogue::kResumes && i == first) epilogue.prefetch(s, row, column);
+    if (Epilogue::kResumes && i == tiles.first) epilogue.prefetch(s, row, column);
     column += rank * half;
 #pragma unroll 1
     for (int k = 0; k < tiles.steps * kStep; k += kStep, step<kStages>(stage, phase)) {
-      if (k == early && tiles.at(Epilogue::kResumes ? i + clusters : i, soon_row, soon_column))
+      if (k == early && tiles.at(Epilogue::kResumes ? tiles.after(s, i) : i, soon_row, soon_column))
         epilogue.prefetch(s, soon_row + rank * kRows, soon_column);
       barrier_wait(&sh.empty[stage], phase ^ 1);
       uint64_t* full = &sh.full[stage];
@@ -205,7 +223,7 @@ __device__ void multiply_tiles(Shared& sh, const Shape& s, const Epilogue& epilo
   uint64_t a0 = operand<a_transposed>(sh.stage[0].a + group * kGroupRows * kStep);
   uint64_t b0 = operand<b_transposed>(sh.stage[0].b);
   float sums[128];
-  for (int i = blockIdx.x / kBlocks; i < tiles.down * tiles.across; i += gridDim.x / kBlocks) {
+  for (int i = tiles.first; i < tiles.down * tiles.across; i = tiles.after(s, i)) {
     int row, column;
     bool counts = tiles.at(i, row, column);
     row += rank * kRows + group * kGroupRows;
@@ -319,16 +337,34 @@ cudaError_t prepare(int bytes, int blocks_of_cluster, int* most) {
   return cudaSuccess;
 }
 
+inline int64_t up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+inline int64_t tiles_of(const Shape& s) { return up(s.m, kBlocks * kRows) * up(s.n, kColumns); }
+
+// Of a product that begins beside another, where that leaves clusters idle over its last tiles: as many extra tiles for those as
+// end both soonest.
+inline Lead lead_of(const Shape& before, const Shape& s, int clusters) {
+  int64_t tiles = tiles_of(s), idle = (clusters - tiles_of(before) % clusters) % clusters;
+  int64_t lead = up(before.k, kStep), each = up(s.k, kStep), soonest = INT64_MAX;
+  Lead best = {};
+  for (int64_t extra = 0; idle * extra <= tiles && (extra - 1) * each < lead; ++extra) {
+    int64_t ends = std::max(lead, extra * each) + up(tiles - idle * extra, clusters) * each;
+    if (ends < soonest) best = {static_cast<int>(idle), static_cast<int>(extra)}, soonest = ends;
+  }
+  return best;
+}
+
+// before: the product beside which this one begins; null if it begins after the kernel before it.
 template <Layout kA, Layout kB, Order kOrder = Order::kAfter, class Epilogue>
-cudaError_t launch(const Matrix& a, const Matrix& b, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
+cudaError_t launch(const Matrix& a, const Matrix& b, Shape s, const Epilogue& epilogue, cudaStream_t stream,
+                   const Shape* before = nullptr) {
   CUtensorMap maps[2];
   if (cudaError_t e = map_of(&maps[0], a, kA, s.m, s.k, kA == Layout::kPlain ? kRows : kStep)) return e;
   if (cudaError_t e = map_of(&maps[1], b, kB, s.n, s.k, kB == Layout::kPlain ? kColumns / kBlocks : kStep)) return e;
   constexpr auto kernel = gemm<kA, kB, kOrder, Epilogue>;
   int most;
   if (cudaError_t e = prepare<kernel>(kSharedBytes, kBlocks, &most)) return e;
-  int64_t down = (s.m + kBlocks * kRows - 1) / (kBlocks * kRows), across = (s.n + kColumns - 1) / kColumns;
-  unsigned blocks = static_cast<unsigned>(std::min<int64_t>(down * across, most) * kBlocks);
+  if (before) s.lead = lead_of(*before, s, most);
+  unsigned blocks = static_cast<unsigned>(std::min<int64_t>(tiles_of(s), most) * kBlocks);
   return launch_early(kernel, blocks, kThreads, kSharedBytes, stream, maps[0], maps[1], s, epilogue);
 }
 

@@ -291,7 +291,7 @@ Transform transform_of(const AlignkitHead& h) {
 
 template <class Epilogue>
 cudaError_t launch_head(const AlignkitHead& h, const Epilogue& epilogue, cudaStream_t stream) {
-  Shape s{h.rows, h.ids, h.k, {h.count, h.before}};
+  Shape s{h.rows, h.ids, h.k, {h.count, h.before}, {}};
   return launch<Layout::kPlain, Layout::kPlain>({h.hidden, h.hidden_pitch}, {h.weight, h.weight_pitch}, s, epilogue,
                                                 stream);
 }

@@ -117,10 +117,11 @@ struct Rounded : FromZero {
 
 constexpr Layout kPlain = Layout::kPlain, kTransposed = Layout::kTransposed;
 
+// before: the product launched before, of which this one reads nothing; or null.
 template <class Epilogue>
-cudaError_t by_rows(const Matrix& dz, const Matrix& hidden, const Shape& s, const Epilogue& epilogue, bool beside,
+cudaError_t by_rows(const Matrix& dz, const Matrix& hidden, const Shape& s, const Epilogue& epilogue, const Shape* before,
                     cudaStream_t stream) {
-  return beside ? launch<kTransposed, kTransposed, Order::kBeside>(dz, hidden, s, epilogue, stream)
+  return before ? launch<kTransposed, kTransposed, Order::kBeside>(dz, hidden, s, epilogue, stream, before)
                 : launch<kTransposed, kTransposed>(dz, hidden, s, epilogue, stream);
 }
 
@@ -152,20 +153,20 @@ ALIGNKIT_LAYOUT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch
 extern "C" int alignkit_head_products(const AlignkitHeadProducts* p, cudaStream_t stream) {
   Matrix dz{p->dz, p->dz_pitch};
   Count count{p->count, p->before};
+  const Shape of_dhidden{p->rows, p->d, p->ids, count, {}};
   if (p->dhidden) {
     Matrix weight{p->weight, p->weight_pitch};
     Out out{p->dhidden, p->dhidden_pitch};
-    Shape s{p->rows, p->d, p->ids, count};
-    cudaError_t e = p->resume ? launch<kPlain, kTransposed>(dz, weight, s, Chains<true>{out}, stream)
-                              : launch<kPlain, kTransposed>(dz, weight, s, Chains<false>{out}, stream);
+    cudaError_t e = p->resume ? launch<kPlain, kTransposed>(dz, weight, of_dhidden, Chains<true>{out}, stream)
+                              : launch<kPlain, kTransposed>(dz, weight, of_dhidden, Chains<false>{out}, stream);
     if (e) return e;
   }
   if (!p->dweight) return cudaSuccess;
-  Shape s{p->ids, p->d, p->rows, count};
+  Shape s{p->ids, p->d, p->rows, count, {}};
   Matrix hidden{p->hidden, p->hidden_pitch};
-  bool beside = p->dhidden != nullptr;  // which reads nothing that the other writes
-  if (p->rounded) return by_rows(dz, hidden, s, Rounded{{}, static_cast<__nv_bfloat16*>(p->dweight)}, beside, stream);
+  const Shape* before = p->dhidden ? &of_dhidden : nullptr;
+  if (p->rounded) return by_rows(dz, hidden, s, Rounded{{}, static_cast<__nv_bfloat16*>(p->dweight)}, before, stream);
   Out out{static_cast<float*>(p->dweight), p->dweight_pitch};
-  return p->add ? by_rows(dz, hidden, s, Added{{}, out}, beside, stream)
-                : by_rows(dz, hidden, s, Chains<false>{out}, beside, stream);
+  return p->add ? by_rows(dz, hidden, s, Added{{}, out}, before, stream)
+                : by_rows(dz, hidden, s, Chains<false>{out}, before, stream);
 }

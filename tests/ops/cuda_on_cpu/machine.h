@@ -12,14 +12,16 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __device__
 #define __global__
-#define __shared__
+#define __shared__ static  // blocks run one after the other
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 using std::max;
@@ -35,21 +37,38 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 struct float2 {
   float x, y;
 };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct float4 {
   float x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct dim3 {
   unsigned x, y = 1, z = 1;
-  dim3(unsigned x = 1) : x(x) {}
+  dim3(unsigned x = 1, unsigned y = 1) : x(x), y(y) {}
 };
+inline uint32_t __float_as_uint(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float v;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
 struct __nv_bfloat16 {
   uint16_t bits;
+  __nv_bfloat16& operator=(float v) {
+    uint32_t of = __float_as_uint(v);
+    bits = std::isnan(v) ? 0x7fff : (of + 0x7fff + (of >> 16 & 1)) >> 16;
+    return *this;
+  }
 };
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9, cudaErrorNotSupported = 801;
 constexpr int cudaDevAttrMultiProcessorCount = 16, cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
+constexpr int cudaFuncAttributePreferredSharedMemoryCarveout = 9, cudaSharedmemCarveoutMaxShared = 100;
 
 namespace machine {
 
@@ -65,6 +84,12 @@ struct Product {
   bool transposed, add;
 };
 
+struct Copy {
+  void* to;
+  const void* from;
+  bool here;
+};
+
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -72,6 +97,7 @@ struct Fiber {
   std::vector<Product> products;
   std::vector<size_t> groups;  // where each begins that has ended but has not been waited for
   size_t group_begin = 0;
+  std::vector<std::vector<Copy>> copies{1};  // by groups, of which the last has not ended
 };
 
 inline std::vector<Fiber> fibers;
@@ -147,6 +173,18 @@ inline void run_block(std::function<void()> f) {
   }
 }
 
+template <class Kernel, class... Arguments>
+cudaError_t launch(Kernel kernel, dim3 blocks, int of_block, const Arguments&... arguments) {
+  grid = blocks;
+  threads = of_block;
+  for (unsigned y = 0; y < grid.y; ++y)
+    for (unsigned x = 0; x < grid.x; ++x) {
+      block = dim3(x, y);
+      run_block([&] { kernel(arguments...); });
+    }
+  return cudaSuccess;
+}
+
 }  // namespace machine
 
 struct ThreadIndex {
@@ -163,10 +201,11 @@ inline void __syncwarp() { machine::meet(); }
 inline void __syncthreads() { machine::whole.wait(machine::threads); }
 
 template <class T>
-T __shfl_sync(unsigned, T v, int from, int = 32) {
+T __shfl_sync(unsigned, T v, int from, int width = 32) {
   std::memcpy(machine::given[machine::warp()][machine::lane()], &v, sizeof(T));
   machine::meet();
-  std::memcpy(&v, machine::given[machine::warp()][from % 32], sizeof(T));
+  from = machine::lane() / width * width + from % width;
+  std::memcpy(&v, machine::given[machine::warp()][from], sizeof(T));
   machine::meet();
   return v;
 }
@@ -185,21 +224,29 @@ inline unsigned __ballot_sync(unsigned, bool v) {
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t{a} * b >> 32; }
+inline void __threadfence() {}
+inline int atomicAdd(int* p, int v) { return std::exchange(*p, *p + v); }
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+template <class T>
+void __stcg(T* p, const T& v) {
+  *p = v;
+}
+
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __uint2float_rn(uint32_t v) { return static_cast<float>(v); }
-inline uint32_t __float_as_uint(float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, 4);
-  return bits;
-}
-inline float bf16(uint16_t v) {
-  uint32_t bits = uint32_t{v} << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
+inline float __fsqrt_rn(float v) { return std::sqrt(v); }
+inline float bf16(uint16_t v) { return __uint_as_float(uint32_t{v} << 16); }
 
 inline int cudaGetDevice(int* device) { return *device = 0; }
 inline int cudaDeviceGetAttribute(int* value, int, int) {
@@ -209,4 +256,9 @@ inline int cudaDeviceGetAttribute(int* value, int, int) {
 template <class F>
 int cudaFuncSetAttribute(F, int, int bytes) {
   return bytes <= machine::kSharedBytes ? 0 : cudaErrorInvalidValue;
+}
+inline int cudaGetLastError() { return cudaSuccess; }
+template <class F>
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F, int, int) {
+  return *blocks = 1, cudaSuccess;
 }

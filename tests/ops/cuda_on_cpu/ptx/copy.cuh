@@ -28,6 +28,21 @@ inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* b) {
   barrier_copied(b, bytes);
 }
 
+// A thread's copies of 16 bytes are made when it waits for them.
+inline void copy_vector(void* to, const void* from, bool here) {
+  machine::fibers[machine::current].copies.back().push_back({to, from, here});
+}
+inline void copies_end() { machine::fibers[machine::current].copies.emplace_back(); }
+template <int pending>
+void copies_wait() {
+  auto& groups = machine::fibers[machine::current].copies;
+  for (; groups.size() > pending + 1; groups.erase(groups.begin()))
+    for (const machine::Copy& c : groups.front()) {
+      std::memset(c.to, 0, 16);
+      if (c.here) std::memcpy(c.to, c.from, 16);
+    }
+}
+
 inline void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, int u, uint64_t* b) {
   uint32_t address = shared_address(to);
   if (address % 1024) machine::fail("a box begins within a pattern of the swizzle");

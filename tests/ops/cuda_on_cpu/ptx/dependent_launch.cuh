@@ -6,12 +6,6 @@ inline void let_next_kernel_begin() {}
 template <class... Parameters, class... Arguments>
 cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int, cudaStream_t,
                          const Arguments&... arguments) {
-  machine::grid = grid;
-  machine::threads = threads;
-  for (unsigned i = 0; i < grid.x; ++i) {
-    machine::block = i;
-    machine::run_block([&] { kernel(arguments...); });
-  }
-  return cudaSuccess;
+  return machine::launch(kernel, grid, threads, arguments...);
 }
 }  // namespace alignkit

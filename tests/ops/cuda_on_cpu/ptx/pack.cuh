@@ -1,12 +1,14 @@
 #pragma once
 #include "../machine.h"
 namespace alignkit {
-inline uint32_t rounded(float v) {
-  uint32_t bits = __float_as_uint(v);
-  return std::isnan(v) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
 template <class T>
 uint32_t pack(float a, float b) {
-  return rounded(a) | rounded(b) << 16;
+  T low, high;
+  low = a, high = b;
+  return low.bits | uint32_t{high.bits} << 16;
+}
+template <class T>
+float2 unpack(uint32_t pair) {
+  return {bf16(pair), bf16(pair >> 16)};
 }
 }  // namespace alignkit
