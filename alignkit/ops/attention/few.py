@@ -92,11 +92,12 @@ def _few(
     KVB: tl.constexpr,
     LEAF: tl.constexpr,
     SEQS: tl.constexpr,
+    MORE: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program's run, of the leaves of one head: there are `parts` for each head. Not SPLIT: no sequence has a second leaf. It
-    also fills some of the rows that hold no query with zeros, and of those of a sequence that does not fit with NaN."""
+    """One program's run, of the leaves of one head: there are `parts` for each head. It looks at SEQS sequences at a time; MORE:
+    there are more of them. Not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with zeros, and of those of a sequence that does not fit with NaN."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     STATE: tl.constexpr = ROWS * (D + 4)
@@ -110,9 +111,10 @@ def _few(
     of_each = _leaves(STARTS, KV_LEN, at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
     total = tl.sum(of_each.to(tl.int64))
     passed = total.to(tl.int32)
-    for c in range(SEQS, seqs, SEQS):
-        more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
-        total += tl.sum(more.to(tl.int64))
+    if MORE:
+        for c in range(SEQS, seqs, SEQS):
+            more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+            total += tl.sum(more.to(tl.int64))
     if (begin != 0) | (end > tokens):
         fill(O, float("nan"), w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
         return
@@ -124,12 +126,13 @@ def _few(
     item = w // KV * run
     stop = tl.minimum(item + run, total)
     s, before = _earlier(of_each, 0, item)  # the sequence of the run's first leaf, and how many leaves are before that
-    for c in range(SEQS, seqs, SEQS):
-        more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
-        done, ends = _earlier(more, passed, item)
-        s += done
-        before = tl.maximum(before, ends)
-        passed += tl.sum(more)
+    if MORE:
+        for c in range(SEQS, seqs, SEQS):
+            more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+            done, ends = _earlier(more, passed, item)
+            s += done
+            before = tl.maximum(before, ends)
+            passed += tl.sum(more)
 
     begun = item
     while item < stop:
@@ -235,7 +238,7 @@ def _join_next(
     of the first is at STATES + `at`, number `index` of the `run` of its program; after the last of that, `jump` further."""
     states = ()
     for x in tl.static_range(N):
-        states = states + (_read_state(STATES + at, r, d, D),)
+        states += (_read_state(STATES + at, r, d, D),)
         more = leaf + x + 1 < leaves  # else the last one again
         over = more & (index + 1 == run)
         at += tl.where(over, jump, tl.where(more, STATE, 0))

@@ -33,6 +33,8 @@ SCHEDULES = {
 """Launch options of bf16 with heads of up to 128. None of them changes a bit."""
 OVERLAP = isinstance(_few, JITFunction)
 """Whether kernels of few queries may be launched before their turn: Triton's interpreter does not know of that."""
+A_MULTIPROCESSOR = 2
+"""Programs of few queries."""
 ALONE = 8
 """Queries times heads of keys, up to which few programs are at work, and a leaf takes less time with twice the warps."""
 
@@ -107,6 +109,28 @@ def many(q, k, v, block_table, starts, seq_lens, page, scale, out, most: int, **
     _run(_tiles, tiles * kv, (q, k, v, out, out, *lengths, tiles, 0, *pages), q, k, v, {"PAGE": page} | KV | options)
 
 
+def _share(tokens, kv, leaves, states, a_multiprocessor=A_MULTIPROCESSOR, programs=0) -> tuple[int, int]:
+    """Among how many programs the leaves of a head are shared, and how many states each may have to leave. `leaves`: of a
+    sequence, at most; `states`: numbers of a state."""
+    if not programs:
+        room = WORKSPACE // (4 * states * leaves)
+        programs = min(SM90.multiprocessors * a_multiprocessor, max(room, SM90.multiprocessors))
+    parts = max(min(programs // kv, tokens * leaves), 1)
+    return parts, min(cdiv(tokens * leaves, parts), leaves - 1) + 1
+
+
+def workspace(q, kv: int, positions: int) -> int:
+    """How many numbers `few` leaves for the join at most, of no more queries than q's, over `kv` heads of keys and sequences of up
+    to `positions`."""
+    (tokens, heads, dim), leaves = q.shape, max(cdiv(positions, SM90.kv_leaf), 1)
+    most = 0
+    for queries in (1, _schedule("few", q, heads // kv, {})["BLOCK_Q"]):
+        states = queries * heads // kv * (dim + 4)
+        parts, slots = _share(tokens, kv, leaves, states)
+        most = max(most, parts * kv * slots * states)
+    return most
+
+
 def few(
     q,
     k,
@@ -118,7 +142,7 @@ def few(
     scale,
     out,
     all_of_them=False,
-    a_multiprocessor=2,
+    a_multiprocessor=A_MULTIPROCESSOR,
     programs=0,
     overlap=OVERLAP,
     **schedule,
@@ -133,22 +157,18 @@ def few(
         options["BLOCK_Q"] = 1
     states = options["BLOCK_Q"] * group * (dim + 4)
     leaves = max(cdiv(width * page, SM90.kv_leaf), 1)  # of a sequence, at most
-    total = tokens * leaves  # of a head
-    require(total * kv < 2**31, f"block_table: {width} blocks are too many for {tokens} queries")
+    require(tokens * leaves * kv < 2**31, f"block_table: {width} blocks are too many for {tokens} queries")
     require(k.shape[0] < 2**31, f"k_cache: {k.shape[0]} rows are too many")
-    if not programs:
-        room = WORKSPACE // (4 * states * leaves)
-        programs = min(SM90.multiprocessors * a_multiprocessor, max(room, SM90.multiprocessors))
-    parts = max(min(programs // kv, total), 1)
+    parts, slots = _share(tokens, kv, leaves, states, a_multiprocessor, programs)
     programs = parts * kv
-    slots = min(cdiv(total, parts), leaves - 1) + 1
     runs = torch.empty(programs, RUN.value, dtype=torch.int32, device=q.device)
     torn = torch.empty(programs * slots, states, dtype=torch.float32, device=q.device)
     most = tokens if all_of_them else options["BLOCK_Q"]
     factor = _factor(scale)
     lengths = starts, seq_lens, block_table, factor, tokens, seqs, parts, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    constants = {"PAGE": page, "SEQS": 32 if seqs <= 32 else 512, "SPLIT": leaves > 1, "OVERLAP": overlap} | KV
+    at_once = 32 if seqs <= 32 else 512  # a warp's, or more
+    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap} | KV
     _run(_few, programs, (q, k, v, out, torn, runs, *lengths, *pages), q, k, v, constants | options)
     if leaves > 1:
         # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
