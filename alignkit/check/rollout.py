@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from alignkit.check.machine import gpu_of, gpus
 from alignkit.check.routing import file_of
 from alignkit.convert import read_architecture
 from alignkit.drift import Logprobs, load, save
@@ -130,7 +131,21 @@ def engine(job: dict, **overrides):
         )
         | overrides
     )
+    if job["tp"] > torch.cuda.device_count() > 0:
+        arguments = shared_gpus(job["tp"]) | arguments
     return LLM(job["model"], **arguments)
+
+
+def shared_gpus(ranks: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` for ranks that share GPUs (`most_ranks`). vLLM's own option for which rank has which GPU
+    (``device_ids``) takes none twice, so what it is resolved to is said instead."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    ids = [current_platform.device_control_id_to_physical_device_id(name) for name in gpus()]
+    EngineArgs._resolve_device_ids = lambda self: [ids[gpu_of(rank).index] for rank in range(ranks)]
+    # What vLLM has of its own for sums reads the other GPU's memory.
+    return {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
 
 
 def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:

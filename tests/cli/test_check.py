@@ -288,14 +288,14 @@ def test_each_job_gets_gpus_of_its_own(tmp_path, job, monkeypatch):
     assert sorted((tmp_path / "c").read_text().split(",")) == ["3", "5", "7"]
 
 
-def test_ranks_of_a_training_share_gpus_where_asked(monkeypatch):
+def test_ranks_share_gpus_where_asked(monkeypatch):
     def wide(module, **sizes):
         return run.needed(Job("wide", module, {"tp": 1, "runs": []} | sizes))
 
     assert wide(plan.TRAINING, tp=2, pp=2) == 4
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "2")
     assert [wide(plan.TRAINING, **sizes) for sizes in ({}, {"tp": 2}, {"cp": 3}, {"tp": 2, "ep": 4})] == [1, 1, 2, 2]
-    assert wide(plan.ROLLOUT, tp=2) == 2
+    assert [wide(plan.ROLLOUT, tp=n) for n in (1, 2, 4)] == [1, 1, 2]
     monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0", "1"])
     assert most_ranks() == 4
 
@@ -310,11 +310,14 @@ def test_gpus(monkeypatch):
 
 def test_one_gpu_has_no_tensor_parallel_rows(tmp_path, monkeypatch):
     assert run.Options(out=tmp_path).tp == 2
-    monkeypatch.setattr(run, "gpus", lambda: ["0"])
+    for module in ("run", "machine"):
+        monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
     assert run.Options(out=tmp_path).tp == 1
     if installed("vllm") and installed("megatron.core"):
-        with pytest.raises(InputError, match="tp: 2 ranks need as many GPUs, there are 1"):
+        with pytest.raises(InputError, match="tp: 2 ranks need as many GPUs, there is room for 1"):
             run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
+    monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "4")
+    assert run.Options(out=tmp_path).tp == 2
 
 
 def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
@@ -331,7 +334,8 @@ def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
         for name, why in (("tp1-pp3-padded", "pp: 3 stages do not divide 4 layers"), ("tp1-cp3-one", "cp: 3 ranks")):
             with pytest.raises(InputError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
-        monkeypatch.setattr(run, "gpus", lambda: ["0"])
+        for module in ("run", "machine"):
+            monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
         with pytest.raises(InputError, match="training: an engine needs 2 GPUs, there are 1"):
             run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
 

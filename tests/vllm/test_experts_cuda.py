@@ -6,6 +6,7 @@ The engines start side by side, each in a process of its own: ``python -m pytest
 import pytest
 import torch
 
+from alignkit.check.machine import most_ranks
 from alignkit.contract import contract_id
 from tests.vllm.test_cuda import late, side_by_side
 from tests.vllm.test_experts import assert_composed, assert_same, evaluate, generate, one_by_one, reload, statuses
@@ -26,7 +27,7 @@ ENGINES = {  # model and name: environment, options of the engine
     ("mixtral", "eager"): ({}, EAGER),
     ("mixtral", "graphs"): ({}, {}),
 }
-if torch.cuda.device_count() > 1:
+if most_ranks() > 1:
     ranks = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     tp2 = {"tensor_parallel_size": 2}
     ep2 = tp2 | {"enable_expert_parallel": True}
