@@ -91,7 +91,7 @@ def prepare(job: dict) -> None:
     for name, value in (ENVIRON | (EAGER if job["eager"] else {})).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[job["runner"]]
-    if job["tp"] == 1:
+    if job["tp"] * job["dp"] == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.pop(ENV, None)  # a stock row stays stock whatever the user's environment asks for
     if job["patched"]:
