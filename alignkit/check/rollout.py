@@ -133,11 +133,10 @@ def engine(job: dict, **overrides):
         )
         | overrides
     )
-    replicas = job.get("dp", 1)
-    if (ranks := job["tp"] * replicas) > torch.cuda.device_count() > 0:
+    if (ranks := job["tp"] * job["dp"]) > torch.cuda.device_count() > 0:
         arguments = shared_gpus(ranks) | arguments
-    if replicas > 1:
-        return Replicas(job["model"], data_parallel_size=replicas, **arguments)
+    if job["dp"] > 1:
+        return Replicas(job["model"], data_parallel_size=job["dp"], **arguments)
     return LLM(job["model"], **arguments)
 
 
