@@ -201,7 +201,9 @@ def bisect_command(options: Options, result: Result) -> str | None:
     taken = [
         row
         for row in unequal
-        if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"} and not row.rollout_ep
+        if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"}
+        and row.rollout_dp == 1
+        and not row.rollout_ep
     ]
     if not taken:
         return None

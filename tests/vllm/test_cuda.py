@@ -84,6 +84,7 @@ def expected(engines, prompts):
 def start(state, model, options):
     from vllm import LLM
 
+    from alignkit.check.replicas import Replicas
     from alignkit.check.rollout import shared_gpus
     from alignkit.vllm import patch_vllm
 
@@ -99,9 +100,10 @@ def start(state, model, options):
         }
         | options
     )
-    if (ranks := options.get("tensor_parallel_size", 1)) > torch.cuda.device_count():
+    replicas = options.get("data_parallel_size", 1)
+    if (ranks := replicas * options.get("tensor_parallel_size", 1)) > torch.cuda.device_count():
         options |= shared_gpus(ranks)
-    state.llm = LLM(model, dtype="bfloat16", **options)
+    state.llm = (Replicas if replicas > 1 else LLM)(model, dtype="bfloat16", **options)
     state.late = watch()
 
 
