@@ -209,6 +209,16 @@ def test_decisions(fresh, monkeypatch):
     assert calls == [(a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), 7)] * 3
 
 
+def trials(monkeypatch, passes):
+    """Trials have no operands; `passes` is asked of the algorithm and the problem."""
+
+    class Trial:
+        def __init__(self, p, chain):
+            self.passes = lambda algorithm: passes(algorithm, p)
+
+    monkeypatch.setattr(cublaslt, "_Trial", Trial)
+
+
 def test_admission(fresh, monkeypatch, caplog):
     """Splits of k are not tried; a failure is named, remembered, and the next suggestion taken."""
     caplog.set_level(logging.INFO, cublaslt.__name__)
@@ -222,7 +232,7 @@ def test_admission(fresh, monkeypatch, caplog):
     }
     tried = []
     monkeypatch.setattr(cublaslt, "configuration", says.__getitem__)
-    monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, *_: tried.append(algorithm) or algorithm == b"right")
+    trials(monkeypatch, lambda algorithm, _: tried.append(algorithm) or algorithm == b"right")
     for _ in range(2):
         assert list(cublaslt._admitted(p, list(says), None)) == [b"right"]
     assert tried == [b"wrong", b"right"]
@@ -237,7 +247,7 @@ def test_an_algorithm_is_tried_once_at_each_k(fresh, monkeypatch):
     p = asked_of(a, b, None, torch.empty(40, 24), False)
     tried = []
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
-    monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, trial, chain: tried.append(trial.k) or trial.k < 5000)
+    trials(monkeypatch, lambda algorithm, p: tried.append(p.k) or p.k < 5000)
     for k in (1024, 4096, 4096 + 64, 8192, 4096, 1024, 8192):
         assert list(cublaslt._admitted(p._replace(k=k), [b"one"], None)) == ([b"one"] if k < 5000 else [])
     assert tried == [1024, 4096, 4096 + 64, 8192]

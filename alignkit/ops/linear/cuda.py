@@ -34,12 +34,12 @@ def takes(t: Operand) -> bool:
     return t[2] == torch.bfloat16 and copied(t)
 
 
-def _unfit(p: Product, rows: int) -> str | None:
-    """Why none of these kernels is for it; None: one of at most so many rows may be."""
+def unfit(p: Product, rows: int | None = None) -> str | None:
+    """Why none of these kernels is for it; None: one of at most so many rows, or of any number, may be."""
     if p.accumulate:
         return "it adds to what out holds"
-    if not 0 < p.m <= rows:
-        return f"{p.m} rows, of 1 to {rows}"
+    if not p.m or (rows is not None and p.m > rows):
+        return f"{p.m} rows, of 1 to {rows}" if rows else "no rows"
     if not p.k:
         return "no k"
     for name, t in (("x", p.a), ("weight", p.b)):
@@ -53,7 +53,7 @@ def _unfit(p: Product, rows: int) -> str | None:
 def _unfit_chain(p: Product, rows: int) -> str | None:
     if p.leaves > 1:
         return f"{p.leaves} leaves: it computes chains"
-    return "it adds no bias" if p.bias is not None else _unfit(p, rows)
+    return "it adds no bias" if p.bias is not None else unfit(p, rows)
 
 
 def few_refuses(p: Product) -> str | None:
@@ -65,19 +65,28 @@ def few_refuses(p: Product) -> str | None:
 def narrow_refuses(p: Product) -> str | None:
     if p.n > NARROW:
         return f"{p.n} outputs, of at most {NARROW}"
-    return f"k = {p.k}, of at least {LONG}" if p.k < LONG else _unfit_chain(p, NARROW_ROWS)
+    return f"k = {p.k}, of at least {LONG}" if p.k < LONG else narrow_unfit(p)
 
 
-def tree_refuses(p: Product) -> str | None:
+def narrow_unfit(p: Product) -> str | None:
+    return _unfit_chain(p, NARROW_ROWS)
+
+
+def tree_unfit(p: Product) -> str | None:
+    """Why no way to deal out its leaves is for it."""
     if p.leaves not in (2, 4, 8):
         return f"{p.leaves} leaves: it computes trees of 2, 4 or 8"
     if p.k % (p.leaves * STEP):
         return f"leaves of {p.k // p.leaves} k, no multiple of {STEP}"
     if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
         return "a bias that is not contiguous bf16"
-    if (why := _unfit(p, FEW)) is not None:
+    return unfit(p, FEW)
+
+
+def tree_refuses(p: Product) -> str | None:
+    if (why := tree_unfit(p)) is not None:
         return why
-    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if _parts(p) is None else None
+    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if parts(p) is None else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -115,26 +124,30 @@ def prepare_narrow(p: Product) -> Callable:
     return narrow
 
 
+def deals(m: int, leaves: int) -> list[int]:
+    """Into how many parts the leaves of a tile can be dealt out to blocks; 1: a cluster has all of them."""
+    whole = [1] if m <= QUARTERED_ROWS and leaves >= 4 else []
+    return whole + [parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts]
+
+
 def deal(m: int, n: int, leaves: int, clusters: int) -> int | None:
-    """Into how many parts the leaves of a tile are dealt out to blocks; 1: a cluster has all of them; None: that is for
-    Triton. Parts cost the time of writing and joining them, and with all leaves in a cluster more blocks read each row."""
+    """Into how many of `deals` the leaves of a tile are dealt out; None: that is for Triton. Parts cost the time of writing
+    and joining them, and with all leaves in a cluster more blocks read each row."""
     if m <= QUARTERED_ROWS:
         if m <= 16 or leaves < 4:
             return None
         return 1 if -(-n // 64) <= clusters else 2
     tiles = -(-n // (IDS if m <= 128 else IDS // 2))
-    return min(
-        (parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
-        key=lambda parts: (-(-tiles * parts // clusters) / parts, parts),
-    )
+    return min(deals(m, leaves), key=lambda parts: (-(-tiles * parts // clusters) / parts, parts))
 
 
-def _parts(p: Product) -> int | None:
+def parts(p: Product) -> int | None:
+    """As `deal`."""
     return deal(p.m, p.n, p.leaves, p.multiprocessors // 2)  # a cluster is two blocks
 
 
 def prepare_tree(p: Product) -> Callable:
-    return functools.partial(tree, p.leaves, _parts(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
+    return functools.partial(tree, p.leaves, parts(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
 
 
 def tree(

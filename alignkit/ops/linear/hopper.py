@@ -180,10 +180,13 @@ def _block(rows: gl.constexpr, columns: gl.constexpr, dtype: torch.dtype) -> tup
 
 
 def refuses(p: Product) -> str | None:
+    return f"{p.m} rows, of more than {FEW}" if p.m <= FEW else unfit(p)
+
+
+def unfit(p: Product) -> str | None:
+    """Why it cannot compute it."""
     if p.accumulate:
         return "it adds to what out holds"
-    if p.m <= FEW:
-        return f"{p.m} rows, of more than {FEW}"
     if {p.a[2], p.b[2]} != {torch.bfloat16}:
         return "operands other than bf16"
     if not p.k or p.k % (p.leaves * STEP.value):

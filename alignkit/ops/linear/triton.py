@@ -170,6 +170,15 @@ def _tree_schedule(m: int, n: int, leaf: int) -> dict:
     return _tile(bm, bn, 128, 1 if count > 64 and leaf < 1024 else 1 << (256 // count).bit_length() - 1)
 
 
+def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> dict:
+    """The tile of such a product, its warps and stages, and into how many parts its leaves are dealt out."""
+    if dtype == torch.float32:
+        chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
+    else:
+        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
+    return chosen | {"parts": min(chosen["parts"], leaves)}
+
+
 @functools.lru_cache(MOST)
 def _choose(
     device: int,
@@ -180,15 +189,11 @@ def _choose(
     leaves: int,
     accumulate: bool,
     resumed: bool,
-    schedule: tuple,
+    given: tuple,
 ) -> tuple[Callable, Callable | None, int]:
     """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
     ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
-    if dtype == torch.float32:
-        chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
-    else:
-        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
-    chosen |= dict(schedule)
+    chosen = schedule(m, n, k, leaves, dtype) | dict(given)
     parts = min(chosen["parts"], leaves)
     whole = parts == 1
     step = chosen["BLOCK_K"]
@@ -225,9 +230,9 @@ def tiles(
     out: torch.Tensor,
     accumulate: bool,
     resumed: bool = False,
-    **schedule,
+    **given,
 ) -> None:
-    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `schedule` overrides the choice: the
+    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `given` overrides the `schedule`: the
     tile, and into how many parts the leaves are dealt out to blocks of their own. No choice changes a bit."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
@@ -240,7 +245,7 @@ def tiles(
         leaves,
         accumulate,
         resumed,
-        tuple(schedule.items()),
+        tuple(given.items()),
     )
     if join is None:
         product(a, b, out, bias)
