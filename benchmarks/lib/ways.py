@@ -50,6 +50,8 @@ def chosen(p: Product) -> str:
             from alignkit.ops.linear import cuda
 
             return f"tree parts={cuda.parts(p)}"
+        if kernel.name == "hopper":
+            return "hopper parts=1 behind=2"
         if kernel.name == "tiles":
             from alignkit.ops.linear import triton
 
@@ -83,7 +85,9 @@ def ways(p: Product) -> dict[str, Way]:
         for says, way in cublaslt.proven(p, SUGGESTIONS):
             found[_cublaslt(says)] = way
     if hopper.unfit(p) is None:
-        found["hopper"] = hopper.prepare(p)
+        for parts in hopper.ways(p):
+            for behind in (0, 1, 2):
+                found[f"hopper parts={parts} behind={behind}"] = hopper.prepare_parts(p, parts, behind)
     tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
     few = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()
     several = [parts for parts in (1, 2, 4, 8) if parts <= p.leaves]

@@ -506,7 +506,7 @@ def cuda_kernels():
 @given(
     m=st.integers(1, 256),
     n=st.integers(1, 700),
-    leaf=st.integers(1, 6).map(lambda i: 64 * i),
+    leaf=st.integers(1, 24).map(lambda i: 16 * i),
     leaves=st.sampled_from([2, 4, 8]),
     pad=st.sampled_from([0, 8]),
     has_bias=st.booleans(),
@@ -536,17 +536,18 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     n=st.integers(1, 2112),
     k=st.integers(256, 600).map(lambda n: 8 * n),
     pad=st.sampled_from([0, 8]),
+    has_bias=st.booleans(),
     out_dtype=st.sampled_from([FP32, BF16]),
     seed=seeds,
 )
-def test_narrow_chains(m, n, k, pad, out_dtype, seed):
+def test_narrow_chains(m, n, k, pad, has_bias, out_dtype, seed):
     kernels = cuda_kernels()
     torch.manual_seed(seed)
-    a, b = operands(m, n, k, pad=pad)
+    (a, b), bias = operands(m, n, k, pad=pad), randn(n, dtype=BF16) if has_bias else None
     got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-    assert kernels.narrow_refuses(Product.of(families.CUDA, a, b, 1, None, got, False)) is None
-    kernels.narrow(a, b, None, got)
-    assert_bitwise_equal(got, by_triton(a, b, out_dtype))
+    assert kernels.narrow_refuses(Product.of(families.CUDA, a, b, 1, bias, got, False)) is None
+    kernels.narrow(a, b, bias, got)
+    assert_bitwise_equal(got, by_triton(a, b, out_dtype, bias=bias))
 
 
 @gpu
@@ -554,7 +555,7 @@ def test_narrow_chains(m, n, k, pad, out_dtype, seed):
 def test_trees_that_are_left_to_triton(case):
     kernels = cuda_kernels()
     m, n, leaves = 40, 64, 8
-    a, b = operands(300 if case == "rows" else m, n, 8 * (48 if case == "leaf" else 64), pad=8 * (case == "address"))
+    a, b = operands(300 if case == "rows" else m, n, 8 * (40 if case == "leaf" else 64), pad=8 * (case == "address"))
     bias = randn(n) if case == "bias" else None
     if case == "address":
         a = a.as_strided(a.shape, a.stride(), 4)

@@ -23,8 +23,8 @@ NARROW, LONG = 16 * SM90.multiprocessors, 2048
 NARROW_ROWS = 32
 """Each block reads all rows; with more, that takes longer than by larger tiles."""
 QUARTERED_ROWS = 64
-STEP = 64
-"""Of k: 128 bytes, of which a leaf is a multiple."""
+STEP = 16
+"""Of k, that the tensor core takes at once: a leaf is a multiple of it."""
 IDS = 256
 """Outputs of a cluster at most."""
 
@@ -50,16 +50,20 @@ def unfit(p: Product, rows: int | None = None) -> str | None:
     return None
 
 
-def _unfit_chain(p: Product, rows: int) -> str | None:
-    if p.leaves > 1:
-        return f"{p.leaves} leaves: it computes chains"
-    return "it adds no bias" if p.bias is not None else unfit(p, rows)
+def _unfit_bias(p: Product) -> str | None:
+    if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
+        return "a bias that is not contiguous bf16"
+    return None
 
 
 def few_refuses(p: Product) -> str | None:
     if p.n < WIDE:
         return f"{p.n} outputs, of at least {WIDE}"
-    return "out is not fp32" if p.out[2] != torch.float32 else _unfit_chain(p, FEWER)
+    if p.out[2] != torch.float32:
+        return "out is not fp32"
+    if p.leaves > 1:
+        return f"{p.leaves} leaves: it computes chains"
+    return "it adds no bias" if p.bias is not None else unfit(p, FEWER)
 
 
 def narrow_refuses(p: Product) -> str | None:
@@ -69,7 +73,10 @@ def narrow_refuses(p: Product) -> str | None:
 
 
 def narrow_unfit(p: Product) -> str | None:
-    return _unfit_chain(p, NARROW_ROWS)
+    """As `narrow_refuses`, of any number of outputs and any k."""
+    if p.leaves > 1:
+        return f"{p.leaves} leaves: it computes chains"
+    return _unfit_bias(p) or unfit(p, NARROW_ROWS)
 
 
 def tree_unfit(p: Product) -> str | None:
@@ -78,9 +85,7 @@ def tree_unfit(p: Product) -> str | None:
         return f"{p.leaves} leaves: it computes trees of 2, 4 or 8"
     if p.k % (p.leaves * STEP):
         return f"leaves of {p.k // p.leaves} k, no multiple of {STEP}"
-    if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
-        return "a bias that is not contiguous bf16"
-    return unfit(p, FEW)
+    return _unfit_bias(p) or unfit(p, FEW)
 
 
 def tree_refuses(p: Product) -> str | None:
@@ -102,13 +107,14 @@ def few(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None
     cuda.call("alignkit_few_product", out.device, *_matrix(a), *_matrix(b), *_matrix(out), *out.shape, a.shape[1])
 
 
-def narrow(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None:
-    """As `few`; out fp32 or bf16."""
+def narrow(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `few`, plus bias [N]; out fp32 or bf16."""
     cuda.call(
         "alignkit_narrow_product",
         out.device,
         *_matrix(a),
         *_matrix(b),
+        bias,
         *_matrix(out),
         _rounded(out),
         *out.shape,

@@ -22,6 +22,9 @@ from ...runtime.operands import MOST, Operand, operand
 from .._triton import tree_sum
 from .problem import Product
 
+_JOINED = 512
+"""Outputs of a block that joins."""
+
 
 @triton.jit
 def _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K: tl.constexpr):
@@ -129,19 +132,23 @@ def _matmul(
     tl.store(c, acc.to(C.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _join(PARTS, C, BIAS, M, N, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """C [M, N] = the balanced tree over PARTS fp32 [2^LEVELS, M, N], plus bias, rounded."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = M.to(tl.int64) * N
-    ok = at < size
-    which = tl.arange(0, 1 << LEVELS)
-    parts = tl.load(PARTS + at[:, None] + which[None, :] * size, mask=ok[:, None], other=0.0)
+@triton.jit
+def _join(PARTS, C, BIAS, N, apart, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """C [M, N] = the balanced tree over 2^LEVELS fp32 [M, N], `apart` elements from each to the next, plus bias, rounded."""
+    i, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = j < N
+    which = tl.arange(0, 1 << LEVELS).to(tl.int64)
+    parts = tl.load(PARTS + i * N + j[:, None] + which[None, :] * apart, mask=ok[:, None], other=0.0)
     acc = tree_sum(parts, LEVELS)
-    i, j = at // N, at % N
     if HAS_BIAS:
         acc += tl.load(BIAS + j, mask=ok, other=0.0).to(tl.float32)
     tl.store(C + i * scm + j, acc.to(C.dtype.element_ty), mask=ok)
+
+
+def prepared_join(device: int, m: int, n: int, apart: int, row: int, parts: int, has_bias: bool) -> Callable:
+    """What adds the parts' sums, to be called with them, out, whose rows are `row` elements apart, and the bias."""
+    rest = (n, apart, row, parts.bit_length() - 1, has_bias, _JOINED)
+    return prepared(device, _join, (m, triton.cdiv(n, _JOINED), 1), rest)
 
 
 def _tile(m: int, n: int, k: int, parts: int = 1, *, warps: int = 4, stages: int = 4) -> dict:
@@ -218,8 +225,7 @@ def _choose(
     )
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
     product = prepared(device, _matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
-    rest = (m, n, row, parts.bit_length() - 1, bias is not None, 512)
-    return product, None if whole else prepared(device, _join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
+    return product, None if whole else prepared_join(device, m, n, m * n, row, parts, bias is not None), parts
 
 
 def tiles(
