@@ -14,6 +14,8 @@ from alignkit.runtime import dispatch, families
 
 SUGGESTIONS = 64
 """How many algorithms cuBLASLt is asked for."""
+TREE_ROWS = 1024
+"""With more, k-trees are not dealt out to the blocks of few rows."""
 TILES = {
     16: ((16, 32, 128), (16, 64, 128), (64, 32, 128)),
     64: ((16, 64, 128), (64, 32, 128), (64, 64, 64)),
@@ -29,6 +31,10 @@ def _cublaslt(says: dict[str, int]) -> str:
     return "cublaslt " + " ".join(
         f"{name}={value}" for name, value in says.items() if name not in ("split_k", "reduction")
     )
+
+
+def _tree(how) -> str:
+    return f"tree parts={how.parts}" + ("" if how.parts == 1 else f" {how.width}{' below' if how.same_outputs else ''}")
 
 
 def _tiles(tile: dict) -> str:
@@ -49,7 +55,9 @@ def chosen(p: Product) -> str:
         if kernel.name == "tree":
             from alignkit.ops.linear import cuda
 
-            return f"tree parts={cuda.parts(p)}"
+            how = cuda.dealt(p)
+            assert how is not None
+            return _tree(how)
         if kernel.name == "hopper":
             return "hopper parts=1 behind=2"
         if kernel.name == "tiles":
@@ -70,9 +78,9 @@ def ways(p: Product) -> dict[str, Way]:
 
     found: dict[str, Way] = {}
     if p.backend == families.CUDA:
-        if cuda.tree_unfit(p) is None:
-            for parts in cuda.deals(p.m, p.leaves):
-                found[f"tree parts={parts}"] = partial(cuda.tree, p.leaves, parts)
+        if cuda.tree_unfit(p) is None and p.m <= TREE_ROWS:
+            for how in cuda.deals(p.m, p.leaves):
+                found[_tree(how)] = partial(cuda.tree, p.leaves, how)
         if cuda.few_refuses(p) is None:
             found["few"] = cuda.few
         if cuda.narrow_unfit(p) is None:
@@ -86,7 +94,7 @@ def ways(p: Product) -> dict[str, Way]:
             found[_cublaslt(says)] = way
     if hopper.unfit(p) is None:
         for parts in hopper.ways(p):
-            for behind in (0, 1, 2):
+            for behind in (0, 2):
                 found[f"hopper parts={parts} behind={behind}"] = hopper.prepare_parts(p, parts, behind)
     tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
     few = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()

@@ -481,16 +481,20 @@ def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
     pytest.importorskip("triton")
     from alignkit.ops.linear.cuda import deal
 
-    assert [deal(m, 4096, 8, 66) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
-    assert deal(64, 4288, 8, 66) == 2  # more tiles than clusters
-    assert deal(64, 4096, 2, 66) is None
-    assert deal(128, 5120, 8, 66) == 8 and deal(128, 4096, 4, 66) == 4 and deal(128, 4096, 2, 66) == 2
+    def parts(m, n, leaves):
+        how = deal(m, n, leaves, 66)
+        return how and how.parts
+
+    assert [parts(m, 4096, 8) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
+    assert parts(64, 4288, 8) == 2  # more tiles than clusters
+    assert parts(64, 4096, 2) is None
+    assert parts(128, 5120, 8) == 8 and parts(128, 4096, 4) == 4 and parts(128, 4096, 2) == 2
     assert all(
-        parts <= leaves <= 4 * parts
+        chosen <= leaves <= 4 * chosen
         for leaves in (2, 4, 8)
         for n in range(1, 20000, 777)
         for m in (65, 129)
-        for parts in [deal(m, n, leaves, 66)]
+        for chosen in [parts(m, n, leaves)]
     )
 
 
@@ -504,7 +508,7 @@ def cuda_kernels():
 
 @gpu
 @given(
-    m=st.integers(1, 256),
+    m=st.integers(1, 600),
     n=st.integers(1, 700),
     leaf=st.integers(1, 24).map(lambda i: 16 * i),
     leaves=st.sampled_from([2, 4, 8]),
@@ -522,11 +526,10 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
     want = torch.empty(m, n, dtype=out_dtype)
     tiles(a, b, leaves, bias, want, False)
-    for parts in (1, 2, 4, 8):
-        if m <= kernels.QUARTERED_ROWS and leaves >= 4 if parts == 1 else parts <= leaves <= 4 * parts:
-            got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-            kernels.tree(leaves, parts, a, b, bias, got)
-            assert_bitwise_equal(got, want, f"{parts} parts")
+    for how in kernels.deals(m, leaves):
+        got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
+        kernels.tree(leaves, how, a, b, bias, got)
+        assert_bitwise_equal(got, want, str(how))
     assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=out_dtype), want, "by choice")
 
 
@@ -566,12 +569,15 @@ def test_trees_that_are_left_to_triton(case):
 
 
 @gpu
-@pytest.mark.parametrize("m,leaves,parts", [(65, 8, 1), (40, 2, 1), (40, 8, 3), (40, 4, 8)])
-def test_trees_that_cannot_be_dealt_out_so(m, leaves, parts):
+@pytest.mark.parametrize(
+    "m,leaves,how",
+    [(65, 8, (1,)), (40, 2, (1,)), (40, 8, (3,)), (40, 4, (8,)), (40, 8, (8, 80)), (40, 8, (8, 64, True))],
+)
+def test_trees_that_cannot_be_dealt_out_so(m, leaves, how):
     kernels = cuda_kernels()
     a, b = operands(m, 64, 64 * leaves)
     with pytest.raises(BackendError, match="alignkit_few_tree: .*invalid argument"):
-        kernels.tree(leaves, parts, a, b, None, torch.empty(m, 64))
+        kernels.tree(leaves, kernels.Deal(*how), a, b, None, torch.empty(m, 64))
 
 
 @gpu

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -85,13 +86,13 @@ def tree_unfit(p: Product) -> str | None:
         return f"{p.leaves} leaves: it computes trees of 2, 4 or 8"
     if p.k % (p.leaves * STEP):
         return f"leaves of {p.k // p.leaves} k, no multiple of {STEP}"
-    return _unfit_bias(p) or unfit(p, FEW)
+    return _unfit_bias(p) or unfit(p)
 
 
 def tree_refuses(p: Product) -> str | None:
-    if (why := tree_unfit(p)) is not None:
+    if (why := tree_unfit(p) or unfit(p, FEW)) is not None:
         return why
-    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if parts(p) is None else None
+    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if dealt(p) is None else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -130,37 +131,53 @@ def prepare_narrow(p: Product) -> Callable:
     return narrow
 
 
-def deals(m: int, leaves: int) -> list[int]:
-    """Into how many parts the leaves of a tile can be dealt out to blocks; 1: a cluster has all of them."""
-    whole = [1] if m <= QUARTERED_ROWS and leaves >= 4 else []
-    return whole + [parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts]
+class Deal(NamedTuple):
+    """How the leaves of a tile are dealt out to blocks; no bit depends on it."""
+
+    parts: int
+    """Blocks for a tile, whose sums go through memory; 1: a cluster has all leaves of 64 outputs by up to 64 rows."""
+    width: int = 64
+    """Rows of a block, which has 128 outputs."""
+    same_outputs: bool = False
+    """The two blocks of a cluster have the same outputs, and rows below each other, instead of the same rows."""
 
 
-def deal(m: int, n: int, leaves: int, clusters: int) -> int | None:
-    """Into how many of `deals` the leaves of a tile are dealt out; None: that is for Triton. Parts cost the time of writing
-    and joining them, and with all leaves in a cluster more blocks read each row."""
+def deals(m: int, leaves: int) -> list[Deal]:
+    """All that are possible."""
+    whole = [Deal(1)] if m <= QUARTERED_ROWS and leaves >= 4 else []
+    widths = [(64, False)] if m <= 64 else [(96, False), (128, False), (96, True), (128, True)]
+    return whole + [Deal(parts, *width) for parts in (2, 4, 8) if parts <= leaves <= 4 * parts for width in widths]
+
+
+def deal(m: int, n: int, leaves: int, clusters: int) -> Deal | None:
+    """Which of `deals`; None: that is for Triton. Parts cost the time of writing and joining them, and with all leaves in a
+    cluster more blocks read each row."""
     if m <= QUARTERED_ROWS:
         if m <= 16 or leaves < 4:
             return None
-        return 1 if -(-n // 64) <= clusters else 2
+        return Deal(1 if -(-n // 64) <= clusters else 2)
     tiles = -(-n // (IDS if m <= 128 else IDS // 2))
-    return min(deals(m, leaves), key=lambda parts: (-(-tiles * parts // clusters) / parts, parts))
+    parts = min(
+        (parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
+        key=lambda parts: (-(-tiles * parts // clusters) / parts, parts),
+    )
+    return Deal(parts, 128, m > 128)
 
 
-def parts(p: Product) -> int | None:
+def dealt(p: Product) -> Deal | None:
     """As `deal`."""
     return deal(p.m, p.n, p.leaves, p.multiprocessors // 2)  # a cluster is two blocks
 
 
 def prepare_tree(p: Product) -> Callable:
-    return functools.partial(tree, p.leaves, parts(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
+    return functools.partial(tree, p.leaves, dealt(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
 
 
 def tree(
-    leaves: int, parts: int, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    leaves: int, how: Deal, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]. On `parts`, of
-    `deal`, no bit depends."""
+    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]."""
+    parts, width, same_outputs = how
     (m, k), n = a.shape, len(b)
     pitch = -(-n // IDS) * IDS
     sums = None if parts == 1 else torch.empty(parts, m, pitch, dtype=torch.float32, device=out.device)
@@ -175,6 +192,8 @@ def tree(
         sums,
         ctypes.c_int64(pitch),
         parts,
+        width,
+        int(same_outputs),
         m,
         n,
         k,

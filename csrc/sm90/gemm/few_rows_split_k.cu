@@ -1,4 +1,4 @@
-// out [m, n] = a [m, k] . b [n, k]^T for at most 256 rows, each output a k-tree: 2, 4 or 8 leaves, chains over equal parts of
+// out [m, n] = a [m, k] . b [n, k]^T for few rows, each output a k-tree: 2, 4 or 8 leaves, chains over equal parts of
 // k, joined by the balanced tree. Few rows make few tiles, so the leaves of a tile are dealt out to blocks, until all
 // multiprocessors read b at once.
 //
@@ -198,11 +198,12 @@ cudaError_t launch_quarters(const Matrix& a, const Matrix& b, int k, const Targe
 // the next rows of a.
 enum class Common { kA, kB };
 
-// Sums of a part's leaves, to sums [parts, m, pitch]; `steps` is that of a leaf. A task is a part of a cluster's tile.
+// Sums of a part's leaves, to sums [parts, m, pitch]; `steps` is that of a leaf. A task is a part of a cluster's tile, of which
+// `down` are above each other.
 template <int kWidth, int kLeaves, Common kCommon>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     part_gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, int m, int steps, int parts,
-              int tasks, float* out, int64_t pitch) {
+              int tasks, int down, float* out, int64_t pitch) {
   using Sh = WideShared<kWidth>;
   extern __shared__ uint8_t raw[];
   Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
@@ -219,12 +220,18 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   constexpr bool common_a = kCommon == Common::kA;
   constexpr uint16_t all = (1 << kBlocks) - 1;
   int rank = cluster_rank(), stage = 0, phase = 0, clusters = gridDim.x / kBlocks;
-  int group = __shfl_sync(~0u, threadIdx.x / 128, 0), row = common_a ? 0 : rank * kWidth;
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  auto place = [&](int task, int& id, int& row) {
+    int tile = task / parts, above = tile % down, across = tile / down;
+    id = (common_a ? kBlocks * across + rank : across) * kIds;
+    row = (common_a ? above : kBlocks * above + rank) * kWidth;
+  };
   if (group == 2) {
     registers_down<40>();
     if (threadIdx.x % 128 == 0)
       for (int task = blockIdx.x / kBlocks; task < tasks; task += clusters) {
-        int tile = task / parts, id = (common_a ? kBlocks * tile + rank : tile) * kIds;
+        int id, row;
+        place(task, id, row);
         int leaf = task % parts * kLeaves, end = leaf + kLeaves;
         for (; leaf < end; ++leaf)
           for (int k = 0; k < steps * kStep; k += kStep, step<Sh::kDepth>(stage, phase)) {
@@ -235,7 +242,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
             if (common_a) {
               int half = rank * (kWidth / kBlocks);
               copy_box(to_b, &b, k, leaf, id, full);
-              copy_box_to(all, to_a + half * kStep, &a, k, leaf, half, full);
+              copy_box_to(all, to_a + half * kStep, &a, k, leaf, row + half, full);
             } else {
               int half = rank * (kIds / kBlocks);
               copy_box_to(all, to_b + half * kStep, &b, k, leaf, id + half, full);
@@ -251,7 +258,8 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
       subtree<kLeaves>(sums, [&](float(&s)[kWidth / 2]) {
         leaf<Sh::kDepth, sizeof(WideStage<kWidth>), kBlocks>(s, of_a, of_b, sh.full, sh.empty, steps, stage, phase);
       });
-      int tile = task / parts, id = (common_a ? kBlocks * tile + rank : tile) * kIds;
+      int id, row;
+      place(task, id, row);
       Place p(static_cast<int>(pitch), id + group * kGroupRows, row);
       float* to = out + task % parts * (m * pitch) + p.row;
 #pragma unroll
@@ -326,28 +334,37 @@ cudaError_t launch_parts(const Matrix& a, const Matrix& b, int m, int n, int k, 
   constexpr int bytes = sizeof(WideShared<kWidth>) + 1024, ids = common_a ? kBlocks * kIds : kIds;
   int held;
   if (cudaError_t e = prepare<kernel>(bytes, kBlocks, &held)) return e;
-  int tasks = (n + ids - 1) / ids * parts;
+  constexpr int rows = common_a ? kWidth : kBlocks * kWidth;
+  int down = (m + rows - 1) / rows, tasks = (n + ids - 1) / ids * down * parts;
   int rounds = (tasks + held - 1) / held, clusters = (tasks + rounds - 1) / rounds;
   return launch_early(kernel, clusters * kBlocks, kThreads, bytes, stream, maps[0], maps[1], m,
-                      steps_of(k, leaves), parts, tasks, sums, pitch);
+                      steps_of(k, leaves), parts, tasks, down, sums,
+                      pitch);
 }
 
 template <int kLeaves>
-cudaError_t launch_parts(const Matrix& a, const Matrix& b, int m, int n, int k, int parts, float* sums, int64_t pitch,
-                         cudaStream_t stream) {
-  if (m <= 64) return launch_parts<64, kLeaves, Common::kA>(a, b, m, n, k, parts, sums, pitch, stream);
-  if (m <= 128) return launch_parts<128, kLeaves, Common::kA>(a, b, m, n, k, parts, sums, pitch, stream);
-  return launch_parts<128, kLeaves, Common::kB>(a, b, m, n, k, parts, sums, pitch, stream);
+cudaError_t launch_parts(int width, Common common, const Matrix& a, const Matrix& b, int m, int n, int k, int parts,
+                         float* sums, int64_t pitch, cudaStream_t stream) {
+  auto launch = [&](auto launched) { return launched(a, b, m, n, k, parts, sums, pitch, stream); };
+  if (common == Common::kA && width == 64) return launch(launch_parts<64, kLeaves, Common::kA>);
+  if (common == Common::kA && width == 96) return launch(launch_parts<96, kLeaves, Common::kA>);
+  if (common == Common::kA && width == 128) return launch(launch_parts<128, kLeaves, Common::kA>);
+  if (common == Common::kB && width == 96) return launch(launch_parts<96, kLeaves, Common::kB>);
+  if (common == Common::kB && width == 128) return launch(launch_parts<128, kLeaves, Common::kB>);
+  return cudaErrorInvalidValue;
 }
 
 template <class Out>
-cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int parts, float* sums, int64_t pitch,
-                        const Target<Out>& t, cudaStream_t stream) {
+cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int parts, int width, Common common,
+                        float* sums, int64_t pitch, const Target<Out>& t, cudaStream_t stream) {
   if (parts == 1)
     return leaves == 8 ? launch_quarters<2>(a, b, k, t, stream) : launch_quarters<1>(a, b, k, t, stream);
-  cudaError_t e = leaves == parts       ? launch_parts<1>(a, b, t.m, t.n, k, parts, sums, pitch, stream)
-                  : leaves == 2 * parts ? launch_parts<2>(a, b, t.m, t.n, k, parts, sums, pitch, stream)
-                                        : launch_parts<4>(a, b, t.m, t.n, k, parts, sums, pitch, stream);
+  auto launch = [&](auto launched) {
+    return launched(width, common, a, b, t.m, t.n, k, parts, sums, pitch, stream);
+  };
+  cudaError_t e = leaves == parts       ? launch(launch_parts<1>)
+                  : leaves == 2 * parts ? launch(launch_parts<2>)
+                                        : launch(launch_parts<4>);
   return e ? e : launch_join(parts, sums, pitch, t, stream);
 }
 
@@ -356,23 +373,25 @@ cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int
 
 using namespace alignkit;
 
-// out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 256; a leaf, k / leaves, is a multiple of 16. bias [n],
-// bf16, or null. Leaves are dealt out to `parts` blocks, 2, 4 or 8, one, two or four for each, by way of sums, fp32
-// [parts, m, sums_pitch]; sums_pitch is a multiple of 256 and at least n. If parts is 1, m is at most 64, and there are 4 or 8
-// leaves. Returns a cudaError_t.
+// out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 65535; a leaf, k / leaves, is a multiple of 16. bias
+// [n], bf16, or null. Leaves are dealt out to `parts` blocks, 2, 4 or 8, one, two or four for each, by way of sums, fp32
+// [parts, m, sums_pitch]; sums_pitch is a multiple of 256 and at least n. The two blocks of a cluster have `width` rows each: 96
+// or 128 and the same outputs if `common_b`, else 64, 96 or 128, the same of both. If parts is 1, m is at most 64, and there are 4
+// or 8 leaves. Returns a cudaError_t.
 extern "C" int alignkit_few_tree(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, const void* bias, void* out,
-                                 int64_t out_pitch, int out_bf16, float* sums, int64_t sums_pitch, int parts, int m, int n,
-                                 int k, int leaves, cudaStream_t stream) {
+                                 int64_t out_pitch, int out_bf16, float* sums, int64_t sums_pitch, int parts, int width,
+                                 int common_b, int m, int n, int k, int leaves, cudaStream_t stream) {
   bool quarters = parts == 1 && m <= kQuarterWidth && (leaves == 4 || leaves == 8);
   bool dealt = sums && (parts == 2 || parts == 4 || parts == 8) &&
                (leaves == parts || leaves == 2 * parts || leaves == 4 * parts);
-  if (m > 256 || k % (leaves * 16) || !(quarters || dealt)) return cudaErrorInvalidValue;
+  if (m > 65535 || k % (leaves * 16) || !(quarters || dealt)) return cudaErrorInvalidValue;
   Matrix left{a, a_pitch}, right{b, b_pitch};
   auto run = [&](auto* to) {
     using Out = std::remove_pointer_t<decltype(to)>;
     bool fours = (n | out_pitch) % 4 == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(Four<Out>) == 0;
     Target<Out> target{static_cast<const __nv_bfloat16*>(bias), to, out_pitch, m, n, fours};
-    return launch_tree(left, right, k, leaves, parts, sums, sums_pitch, target, stream);
+    return launch_tree(left, right, k, leaves, parts, width, common_b ? Common::kB : Common::kA, sums, sums_pitch, target,
+                       stream);
   };
   return out_bf16 ? run(static_cast<__nv_bfloat16*>(out)) : run(static_cast<float*>(out));
 }
