@@ -57,7 +57,24 @@ __device__ __forceinline__ void copy_box_to(uint16_t blocks, void* to, const CUt
       : "memory");
 }
 
-// The copy engine: a box of a tensor of four dimensions to shared memory; outside of the tensor it reads zeros.
+// The copy engine: a box of a tensor of three or four dimensions to shared memory; outside of the tensor it reads zeros.
+
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(b))
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box_to(uint16_t blocks, void* to, const CUtensorMap* map, int x, int y, int z,
+                                            uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(b)), "h"(blocks)
+      : "memory");
+}
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, int u, uint64_t* b) {
   asm volatile(
