@@ -25,8 +25,8 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
-from unittest import mock
 from types import ModuleType
+from unittest import mock
 
 import torch
 from attention import Case, Decode, Packed, cases
