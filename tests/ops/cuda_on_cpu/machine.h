@@ -30,9 +30,6 @@ using std::min;
 struct uint4 {
   uint32_t x, y, z, w;
 };
-struct float2 {
-  float x, y;
-};
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct float2 {
   float x, y;
