@@ -69,7 +69,7 @@ def compare_builds(paths: list[Path], watch: Stopwatch, seconds: float) -> int:
     builds, status = {path.stem: by_build(path) for path in paths}, 0
     odd = Case(40, 30000, drawn=True)  # lengths that no block divides
     for case in [odd, Case(40, 30000, 28, 4, 64, drawn=True), *cases("forward", quick=False)]:
-        problem = Packed(case, watch.device, gradients=False)
+        problem = Packed(case, watch.device)
         inputs = problem.q, problem.k, problem.v, problem.starts, case.head_dim**-0.5
         want = [t.view(torch.uint8) for t in kernels.forward(*inputs)]
         for name, forward in builds.items():
