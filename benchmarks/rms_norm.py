@@ -114,7 +114,7 @@ def _quack():
     return norm
 
 
-IMPLS: dict[str, Callable[[], Callable]] = {
+IMPLS: dict[str, Callable[[], Callable | None]] = {
     "alignkit": lambda: _ours,
     "alignkit-triton": lambda: _ours,
     "torch": lambda: _torch,

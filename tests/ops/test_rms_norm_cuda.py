@@ -96,7 +96,7 @@ def assert_same(x, residual, weight, zero_centered, kind, what):
     tensors = (total, dy, weight) if d_total is None else (total, dy, weight, d_total)
     if kernels.backward_refuses(Norm("cuda", tuple(map(operand, tensors)))) is not None:
         return
-    for chains in (0, 1, 2, 3, 7, 8, -2, -5, -16):
+    for chains in (0, 1, 2, 4, 8, -2, -4, -8):
         got = kernels.backward(dy, total, weight, rstd, d_total, zero_centered, FP32, chains)
         for name, a, b in zip(("dx", "dweight"), got, (dx, dweight), strict=True):
             assert_bitwise_equal(a, b, f"{name}, {what}, {chains} chains")

@@ -36,7 +36,7 @@ def kernels(tmp_path_factory):
     source = folder / "sm90/rms_norm/rms_norm.cpp"
     source.write_text(text)
     library = folder / "kernel.so"
-    options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared"
+    options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"  # that forbids jumps to other stacks
     subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
     lib = ctypes.CDLL(str(library))
 
@@ -112,7 +112,7 @@ def test_backward(kernels, rows, h, total):
     x, dy, weight, d_total = draw(rows, h + 16)[:, 8 : 8 + h], draw(rows, h), draw(h), draw(rows, h) if total else None
     _, rstd = wanted_forward(x, weight, -0.0)
     dx, dweight = wanted_backward(dy, x, weight, -0.0, rstd, d_total)
-    for chains in (0, 1, 3, 7, -2, -5):
+    for chains in (0, 1, 2, 4, 8, -2, -4, -8):
         got = kernels.backward(dy, x, weight, rstd, d_total, dweight_dtype=FP32, chains=chains)
         for name, a, b in zip(("dx", "dweight"), got, (dx, dweight), strict=True):
             assert_bitwise_equal(a, b, f"{name}, {chains} chains")

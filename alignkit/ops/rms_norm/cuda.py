@@ -13,8 +13,9 @@ from . import triton
 from .problem import Norm
 
 NARROW, LONG, WIDE, ROWS = 32, 2048, 16384, 1 << 27
-"""Rows are longer than the first, forward than the second, where Triton no longer copies as fast as memory; no longer than the
-third; at most so many."""
+"""Rows are longer than the first, forward than the second, no longer than the third; at most so many."""
+EVEN = 4096
+"""Forward, a length that Triton need not pad to a power of two, and copies as fast as memory."""
 
 
 @cuda.mirrors("AlignkitNormRows")
@@ -48,6 +49,8 @@ class _NormGrad(ctypes.Structure):
 
 
 def forward_refuses(p: Norm) -> str | None:
+    if p.tensors[0][0][-1] == EVEN:
+        return f"rows of {EVEN}, which Triton need not pad"
     return _unfit(p, LONG)
 
 
@@ -92,8 +95,8 @@ def backward(
     dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dweight_dtype=torch.bfloat16, chains: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. chains: a schedule, on
-    which no bit depends: how many chains of dweight a block's lanes that share rows take one after the other; -n: n those of
-    a first block, then one; 0: as is best."""
+    which no bit depends: of how many chains of dweight one sum in memory is, 1, 2, 4 or 8, if the kernel has so many; -n: of
+    n, then of fewer, as for a device that holds one block; 0: as is best."""
     h = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)

@@ -5,6 +5,7 @@
 // vector's place in its row, lowest first: the balanced tree goes over a vector, then lanes, then vectors, then warps. A pair
 // has one sum, so which of its two threads adds cannot change a bit.
 #include <algorithm>
+#include <cstdlib>
 
 #include "../../interface.h"
 #include "../ptx/copy.cuh"
@@ -35,7 +36,7 @@ struct AlignkitNormGrad {
   float* workspace;
   int rows, heads, h, zero_centered;
   int rounded;  // dweight is bf16
-  int chains;   // of a range; -n: n for a block, then one; 0: as is best
+  int chains;   // of a run; -n: n, then fewer; 0: as is best
 };
 
 ALIGNKIT_LAYOUT(AlignkitNormRows, data, token, head)
@@ -209,47 +210,36 @@ __global__ void __launch_bounds__(kMostColumns / (kVectors * kColumns), 2)
   }
 }
 
-// Backward: a team takes a range of chains, one after the other without a pause, and joins their sums, each thread those of its
-// columns, as far as the tree over all chains allows: to whole subtrees of up to 2^kLevels chains, which are parts. A second
-// kernel joins the parts. A zero is added to a chain's sum, which makes a negative zero a positive one: so sums of absent rows
-// and chains, which are zero, can be added or left out.
+// Backward: a team takes one run of 1, 2, 4 or 8 chains and joins their sums, each thread those of its columns. The sums of
+// runs are joined by a second kernel. A zero is added to a chain's sum, which makes a negative zero a positive one: so sums of
+// absent rows and chains, which are zero, can be added or left out.
 
-constexpr int kMostLevels = 3;
-constexpr int kSlice = 128;  // columns of a block of the second kernel
+constexpr int kMostLevels = 3;  // a run is of 2^level chains
+constexpr int kSlice = 128;     // columns of a block of the second kernel
 constexpr int kMostGroups = 256;
 
-// Ranges of as many chains each, of whole blocks: the first of them, its block and its first chain.
+// Runs of one length, of whole blocks: the first of them, its block and its first chain.
 struct Segment {
-  uint32_t block, chain, each;
+  uint32_t block, run, chain, level;
 };
 
 struct Plan {
-  Segment segments[2];
+  Segment segments[kMostLevels + 1];
   uint32_t count, chains, blocks;
-  int levels;     // a part has at most 2^levels chains
   int each;       // chains of a warp of the second kernel, a multiple of 16
   int groups;     // of so many chains as a block of it has
-  float* parts;   // a row for each chain, of which a part's first has the sum
+  float* parts;   // the sums of runs
   float* joined;  // of groups
   int* arrived;   // blocks of the second kernel, for each of its slices of columns
 
   // The segment that has a block or a chain, by where each begins.
   template <uint32_t Segment::*kBegin>
   __device__ __forceinline__ Segment of(uint32_t i) const {
-    return count > 1 && i >= segments[1].*kBegin ? segments[1] : segments[0];
-  }
-
-  // Whether a part begins with this chain: the largest subtree around it that lies within its range.
-  __device__ __forceinline__ bool part_begins(uint32_t chain) const {
-    const Segment s = of<&Segment::chain>(chain);
-    const uint32_t begin = s.chain + (chain - s.chain) / s.each * s.each, end = min(begin + s.each, chains);
-    uint32_t part = chain;
+    Segment s = segments[0];
 #pragma unroll
-    for (int l = 1; l <= kMostLevels; ++l) {
-      uint32_t first = chain >> l << l;
-      if (l <= levels && first >= begin && first + (1u << l) <= end) part = first;
-    }
-    return chain < chains && part == chain;
+    for (int j = 1; j <= kMostLevels; ++j)
+      if (j < count && i >= segments[j].*kBegin) s = segments[j];
+    return s;
   }
 };
 
@@ -362,12 +352,11 @@ __global__ void __maxnreg__(kRegisters)
     for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) plan.arrived[i] = 0;
   Team team;
   const Segment segment = plan.of<&Segment::block>(blockIdx.x);
-  const uint32_t range = (blockIdx.x - segment.block) * Team::kOfBlock;  // of the segment's, the block's first
-  const uint32_t begin = segment.chain + (range + team.id) * segment.each;
-  const uint32_t end = min(begin + segment.each, plan.chains);
+  const uint32_t block_run = (blockIdx.x - segment.block) * Team::kOfBlock;  // of the segment's
+  const uint32_t chain = segment.chain + ((block_run + team.id) << segment.level);
   // This team's first row, and that of the warp's first team, which has the first rows.
-  const uint32_t own = begin * kChain, first = (segment.chain + (range + team.first) * segment.each) * kChain;
-  const int steps = kSteps * segment.each;
+  const uint32_t own = chain * kChain, first = (segment.chain + ((block_run + team.first) << segment.level)) * kChain;
+  const int steps = kSteps << segment.level;
   OwnRing ring(shared);
   uint32_t rows = p.rows;
   auto copy = [&](int stage, int n) {
@@ -473,33 +462,37 @@ __global__ void __maxnreg__(kRegisters)
     }
     if (!kKept || first + n * Team::kRows >= rows) copy(stage, n + OwnRing::kDepth);
     stage ^= 1;
-    if (n % kSteps != kSteps - 1) continue;
-    // A chain is done. Its sum joins those that wait on its left; the joined sum waits if what it is joined to next is in this
-    // range too, and is a part if not.
-    const uint32_t chain = begin + n / kSteps;
-    int joins = 0;
-    while (joins < kLevels && chain >> joins & 1 && ((chain >> joins) - 1) << joins >= begin) ++joins;
-    const bool waits_on = joins < kLevels && !(chain >> joins & 1) && ((chain >> joins) + 2) << joins <= end;
+    if (n % kSteps != kSteps - 1 || n == steps - 1) continue;
+    // A chain but the last is done: it joins those that wait, and waits itself.
+    const int joins = __ffs(~(n / kSteps)) - 1;
 #pragma unroll
-    for (int i = 0; i < Team::kOfRow; ++i) {
+    for (int i = 0; i < Team::kOfRow; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        dw[i][j] += 0.0f;
+        float done = dw[i][j] + 0.0f;
 #pragma unroll
         for (int l = 0; l < kLevels; ++l) {
-          if (l < joins) dw[i][j] = waits[l][i][j] + dw[i][j];
-          if (l == joins) waits[l][i][j] = dw[i][j];
+          if (l < joins) done = waits[l][i][j] + done;
+          if (l == joins) waits[l][i][j] = done;
         }
+        dw[i][j] = 0.0f;
       }
-      const int column = team.column + i * kAcross;
-      if (!waits_on && chain < end && column < p.h) {
-        float4* at = reinterpret_cast<float4*>(plan.parts + int64_t{chain >> joins << joins} * p.h + column);
-        __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
-        __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
-      }
+  }
+  if (chain >= plan.chains) return;
 #pragma unroll
-      for (float& f : dw[i]) f = 0.0f;
+  for (int i = 0; i < Team::kOfRow; ++i) {
+    int column = team.column + i * kAcross;
+    if (column >= p.h) continue;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      dw[i][j] += 0.0f;
+#pragma unroll
+      for (int l = 0; l < kLevels; ++l)
+        if (l < segment.level) dw[i][j] = waits[l][i][j] + dw[i][j];
     }
+    float4* at = reinterpret_cast<float4*>(plan.parts + int64_t{segment.run + block_run + team.id} * p.h + column);
+    __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
+    __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
   }
 }
 
@@ -545,28 +538,29 @@ __device__ __forceinline__ float4 join_leaves(int batches, const Fetch& fetch, f
   return sum;
 }
 
-// The parts to dweight. Of the blocks of a slice of columns, the last to be done joins what all have.
+// The sums of runs to dweight. Of the blocks of a slice of columns, the last to be done joins what all have.
 __global__ void __launch_bounds__(kJoinWarps * 32, 3)
     rms_norm_join(const __grid_constant__ Plan plan, int h, void* dweight, int rounded) {
   __shared__ float4 shared[kJoinWarps][32];
   __shared__ bool last;
-  int column = blockIdx.x * kSlice + threadIdx.x % 32 * 4, batches = plan.each / 16;
-  auto begins_of = [&](int batch) {  // of its chains, those that a part begins with
-    uint32_t chain = (blockIdx.y * kJoinWarps * batches + batch) * 16 + threadIdx.x % 16;
-    return __ballot_sync(~0u, plan.part_begins(chain));
-  };
-  const int warp_begin = threadIdx.x / 32 * batches;
-  const uint32_t begins_first = begins_of(warp_begin);
   wait_for_kernel_before();
-  // A part's other chains are zero, which changes nothing.
+  int column = blockIdx.x * kSlice + threadIdx.x % 32 * 4;
+  // Of a run, the first chain has the sum and the others are zero, which changes nothing.
+  int batches = plan.each / 16;
   auto of_chains = [&](int batch, float4 (&v)[16]) {
-    const uint32_t chain = (blockIdx.y * kJoinWarps * batches + batch) * 16;
-    const uint32_t begins = batch == warp_begin ? begins_first : begins_of(batch);
+    uint32_t chain = (blockIdx.y * kJoinWarps * batches + batch) * 16;
+    const Segment segment = plan.of<&Segment::chain>(chain);
+    const uint32_t inside = (1u << segment.level) - 1;
+    const float4* at = reinterpret_cast<const float4*>(
+        plan.parts + int64_t{segment.run + ((chain - segment.chain) >> segment.level)} * h + column);
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      v[i] = begins >> i & 1 && column < h
-                 ? __ldcg(reinterpret_cast<const float4*>(plan.parts + int64_t{chain + i} * h + column))
-                 : float4();
+    for (int i = 0; i < 16; ++i) {
+      v[i] = float4();
+      if (!(i & inside) && chain + i < plan.chains && column < h) {
+        v[i] = __ldcg(at);
+        at += h / 4;
+      }
+    }
   };
   float4 sum = join_leaves<16>(batches, of_chains, shared);
   if (gridDim.y > 1) {
@@ -640,26 +634,22 @@ cudaError_t launch_norm(const AlignkitNorm& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Ranges for teams of which a block has `of_block` and the device holds `slots` blocks. each: their chains; -n: n for as many
-// blocks as the device holds, then one; 0: as many for all teams that are held, or one more.
-Plan plan_of(uint32_t chains, uint32_t of_block, uint32_t slots, int levels, int each) {
+// Runs of 2^most chains, of teams of which a block has `of_block`: all, or else whole waves of them, of 9 in 10 chains, then
+// likewise shorter ones of what is left, so that multiprocessors are done at much the same time. Each length's chains but the
+// last's are a multiple of the 16 that the second kernel reads at once.
+Plan plan_of(uint32_t chains, uint32_t of_block, uint32_t slots, int most, bool alike) {
   Plan plan = {};
   plan.chains = chains;
-  plan.levels = levels;
-  uint32_t chain = 0;
-  auto add = [&](uint32_t blocks, uint32_t of_team) {
-    blocks = std::min(blocks, up(chains - chain, of_block * of_team));
-    if (!blocks) return;
-    plan.segments[plan.count++] = {plan.blocks, chain, of_team};
-    plan.blocks += blocks, chain = std::min(chains, chain + blocks * of_block * of_team);
-  };
-  uint32_t teams = slots * of_block, least = chains / teams;
-  if (each < 0) add(slots, -each);
-  if (each) {
-    add(chains, std::max(each, 1));
-  } else {
-    add(up(chains - least * teams, of_block), least + 1);
-    if (least) add(slots, least);
+  uint32_t run = 0, chain = 0;
+  for (int level = most; chain < chains; --level) {
+    uint32_t of = of_block << level, rest = chains - chain, blocks = up(rest, of);
+    if (level > 0 && !alike) {
+      blocks = 9 * rest / (10 * of * slots) * slots;
+      while (blocks * of % 16) --blocks;
+    }
+    if (!blocks) continue;
+    plan.segments[plan.count++] = {plan.blocks, run, chain, static_cast<uint32_t>(level)};
+    plan.blocks += blocks, run += blocks * of_block, chain += blocks * of;
   }
   plan.each = 16;
   while (up(chains, plan.each * kJoinWarps) > kMostGroups) plan.each *= 2;
@@ -670,10 +660,15 @@ Plan plan_of(uint32_t chains, uint32_t of_block, uint32_t slots, int levels, int
 template <class Team, bool kTotal, int kLevels, int kRegisters, bool kKept = false>
 cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
   constexpr auto kernel = rms_norm_grad<Team, kTotal, kLevels, kRegisters, kKept>;
-  int threads = Team::threads(p.h), bytes = threads * BackwardRing<kTotal>::kBytes;
+  int threads = Team::threads(p.h), bytes = threads * BackwardRing<kTotal>::kBytes, most = kLevels;
   uint32_t slots, chains = up(p.rows, kChain);
   if (cudaError_t e = held<kernel>(threads, bytes, &slots)) return e;
-  Plan plan = plan_of(chains, Team::kOfBlock, p.chains < 0 ? 1 : slots, kLevels, p.chains);
+  while (p.chains && 1 << most > std::abs(p.chains)) --most;
+  if (p.chains < 0) slots = 1;
+  uint32_t blocks = up(chains, Team::kOfBlock << most), waves = up(blocks, slots);
+  // Measured: where the last of several waves is all but full, short runs gain nothing, unless threads have one vector.
+  bool alike = p.chains ? p.chains > 0 : Team::kOfRow > 1 && waves > 3 && 16 * blocks >= 15 * waves * slots;
+  Plan plan = plan_of(chains, Team::kOfBlock, slots, most, alike);
   plan.parts = p.workspace;
   plan.joined = plan.parts + int64_t{chains} * p.h;
   plan.arrived = reinterpret_cast<int*>(plan.joined + int64_t{plan.groups} * p.h);

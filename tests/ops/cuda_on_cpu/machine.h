@@ -2,6 +2,7 @@
 // barriers, the tensor core, the copy engine) is done by plain code. It knows the layouts and orders of the real
 // machine, not its speed: a product is computed when it is waited for, from what registers and shared memory hold then.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -88,9 +89,9 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  bool done = false;
+  ucontext_t context;  // where it begins
+  jmp_buf here;        // and where it stays: jumps, unlike changes of context, are no calls of the kernel
+  bool begun = false, done = false;
   std::vector<Product> products;
   std::vector<size_t> groups;  // where each begins that has ended but has not been waited for
   size_t group_begin = 0;
@@ -98,14 +99,25 @@ struct Fiber {
 };
 
 inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
+inline std::vector<std::unique_ptr<char[]>> stacks;
+inline jmp_buf scheduler;
 inline int current;
 inline dim3 block, grid;
 inline int threads;
 inline int64_t moves;  // things that others may be waiting for
 inline std::function<void()> body;
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+  if (!_setjmp(fibers[current].here)) _longjmp(scheduler, 1);
+}
+
+__attribute__((noinline)) inline void resume(int i) {
+  current = i;
+  if (_setjmp(scheduler)) return;
+  if (fibers[i].begun) _longjmp(fibers[i].here, 1);
+  fibers[i].begun = true;
+  setcontext(&fibers[i].context);
+}
 
 [[noreturn]] inline void fail(const char* what) {
   std::fprintf(stderr, "thread %d of block %u: %s\n", current, block.x, what);
@@ -148,12 +160,13 @@ inline void run_block(std::function<void()> f) {
   fibers.resize(threads);
   whole = {};
   for (auto& w : warps) w = {};
-  for (auto& f : fibers) {
-    f.stack.reset(new char[kStackBytes]);
-    getcontext(&f.context);
-    f.context.uc_stack = {f.stack.get(), 0, kStackBytes};
-    f.context.uc_link = nullptr;
-    makecontext(&f.context, enter, 0);
+  while (stacks.size() < fibers.size()) stacks.emplace_back(new char[kStackBytes]);
+  for (size_t i = 0; i < fibers.size(); ++i) {
+    ucontext_t& context = fibers[i].context;
+    getcontext(&context);
+    context.uc_stack = {stacks[i].get(), 0, kStackBytes};
+    context.uc_link = nullptr;
+    makecontext(&context, enter, 0);
   }
   int left = threads, idle = 0;
   while (left) {
@@ -162,8 +175,7 @@ inline void run_block(std::function<void()> f) {
     for (int i = 0; i < threads; ++i) {
       if (fibers[i].done) continue;
       ++left;
-      current = i;
-      swapcontext(&scheduler, &fibers[i].context);
+      resume(i);
     }
     idle = moves == before ? idle + 1 : 0;
     if (left && idle > 3) fail("everybody waits");
