@@ -42,7 +42,7 @@ MODES, GPU_MODES = ("batch", "one", "prompt_logprobs", "prefix", "chunked"), ("e
 LAYOUTS = {
     1: ("tp1-te",),
     2: ("tp2-sp-te", "tp1-pp2", "tp1-te-pp2", "tp1-cp2", "tp1-te-cp2"),
-    4: ("tp2-sp-te-pp2", "tp2-sp-te-cp2", "tp1-te-pp2-cp2"),
+    4: ("tp4-sp-te", "tp2-sp-te-pp2", "tp2-sp-te-cp2", "tp1-te-pp2-cp2"),
 }
 """Those of the trainings, by the GPUs that they need."""
 STOCK_LAYOUTS = {1: ("tp1-te-padded", "tp1-te-packed"), 2: ("tp1-pp2-padded", "tp1-te-pp2-packed")}

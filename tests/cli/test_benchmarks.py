@@ -212,7 +212,7 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
     monkeypatch.setattr(versions, "gpus", list)
     lost, off = [], [0.0]
 
-    def execute(jobs, out, timeout, progress, keep_going):
+    def execute(jobs, out, timeout, progress, keep_going, per_gpu):
         for job in jobs:
             rollout = job.module == "alignkit.check.rollout"
             for run in job.spec["runs"]:
