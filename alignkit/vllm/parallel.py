@@ -48,8 +48,7 @@ class Replicated(EngineTP):
         if metadata is None:
             raise BackendError("vLLM did not say how many rows its replicas have")
         most = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._share)
-        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if rows > most or (rows < most and captured):
+        if rows > most or (rows < most and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             raise BackendError(f"{rows} rows on a rank of which vLLM said {metadata.num_tokens_across_dp_cpu.tolist()}")
         return most
 
