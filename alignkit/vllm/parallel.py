@@ -42,12 +42,13 @@ class Replicated(EngineTP):
 
     def height(self, rows: int) -> int:
         """What the longest batch of a replica comes to on a rank. In CUDA graphs, all are as long: vLLM pads them."""
-        metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
-        if metadata is None:  # when the engine starts, all ranks run the same
+        if not is_forward_context_available():  # our own, when the engine starts: all ranks run the same
             return rows
+        metadata = get_forward_context().dp_metadata
+        if metadata is None:
+            raise BackendError("vLLM did not say how many rows its replicas have")
         most = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._share)
-        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if rows > most or (rows < most and captured):
+        if rows > most or (rows < most and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             raise BackendError(f"{rows} rows on a rank of which vLLM said {metadata.num_tokens_across_dp_cpu.tolist()}")
         return most
 

@@ -2,13 +2,15 @@
 installed. Alignkit calls none of those: vLLM's worker does when it starts.
 
 ``python -m tests.vllm.other_version MODEL OUT [PACKAGE VERSION FOLDER]`` samples, and writes to OUT what `answers` gives. PACKAGE:
-the vllm package of the other version; FOLDER: an empty one.
+the vllm package of the other version; FOLDER: an empty one. With ``VLLM_DP_SIZE``, and ``VLLM_DP_RANK``, ...: as one of two
+replicas that share experts, in chunks, the second with the prompts in the opposite order, so that one waits for the other.
 """
 
 import dataclasses
 import glob
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,9 +52,14 @@ def answers(model: str) -> dict:
     from tests.vllm.test_engine import evaluate, generate, reload
 
     patch_vllm()
-    state = SimpleNamespace(llm=LLM(model, dtype="bfloat16", **ENGINE))
+    replica = {}
+    if "VLLM_DP_SIZE" in os.environ:
+        replica = {"enable_expert_parallel": True, "distributed_executor_backend": "uni", "max_num_batched_tokens": 64}
+    state = SimpleNamespace(llm=LLM(model, dtype="bfloat16", **ENGINE | replica))
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2000, (n,), generator=generator).tolist() for n in LENGTHS]
+    if os.environ.get("VLLM_DP_RANK") == "1":
+        prompts.reverse()
     found = {"one at a time": [generate(state, [p], temperature=0.0)[0] for p in prompts]}
     state.llm.reset_prefix_cache()
     found["batch"] = generate(state, prompts, temperature=0.0)

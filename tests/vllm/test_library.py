@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from alignkit import ops
+from alignkit.dist import TP
 from alignkit.errors import InputError
 from alignkit.ops import library
 from alignkit.testing import assert_bitwise_equal
@@ -84,6 +85,20 @@ def test_unknown_ranks():
     for argument, groups in (("tp", ("mine", "", "")), ("ep", ("", "mine", "")), ("rows", ("", "", "mine"))):
         with pytest.raises(InputError, match=f"^{argument}: no ranks are named 'mine'"):
             library.moe_experts(*given, *groups)
+
+
+class Longer(TP):
+    """A rank of an engine, another rank of which has more rows."""
+
+    def height(self, rows):
+        return rows + 3
+
+
+def test_rows_that_are_padded_for_other_ranks():
+    library.name_group("longer", Longer())
+    given = drawn(3, 64), IDS, drawn(3, 2), drawn(4, 32, 64), drawn(4, 64, 16), 4, 0, "", ""
+    torch.library.opcheck(library.moe_experts, (*given, "longer"), test_utils=("test_schema", "test_faketensor"))
+    assert_bitwise_equal(library.moe_experts(*given, "longer"), library.moe_experts(*given, ""))
 
 
 def test_rotated_together():

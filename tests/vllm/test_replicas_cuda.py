@@ -51,7 +51,7 @@ def engines(request, vllm_process, checkpoint, tmp_path_factory):
         for key, (environment, options) in ENGINES.items()
         if key in chosen and ranks(key) <= most_ranks()
     }
-    return side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"), at_once=3)
+    return side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"), at_once=2)
 
 
 @pytest.mark.parametrize("key", ENGINES, ids="-".join)

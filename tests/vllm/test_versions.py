@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from alignkit.testing import free_port
 from tests.vllm.settings import ENV
 from tests.vllm.test_seams import wheel_root
 
 pytestmark = pytest.mark.slow
 
 
-def run(model, out, *other):
+def run(model, out, *other, **variables):
     """What `other_version` writes; float32 numbers are as good as their bytes in JSON."""
     command = [sys.executable, "-m", "tests.vllm.other_version", model, str(out), *map(str, other)]
-    environment = os.environ | ENV | {"VLLM_PLUGINS": ""}
+    environment = os.environ | ENV | {"VLLM_PLUGINS": ""} | variables
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stderr.partition("nanobind")[0][-4000:]
     return json.loads(out.read_text())
@@ -50,6 +52,24 @@ def test_the_bits_of_the_version_that_is_installed(version, arch, expected, chec
     assert of_prompt == of_batch
     assert answers["v2"] == [True]
     assert _with_routers_of_one_class(answers) == _with_routers_of_one_class(expected(arch))
+
+
+def test_replicas_of_another_version(expected, checkpoint, tmp_path):
+    """They share experts, and have batches of other lengths, or none."""
+    root, model = wheel_root("0.26.0", tmp_path), checkpoint(arch="qwen2_moe")
+    ranks = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
+
+    def replica(rank):
+        (overlay := tmp_path / f"overlay-{rank}").mkdir()
+        mine = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
+        return run(model, tmp_path / f"answers-{rank}.json", root, "0.26.0", overlay, **ranks, **mine)
+
+    with ThreadPoolExecutor(2) as pool:
+        replicas = list(pool.map(replica, range(2)))
+    want = expected("qwen2_moe")
+    for answers, order in zip(replicas, (1, -1), strict=True):
+        for name in ("one at a time", "batch", "prompt", "again"):
+            assert answers[name] == want[name][::order], name
 
 
 def _with_routers_of_one_class(answers):

@@ -203,16 +203,15 @@ class SwappedWorker(resolve(installed().worker)):
     def load_model(self, **kwargs) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        from alignkit.ops import library
         from alignkit.vllm.attention import AlignedAttentionImpl
         from alignkit.vllm.layers import ALIGNED, aligned_layers
-        from alignkit.vllm.parallel import GROUP, EngineTP
+        from alignkit.vllm.parallel import name_groups
 
         swapped = self.vllm_config.additional_config[SWAP]
         # vLLM's attention on the CPU takes AMX for granted, which a process must ask for; its products, by oneDNN, did.
         if on_host(self.device) and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
-        library.name_group(GROUP, EngineTP())
+        name_groups(replicated=False)
         if "attention" in swapped:
             # Unasked, vLLM would choose one of its own on a GPU.
             self.vllm_config.attention_config.backend = AttentionBackendEnum[installed().attention]

@@ -64,7 +64,9 @@ def vllm_refusal(field: str, value: Any) -> str | None:
     return None
 
 
-LATER = frozenset({"backend", "additional_config", "compilation_config", "mode"})
+LATER = frozenset(
+    {"backend", "additional_config", "compilation_config", "mode", "all2all_backend", "enable_fault_tolerance"}
+)
 """Fields that need vLLM itself to be judged: it does so when it starts."""
 FREE = frozenset(
     """additional_config api_server_count async_engine attention_backend compilation_config disable_log_stats enable_log_requests
@@ -76,6 +78,7 @@ FREE = frozenset(
 """Engine arguments that are no fields of a configuration, or that change no number."""
 ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((), "LoRA"),
+    "data_parallel_size": ((1,), "data parallelism inside vLLM, which no framework's rollout has been shown with"),
     "speculative_config": ((), "speculative decoding"),
     "kv_cache_dtype": (("auto", "bfloat16"), "a KV cache of another type than the model's"),
     "cpu_offload_gb": ((0,), "weight offloading"),
