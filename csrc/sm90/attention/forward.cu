@@ -3,10 +3,9 @@
 //
 // A tile is 64 rows for each of two or three groups of warps: positions of one head, or fewer positions of the heads of
 // a group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of
-// 64 positions; the other groups keep their queries in registers. Of a block, the scores are computed while the block
-// before is still being multiplied by its values, and the probabilities while that product is under way, so that a
-// group keeps the tensor core busy while it computes. Groups may begin their products in turn. Two sums stay in
-// registers: that of the leaf at hand, and that of the leaves before.
+// 64 positions; the other groups keep their queries in registers. While a group computes the probabilities of a block,
+// the tensor core has two products of it to do: the scores of the block after, and the sums of values of the one
+// before. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
