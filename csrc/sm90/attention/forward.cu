@@ -1,11 +1,17 @@
 // Causal attention, forward: packed sequences of a training batch, and sequences of a paged cache that have many
 // queries.
 //
-// A tile is 64 rows for each of two or three groups of warps: positions of one head, or fewer positions of the heads of
-// a group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of
-// 64 positions; the other groups keep their queries in registers. While a group computes the probabilities of a block,
-// the tensor core has two products of it to do: the scores of the block after, and the sums of values of the one
-// before. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
+// A tile is 64 rows for each group of warps that computes: positions of one head, or fewer positions of the heads of a
+// group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of 64
+// positions. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
+//
+// The tensor core has to have products to do while probabilities are computed. There are two ways, of the same bits:
+// - Ahead, for heads of 128: two groups. While one computes the probabilities of a block, two of its products are under
+//   way: the scores of the block after, and the sums of values of the one before. It holds the scores of two blocks,
+//   and all of its queries.
+// - Beside others, for heads of 64: four groups, of fewer registers. While one computes the probabilities of a block,
+//   only its sums of values of the block before are under way, but other groups have products to do as well. It holds
+//   the scores of one block, and of its queries a part; the tensor core reads the others from shared memory.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -48,6 +54,7 @@ struct Problem : AlignkitAttention {
   int part_rows;   // rows of keys that lie in one page
   int positions;   // of a tile
   int reciprocal;  // of `together`, times 2^16
+  int shared;      // heads of q that share one of k
 
   // The position of a tile's row; there are few rows.
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
@@ -57,19 +64,22 @@ constexpr int kKeys = 64;         // of a block
 constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
 constexpr float kInfinity = __builtin_huge_valf();
 
-// What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
-// and registers of threads that bring them and that compute.
+// What depends on the length of a head: which way it goes, how many groups of 64 rows there are, how many blocks of
+// keys are on their way, registers of threads that bring them and that compute, and how many 16 of the dimensions of
+// queries the latter hold.
 template <int kDim>
 struct Plan;
 
 template <>
 struct Plan<128> {
-  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
+  static constexpr bool ahead = true;
+  static constexpr int groups = 2, stages = 4, few = 40, many = 232, held = 8;
 };
 
 template <>
 struct Plan<64> {
-  static constexpr int groups = 3, stages = 8, few = 32, many = 160;
+  static constexpr bool ahead = false;
+  static constexpr int groups = 4, stages = 8, few = 32, many = 112, held = 1;
 };
 
 struct Tile {
@@ -114,13 +124,15 @@ __device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
 }
 
 // The tiles of a block of threads, found by a whole warp. Tile j of a sequence is at level context / positions + j,
-// which is about the number of its keys; tiles are counted level by level, the last one first.
+// which is about the number of its keys; tiles are counted level by level, the last one first. What is found
+// is kept, or in 32 registers found again.
+template <bool kKept>
 struct Walk {
   const Problem& p;
-  int lane, slots, level = -1, base = 0, turn = 0, before = 0;
+  int kept, slots, level = -1, base = 0, turn = 0, before = 0;
   int q0, q_len, context, low, high;  // of the lane's sequence, the latter two its levels
 
-  __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(p.heads / p.together) {
+  __device__ Walk(const Problem& p) : p(p), kept(threadIdx.x % 32), slots(p.heads / p.together) {
     int top = 0;
 #pragma unroll 1
     for (base = 0; base < p.sequences; base += 32) {
@@ -133,9 +145,11 @@ struct Walk {
     read();
   }
 
+  __device__ int lane() const { return kKept ? kept : static_cast<int>(thread_again() % 32); }
+
   // The sequence base + lane.
   __device__ void read() {
-    int s = base + lane;
+    int s = base + lane();
     low = high = 0;
     if (s >= p.sequences) return;
     q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
@@ -161,9 +175,9 @@ struct Walk {
       int behind = before + __popc(all) * slots;
       if (target < behind) {
         int i = target - before, wanted = i / slots;
-        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane) - 1)) == wanted)) - 1;
+        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
         Tile t;
-        t.s = __shfl_sync(~0u, base + lane, from);
+        t.s = kKept ? __shfl_sync(~0u, base + lane(), from) : base + from;
         t.q0 = __shfl_sync(~0u, q0, from);
         t.q_len = __shfl_sync(~0u, q_len, from);
         t.context = __shfl_sync(~0u, context, from);
@@ -187,7 +201,7 @@ struct Walk {
 template <int kDim>
 __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMap* q, const Problem& p) {
   constexpr int rows = Shared<kDim>::rows;
-  Walk walk(p);
+  Walk<Plan<kDim>::ahead> walk(p);
   for (int turn = 0;; turn ^= 1) {
     Tile t = walk.next();
     barrier_wait(&sh.q_empty, turn ^ 1);
@@ -206,6 +220,19 @@ __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMa
     __syncwarp();
     if (t.s < 0) return;
   }
+}
+
+// The values of a block become 0 in the rows from `left` on, by a warp: rows that are not the sequence's may be
+// anything, which 0 times is no 0.
+template <int kDim>
+__device__ __forceinline__ void wipe(__nv_bfloat16* v, int left, int lane) {
+#pragma unroll 1
+  for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
+#pragma unroll
+    for (int h = 0; h < kDim / kHalf; ++h)
+      *reinterpret_cast<uint4*>(v + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
+  shared_written();
+  __syncwarp();
 }
 
 // The warp that has keys and values brought: a block in parts that lie in one page each, half a head at a time, by a
@@ -248,17 +275,65 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
       if (lane == 0) barrier_expect(full, bytes);
       __syncwarp();
       if (here) copy_box(sh.v[stage] + to, v, half * kHalf, head, row, 0, full);
-      if (!whole) {  // rows that are not the sequence's may be anything, which 0 times is no 0
+      if (!whole) {
         barrier_wait(full, waited);
         waited ^= 1;
-#pragma unroll 1
-        for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
-#pragma unroll
-          for (int h = 0; h < halves; ++h)
-            *reinterpret_cast<uint4*>(sh.v[stage] + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
-        shared_written();
-        __syncwarp();
+        wipe<kDim>(sh.v[stage], left, lane);
         if (lane == 0) barrier_arrive(&sh.v_full[stage]);
+      }
+      row = next_row;
+    }
+  }
+}
+
+// The same in 32 registers: less is kept, and more found again. It is a function of its own since what it keeps moves
+// registers and instructions in the loops of those who compute, which were measured as they are.
+template <int kDim>
+__device__ __forceinline__ void bring_keys_keeping_less(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v,
+                                                        const Problem& p) {
+  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
+  int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
+  int first = lane % parts * part_rows, to = (lane / parts * kKeys + first) * kHalf;
+  uint32_t visited = 0;  // blocks
+  int phases = 0;        // of the tile, and times 2 that of `on_its_way`: one register
+  auto leads = [] { return thread_again() % 32 == 0; };
+  auto half = [&] { return to / (kKeys * kHalf); };
+  for (;; phases ^= 1) {
+    barrier_wait(&sh.found, phases % 2);
+    const Tile& t = sh.tile[phases % 2];
+    if (t.s < 0) return;
+    int n = blocks_of_any<Shared<kDim>::groups>(p, t), head = t.head / p.shared;
+    auto end = [&] { return t.context + t.q_len; };  // read again, while registers are short
+    __syncwarp();
+    if (leads()) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
+    auto row_of = [&](int position) {
+      if (!p.page) return t.q0 + position;
+      if (position >= end()) return 0;
+      int64_t page = at(p.table, t.s * p.table_row + position / p.page);
+      page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
+      return static_cast<int>(page) * p.page + position % p.page;
+    };
+    int row = row_of(first);
+#pragma unroll 1
+    for (int i = 0; i < n; ++i, ++visited) {
+      uint32_t stage = visited % stages, phase = visited / stages % 2;
+      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
+      bool here = half() < halves && first < left, whole = left >= kKeys;
+      int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
+      barrier_wait(&sh.k_empty[stage], phase ^ 1);
+      if (leads()) barrier_expect(&sh.k_full[stage], bytes);
+      __syncwarp();
+      if (here) copy_box(sh.k[stage] + to, k, half() * kHalf, head, row, 0, &sh.k_full[stage]);
+      barrier_wait(&sh.v_empty[stage], phase ^ 1);
+      uint64_t* full = whole ? &sh.v_full[stage] : &sh.on_its_way;
+      if (leads()) barrier_expect(full, bytes);
+      __syncwarp();
+      if (here) copy_box(sh.v[stage] + to, v, half() * kHalf, head, row, 0, full);
+      if (!whole) {
+        barrier_wait(full, phases / 2);
+        phases ^= 2;
+        wipe<kDim>(sh.v[stage], left, thread_again() % 32);
+        if (leads()) barrier_arrive(&sh.v_full[stage]);
       }
       row = next_row;
     }
@@ -374,7 +449,8 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
-  constexpr int stage_step = kKeys * kDim * 2 >> 4, half_step = kKeys * kHalf * 2 >> 4;
+  constexpr int stage_step = kKeys * kDim * 2 >> 4, held = Plan<kDim>::held;
+  constexpr bool ahead = Plan<kDim>::ahead;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   // Of the rows of the tile that a thread has, the first; the other is 8 further.
@@ -382,12 +458,12 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     uint32_t thread = thread_again();
     return static_cast<int>(group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4);
   };
-  uint64_t k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
+  uint64_t q0 = operand<false>(sh.q + group * 64 * kHalf), k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
   float factor = p.factor;
   uint32_t visited = 0;  // blocks of the tiles before
   int q_phase = 0;
-  float even[32], odd[32], acc[sums];
-  uint32_t q[steps][4], probability[4][4];
+  float even[32], odd[32], acc[sums];  // scores of blocks: ahead in turn, else all in `even`
+  uint32_t q[held][4], probability[4][4];
 #pragma unroll
   for (int i = 0; i < sums; ++i) acc[i] = 0;
   for (;;) {
@@ -398,10 +474,15 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     int lane = thread_again() % 32, matrix_row = group * 64 + thread_again() % 128 / 32 * 16 + lane % 16;
     uint32_t q_row = shared_address(sh.q) + matrix_row * kHalf * 2 + (lane / 16 ^ matrix_row % 8) * 16;  // swizzled
 #pragma unroll
-    for (int i = 0; i < steps; ++i)
+    for (int i = 0; i < held; ++i)
       load_matrices<false>(q[i], (q_row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2);
-    __syncwarp();
-    if (leads) barrier_arrive(&sh.q_empty);
+    auto queries_taken = [&] {
+      if (leads) barrier_arrive(&sh.q_empty);
+    };
+    if (held == steps) {  // else not before the last scores
+      __syncwarp();
+      queries_taken();
+    }
 
     int n = blocks_of(p, t, group);
     int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
@@ -421,15 +502,23 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     };
     auto score = [&](int i, float (&s)[32]) {  // begins
       uint64_t k = k0 + stage_of(i) * stage_step;
+      constexpr int q_half = rows * kHalf * 2 >> 4, k_half = kKeys * kHalf * 2 >> 4;
 #pragma unroll
-      for (int j = 0; j < steps; ++j)
-        multiply<false, false>(__nv_bfloat16(), s, q[j], k + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
+      for (int j = 0; j < steps; ++j) {
+        uint64_t k_j = k + j / 4 * k_half + j % 4 * kNext<false>;
+        if (j < held)
+          multiply<false, false>(__nv_bfloat16(), s, q[j], k_j, j > 0);
+        else
+          multiply<false, false>(s, q0 + j / 4 * q_half + j % 4 * kNext<false>, k_j, j > 0);
+      }
     };
     auto sum = [&](int i) {  // begins
+      // The same bool either way, but other machine code, and this is what was measured.
+      bool more = ahead ? i % kLeaf > 0 : i % kLeaf != 0;
       uint64_t v = v0 + stage_of(i) * stage_step;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, i % kLeaf > 0 || j > 0);
+        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
     };
     auto weigh = [&](int i, float (&s)[32]) {
       if (i >= plain) {
@@ -486,37 +575,30 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         }
       }
     };
-    // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the one
-    // before, in `other`, are multiplied by its values.
-    bool ready = false;
-    auto block = [&](int i, float (&s)[32], float (&other)[32]) {
-      if (!ready) wait_for_keys(i + 1);
-      round(other);
-      products_begin();
-      score(i + 1, other);
-      products_end();
-      make_room(i - 1);
-      products_begin();
-      sum(i - 1);
-      products_end();
-      if (i % kLeaf == 0) end_leaf(i);
-      weigh(i, s);
-      ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
-      products_wait<0>();
-      products_taken(acc);
-      products_taken(other);
-      values_taken(i - 1);
-      keys_taken(i + 1);
-    };
-
-    if (n) {
-      wait_for_keys(0);
-      products_begin();
-      score(0, even);
-      products_end();
-      products_wait<0>();
-      products_taken(even);
-      keys_taken(0);
+    // From the scores of block 0 to the probabilities of the last one, of which only the product is left.
+    auto go_ahead = [&] {
+      // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the
+      // one before, in `other`, are multiplied by its values.
+      bool ready = false;
+      auto block = [&](int i, float (&s)[32], float (&other)[32]) {
+        if (!ready) wait_for_keys(i + 1);
+        round(other);
+        products_begin();
+        score(i + 1, other);
+        products_end();
+        make_room(i - 1);
+        products_begin();
+        sum(i - 1);
+        products_end();
+        if (i % kLeaf == 0) end_leaf(i);
+        weigh(i, s);
+        ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
+        products_wait<0>();
+        products_taken(acc);
+        products_taken(other);
+        values_taken(i - 1);
+        keys_taken(i + 1);
+      };
       if (n == 1) {
         weigh(0, even);
         round(even);
@@ -547,20 +629,65 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         products_begin();
         sum(n - 2);
         products_end();
-        if ((n - 1) % kLeaf == 0) end_leaf(n - 1);
-        weigh(n - 1, odd);
+        int last = n - 1;
+        if (last % kLeaf == 0) end_leaf(last);
+        weigh(last, odd);
         products_wait<0>();
         products_taken(acc);
         values_taken(n - 2);
         round(odd);
         make_room(n - 1);
       }
+    };
+    auto go_beside_others = [&] {
+      weigh(0, even);
+      round(even);
+      bool ready = false;
+#pragma unroll 1
+      for (int i = 1; i < n; ++i) {
+        if (!ready) wait_for_keys(i);
+        products_begin();
+        score(i, even);
+        products_end();
+        make_room(i - 1);
+        products_begin();
+        sum(i - 1);
+        products_end();
+        if (i % kLeaf == 0) end_leaf(i);
+        products_wait<1>();
+        products_taken(even);
+        keys_taken(i);
+        weigh(i, even);
+        ready = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
+        products_wait<0>();
+        products_taken(acc);
+        values_taken(i - 1);
+        round(even);
+      }
+      queries_taken();
+      make_room(n - 1);
+    };
+
+    if (n) {
+      wait_for_keys(0);
+      products_begin();
+      score(0, even);
+      products_end();
+      products_wait<0>();
+      products_taken(even);
+      keys_taken(0);
+      if constexpr (ahead)
+        go_ahead();
+      else
+        go_beside_others();
       products_begin();
       sum(n - 1);
       products_end();
       products_wait<0>();
       products_taken(acc);
       values_taken(n - 1);
+    } else if (held < steps) {
+      queries_taken();
     }
     int all = blocks_of_any<Shared<kDim>::groups>(p, t);
 #pragma unroll 1
@@ -639,8 +766,10 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     registers_down<Plan<kDim>::few>();
     if (threadIdx.x < 32)
       bring_queries(sh, &q, p);
-    else if (threadIdx.x < 64)
+    else if (threadIdx.x < 64 && Plan<kDim>::ahead)
       bring_keys(sh, &k, &v, p);
+    else if (threadIdx.x < 64)
+      bring_keys_keeping_less(sh, &k, &v, p);
   } else {
     registers_up<Plan<kDim>::many>();
     attend<kDim>(sh, p);
@@ -659,7 +788,8 @@ inline int part_rows_of(const AlignkitAttention& p) {
 template <int kDim>
 cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
-  Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1};
+  Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1,
+               given.heads / given.kv_heads};
   int device, processors;
   CUtensorMap q, k, v;
   if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
