@@ -143,7 +143,7 @@ MODEL = Policy(
 PARALLEL = Policy(
     # Ranks, replicas, hosts and processes.
     free="""
-        tensor_parallel_size data_parallel_size world_size rank node_rank nnodes master_addr master_port
+        tensor_parallel_size world_size rank node_rank nnodes master_addr master_port
         data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
         data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port data_parallel_backend
         data_parallel_external_lb data_parallel_hybrid_lb _data_parallel_master_port_list dp_sync_interval
@@ -160,6 +160,11 @@ PARALLEL = Policy(
     rows=(
         Row("distributed_executor_backend", lambda name, _: name in EXECUTORS, "executor {value}"),
         Row("pipeline_parallel_size", lambda size, _: size <= 1, "pipeline parallelism"),
+        Row(
+            "data_parallel_size",
+            lambda size, asked: size <= 1 or asked.version.replicas,
+            "data parallelism inside vLLM (it has not been run on a GPU yet: start one engine per replica)",
+        ),
         Row("decode_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         Row("prefill_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         _off("enable_batch_sharded_sampling", "batch-sharded sampling"),

@@ -19,7 +19,8 @@ class Version:
 
     family: of the devices that it runs on. worker: the stock worker class. attention: the entry of
     `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused request must also be, for vLLM's
-    server to tell the client why. graphs: whether the V2 runner, torch.compile and CUDA graphs are supported.
+    server to tell the client why. graphs: whether the V2 runner, torch.compile and CUDA graphs are supported. replicas: whether data
+    parallelism inside vLLM is.
     without: supported architectures that this version builds of other layers than alignkit's, and of which.
     """
 
@@ -28,6 +29,7 @@ class Version:
     attention: str
     client_error: str
     graphs: bool
+    replicas: bool
     scores: str = "compute_topk_scores"
     without: Mapping[str, str] = field(default_factory=dict)
 
@@ -41,6 +43,7 @@ _CUDA = Version(
     attention="CUSTOM",
     client_error="builtins:ValueError",
     graphs=True,
+    replicas=False,
     without={"Glm4MoeForCausalLM": "routers that are torch's own Linear"},
 )
 
@@ -60,6 +63,7 @@ VERSIONS: Versions[Version] = Versions(
                 attention="CPU_ATTN",
                 client_error="vllm.exceptions:VLLMClientError",
                 graphs=False,
+                replicas=True,
             ),
         ),
         "0.33": Row(COMMON + CPU + SINCE_0_25 + SINCE_0_26 + SINCE_0_32),

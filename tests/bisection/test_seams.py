@@ -48,7 +48,7 @@ FILES = {
 }
 
 
-VERSIONS_THAT_RUN = [f"{key}.0" for key, row in VERSIONS.rows.items() if row.runs is not None]
+VERSIONS_THAT_RUN = [f"{key}." for key, row in VERSIONS.rows.items() if row.runs is not None]
 
 
 @pytest.mark.parametrize("version", ["installed", *VERSIONS_THAT_RUN])

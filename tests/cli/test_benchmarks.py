@@ -141,9 +141,11 @@ def test_e2e_of_a_mixture(e2e, tmp_path):
         trainings |= {f"{t}-ep{m}" for m in sizes for t in ("tp1", "tp2-sp")}
         assert {(r, f"{t}-{m}") for r in rollouts for t in trainings for m in ("padded", "packed")} <= aligned
         replicas = {1: set(), 2: {"dp2", "dp2-ep"}, 4: {"dp2", "dp2-ep", "dp4-ep", "tp2-dp2-ep"}}[n]
-        assert {r.rollout for r in rows if r.rollout_dp > 1} == replicas
+        on_cpu = e2e.mixture_rows(e2e.PARTS, n, gpu=False)
+        assert not any(r.rollout_dp > 1 for r in rows)
+        assert {r.rollout for r in on_cpu if r.rollout_dp > 1} == replicas
         few = ("tp1", "tp1-ep2", "tp2-sp")
-        assert {(r, f"{t}-{m}") for r in replicas for t in few for m in ("padded", "packed")} <= aligned
+        assert {(r, f"{t}-{m}") for r in replicas for t in few for m in ("padded", "packed")} <= pairs(on_cpu)
         assert {(r, f"tp1-{m}") for r in ("one", "prefix", "chunked") for m in ("one", "padded", "packed")} <= aligned
         stock = pairs(rows, False)
         assert ("routed", "tp1-padded") in stock and not [t for _, t in stock if t.endswith("packed")]
@@ -1517,7 +1519,8 @@ def test_verl_leaves_nothing_of_a_run_that_takes_too_long(module, tmp_path):
     environment = os.environ | {"MODEL_PATH": str(tmp_path / "model")}
     assert verl.launch(["bash", "-c", f'{sys.executable} -c "$0"', code], environment, log, 3) == 124
     said = log.read_text()
-    assert "Fatal Python error: Aborted" in said and said.count('File "<string>", line') == 2, said
+    # Both Pythons say where they stood, at the same time, perhaps into each other's lines.
+    assert said.count("Current thread") == said.count('File "<string>"') == 2, said
     child = int(said.split("child ")[1].split()[0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert verl.launch(["bash", "-c", "echo done; exit 7"], environment, log, 60) == 7 and log.read_text() == "done\n"

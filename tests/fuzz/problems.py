@@ -759,9 +759,10 @@ def custom_moe_router(s: Source) -> Problem:
 
 def custom_moe_experts(s: Source) -> Problem:
     p = moe_experts(s)
-    p.given |= {"tp": Scalar("", "group"), "ep": Scalar("", "group")}
+    del p.given["gather"]
+    p.given |= {name: Scalar("", "group") for name in ("tp", "ep", "rows")}
 
-    def reference(tp, ep, **others):
+    def reference(tp, ep, rows, **others):
         return ops.moe_experts(**others)
 
     return _custom("moe_experts", p.given, reference, p.faults)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from alignkit.check.machine import most_ranks
+from alignkit.vllm import versions
 from tests.vllm.test_cuda import side_by_side
 from tests.vllm.test_experts_cuda import EAGER, LENGTHS, V1, VOCAB, assert_all_ways
 
@@ -34,6 +35,12 @@ def ranks(key):
 
 
 pytestmark = pytest.mark.skipif(most_ranks() < 2, reason="needs 2 GPUs")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def allowed():
+    if not versions.installed().replicas:
+        pytest.skip("refused on GPUs: to try it, set `replicas` in alignkit/vllm/versions.py")
 
 
 @pytest.fixture(scope="module")

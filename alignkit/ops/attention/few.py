@@ -236,9 +236,12 @@ def _join_next(
 ):
     """N leaves from `leaf` on joined to M, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. The state
     of the first is at STATES + `at`, number `index` of the `run` of its program; after the last of that, `jump` further."""
-    states = ()
+    ms, ls, accs = (), (), ()
     for x in tl.static_range(N):
-        states += (_read_state(STATES + at, r, d, D),)
+        m, l, acc = _read_state(STATES + at, r, d, D)
+        ms += (m,)
+        ls += (l,)
+        accs += (acc,)
         more = leaf + x + 1 < leaves  # else the last one again
         over = more & (index + 1 == run)
         at += tl.where(over, jump, tl.where(more, STATE, 0))
@@ -248,11 +251,10 @@ def _join_next(
     tl.debug_barrier()
     leaves = tl.load(LEAVES)
     for x in tl.static_range(N):
-        m, l, acc = states[x]
         seen = (leaf + x < leaves) & ((leaf + x) * LEAF <= position)
-        top, before, here = weights(M, m, factor)
-        L = tl.where(seen, tl.fma(L, before, l * here), L)
-        A = tl.where(seen, tl.fma(A, before, acc * here), A)
+        top, before, here = weights(M, ms[x], factor)
+        L = tl.where(seen, tl.fma(L, before, ls[x] * here), L)
+        A = tl.where(seen, tl.fma(A, before, accs[x] * here), A)
         M = tl.where(seen, top, M)
     return M, L, A, at, index
 

@@ -48,12 +48,12 @@ struct Plan;
 
 template <>
 struct Plan<128, false> {
-  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
+  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
 };
 
 template <>
 struct Plan<128, true> {
-  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
+  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
 };
 
 template <bool kByKey>
