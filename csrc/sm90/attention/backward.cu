@@ -48,12 +48,12 @@ struct Plan;
 
 template <>
 struct Plan<128, false> {
-  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
+  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
 };
 
 template <>
 struct Plan<128, true> {
-  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
+  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
 };
 
 template <bool kByKey>
@@ -87,10 +87,10 @@ struct Shared {
 template <int kRows, bool kByKey>
 struct Walk {
   const Problem& p;
-  int lane, slots, level, base = 0, turn = 0, before = 0;
+  int level, base = 0, turn = 0, before = 0;
   int q0, q_len, levels;  // of the lane's sequence
 
-  __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(kByKey ? p.kv_heads : p.heads) {
+  __device__ Walk(const Problem& p) : p(p) {
     int top = 0;
 #pragma unroll 1
     for (; base < p.sequences; base += 32) {
@@ -103,9 +103,13 @@ struct Walk {
     read();
   }
 
+  // Read again where they are needed: registers are short.
+  __device__ int lane() const { return static_cast<int>(thread_again() % 32); }
+  __device__ int slots() const { return kByKey ? p.kv_heads : p.heads; }
+
   // The sequence base + lane.
   __device__ void read() {
-    int s = base + lane;
+    int s = base + lane();
     levels = 0;
     if (s >= p.sequences) return;
     q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
@@ -120,16 +124,16 @@ struct Walk {
     while (level >= 0) {
       bool here = level < levels;
       unsigned all = __ballot_sync(~0u, here);
-      int behind = before + __popc(all) * slots;
+      int behind = before + __popc(all) * slots();
       if (target < behind) {
-        int i = target - before, wanted = i / slots;
-        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane) - 1)) == wanted)) - 1;
+        int i = target - before, wanted = i / slots();
+        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
         Tile t;
-        t.s = __shfl_sync(~0u, base + lane, from);
+        t.s = __shfl_sync(~0u, base + lane(), from);
         t.q0 = __shfl_sync(~0u, q0, from);
         t.q_len = __shfl_sync(~0u, q_len, from);
         t.first = __shfl_sync(~0u, kByKey ? levels - 1 - level : level, from) * kRows;
-        t.head = i % slots;
+        t.head = i % slots();
         return t;
       }
       before = behind;
@@ -181,23 +185,28 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
   constexpr int stages = Shared<kDim, kByKey>::stages, halves = Shared<kDim, kByKey>::halves;
   constexpr int rows = Shared<kDim, kByKey>::rows;
   constexpr int bytes = 2 * kBlock * kDim * 2 + (kByKey ? 2 * kBlock * 4 : 0);
-  int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
-  for (int turn = 0;; turn ^= 1) {
-    barrier_wait(&sh.found, turn);
-    Tile t = sh.tile[turn];
+  auto lane = [] { return static_cast<int>(thread_again() % 32); };  // read again: registers are short
+  static_assert((stages & stages - 1) == 0);
+  unsigned block = 0, turns = 0;  // blocks of all tiles; that of the tile, and twice that of `on_its_way`
+  for (;; turns ^= 1) {
+    barrier_wait(&sh.found, turns & 1);
+    Tile t = sh.tile[turns & 1];
     __syncwarp();
     if (t.s < 0) return;
-    if (lane == 0) barrier_arrive(&sh.tile_empty);  // the next tile may be said to be found
+    if (lane() == 0) barrier_arrive(&sh.tile_empty);  // the next tile may be said to be found
     int begin = kByKey ? t.first : 0, end = kByKey ? t.q_len : min(t.q_len, t.first + rows);
+    int group = p.heads;  // divided again for each tile
+    asm volatile("" : "+r"(group));
+    group /= p.kv_heads;
     int head = kByKey ? t.head * group : t.head / group;
 #pragma unroll 1
     for (int last = kByKey ? head + group : head + 1; head < last; ++head) {
 #pragma unroll 1
-      for (int i = begin; i < end; i += kBlock, step<stages>(stage, phase)) {
-        int left = t.q_len - i;
+      for (int i = begin; i < end; i += kBlock, ++block) {
+        int left = t.q_len - i, stage = static_cast<int>(block % stages);
         uint64_t* full = left >= kBlock ? &sh.full[stage] : &sh.on_its_way;
-        barrier_wait(&sh.empty[stage], phase ^ 1);
-        if (lane == 0) {
+        barrier_wait(&sh.empty[stage], block / stages % 2 ^ 1);
+        if (lane() == 0) {
           barrier_expect(full, bytes);
 #pragma unroll
           for (int h = 0; h < halves; ++h) {
@@ -212,16 +221,16 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
         }
         __syncwarp();
         if (left < kBlock) {  // rows that are not the sequence's may be anything, which 0 times is no 0
-          barrier_wait(full, waited);
-          waited ^= 1;
+          barrier_wait(full, turns >> 1);
+          turns ^= 2;
 #pragma unroll 1
-          for (int x = left * kHalf + lane * 8; x < kBlock * kHalf; x += 32 * 8)
+          for (int x = left * kHalf + lane() * 8; x < kBlock * kHalf; x += 32 * 8)
 #pragma unroll
             for (int h = 0; h < 2 * halves; ++h)
               *reinterpret_cast<uint4*>(sh.passes[stage][0] + h * kBlock * kHalf + x) = make_uint4(0, 0, 0, 0);
           shared_written();
           __syncwarp();
-          if (lane == 0) barrier_arrive(&sh.full[stage]);
+          if (lane() == 0) barrier_arrive(&sh.full[stage]);
         }
       }
     }
@@ -381,7 +390,6 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
     turn ^= 1;
     if (t.s < 0) return;
     int all = blocks(t.q_len - t.first), heads = p.heads / p.kv_heads;
-    int64_t out = (int64_t{t.q0} + t.first + group * 64) * p.kv_heads + t.head;
     int here = t.q_len - t.first - group * 64;  // keys of this group
 
     auto taken = [&](int stage) {
@@ -491,6 +499,7 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
     taken(before);
 #pragma unroll
     for (int x = 0; x < sums; ++x) dk[x] = dk[x] * p.scale;
+    int64_t out = (int64_t{t.q0} + t.first + group * 64) * p.kv_heads + t.head;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int row = row_again() + 8 * h;
