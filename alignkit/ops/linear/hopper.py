@@ -166,8 +166,10 @@ def _matmul(
     """`steps` are those of a leaf, LEAVES those of a part; a task is a part of a tile."""
     a_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, 1, STEP], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLS, 1, STEP], b_desc.layout)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    four = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLS], plain)
+    spread: gl.constexpr = gl.SwizzledSharedLayout(
+        8, 1, 8, [1, 0]
+    )  # the eight rows that a warp writes at once, over all banks
+    four = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLS], spread)
     c0 = four.index(0)._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
     c1 = four.index(1)._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
