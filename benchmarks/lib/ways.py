@@ -37,6 +37,10 @@ def _tree(how) -> str:
     return f"tree parts={how.parts}" + ("" if how.parts == 1 else f" {how.width}{' below' if how.same_outputs else ''}")
 
 
+def _hopper(shares, behind: int) -> str:
+    return f"hopper whole={shares.whole} parts={shares.parts} behind={behind}"
+
+
 def _tiles(tile: dict) -> str:
     return f"tiles {tile['BLOCK_M']}x{tile['BLOCK_N']}x{tile['BLOCK_K']} parts={tile['parts']}"
 
@@ -55,11 +59,11 @@ def chosen(p: Product) -> str:
         if kernel.name == "tree":
             from alignkit.ops.linear import cuda
 
-            how = cuda.dealt(p)
-            assert how is not None
-            return _tree(how)
+            return _tree(cuda.dealt(p)[1])
         if kernel.name == "hopper":
-            return "hopper parts=1 behind=2"
+            from alignkit.ops.linear import hopper
+
+            return _hopper(hopper.dealt(p), hopper.BEHIND)
         if kernel.name == "tiles":
             from alignkit.ops.linear import triton
 
@@ -74,7 +78,7 @@ def ways(p: Product) -> dict[str, Way]:
         module = dispatch.sole("linear", p.backend)
         assert module is not None
         return {p.backend: lambda a, b, bias, out: module.matmul(a, b, p.leaves, bias, out, p.accumulate)}
-    from alignkit.ops.linear import cublaslt, cuda, hopper, triton
+    from alignkit.ops.linear import cost, cublaslt, cuda, hopper, triton
 
     found: dict[str, Way] = {}
     if p.backend == families.CUDA:
@@ -93,9 +97,9 @@ def ways(p: Product) -> dict[str, Way]:
         for says, way in cublaslt.proven(p, SUGGESTIONS):
             found[_cublaslt(says)] = way
     if hopper.unfit(p) is None:
-        for parts in hopper.ways(p):
-            for behind in (0, 2):
-                found[f"hopper parts={parts} behind={behind}"] = hopper.prepare_parts(p, parts, behind)
+        for shares in cost.shares(p.m, p.n, p.leaves, p.multiprocessors):
+            for behind in (0, 2) if shares.parts == 1 else (2,):
+                found[_hopper(shares, behind)] = hopper.prepare_shares(p, shares, behind)
     tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
     few = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()
     several = [parts for parts in (1, 2, 4, 8) if parts <= p.leaves]

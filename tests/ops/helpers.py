@@ -63,7 +63,7 @@ def by_hopper(a, b, leaves, bias, out) -> bool:
     from alignkit.ops.linear.problem import Product
 
     p = Product.of("triton", a, b, leaves, bias, out, False)
-    refused = hopper.refuses(p._replace(a=((hopper.FEW + 1, p.k), *p.a[1:])))
+    refused = hopper.unfit(p)
     if refused is None:
         hopper.prepare(p)(a, b, bias, out)
     return refused is None

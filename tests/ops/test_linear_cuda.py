@@ -476,26 +476,39 @@ def test_capture(fresh, m, known):
         assert_bitwise_equal(out, want)
 
 
-def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
-    """66 clusters; 4096 outputs are 16, 32 or 64 tiles, 5120 are 20 or 40."""
+@pytest.mark.parametrize("leaves", [2, 4, 8])
+@pytest.mark.parametrize("m", [1, 17, 64, 65, 100, 129, 256, 513, 1024])
+def test_leaves_are_dealt_out_in_a_way_that_is_possible(m, leaves):
+    """For 66 clusters, 132 multiprocessors."""
     pytest.importorskip("triton")
+    from alignkit.ops.linear import cost
+    from alignkit.ops.linear.cuda import deal, deals
+
+    for n in range(8, 20000, 777):
+        for leaf in (16, 112, 512, 3456):
+            takes, how = deal(m, n, leaf * leaves, leaves, 66)
+            assert how in deals(m, leaves) and takes > 0
+            takes, shares = cost.best_of_many(m, n, leaf * leaves, leaves, 132)
+            tiles = -(-m // 128) * -(-n // 128)
+            assert takes > 0 and 0 <= shares.whole <= tiles
+            assert shares.whole == tiles if shares.parts == 1 else shares.whole % 132 == 0 and shares.parts <= leaves
+
+
+def test_the_model_of_costs():
+    """More of anything takes longer, and sums of parts are paid for: not every leaf is dealt out only to fill the device."""
+    pytest.importorskip("triton")
+    from alignkit.ops.linear import cost
     from alignkit.ops.linear.cuda import deal
 
-    def parts(m, n, leaves):
-        how = deal(m, n, leaves, 66)
-        return how and how.parts
-
-    assert [parts(m, 4096, 8) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
-    assert parts(64, 4288, 8) == 2  # more tiles than clusters
-    assert parts(64, 4096, 2) is None
-    assert parts(128, 5120, 8) == 8 and parts(128, 4096, 4) == 4 and parts(128, 4096, 2) == 2
-    assert all(
-        chosen <= leaves <= 4 * chosen
-        for leaves in (2, 4, 8)
-        for n in range(1, 20000, 777)
-        for m in (65, 129)
-        for chosen in [parts(m, n, leaves)]
-    )
+    times = [deal(m, 5120, 5120, 8, 66)[0] for m in (17, 65, 129, 257, 600, 1024)]
+    assert times == sorted(times)
+    times = [deal(100, 5120, k, 8, 66)[0] for k in (1024, 5120, 13824, 27648)]
+    assert times == sorted(times)
+    assert deal(128, 5120, 5120, 8, 66)[1].parts < 8
+    assert deal(64, 4096, 4096, 8, 66)[1].parts == 1  # 64 clusters
+    assert cost.best_of_many(512, 4096, 4096, 8, 132)[1] == (128, 1)
+    # 160 tiles for 132 multiprocessors: those of a second round are dealt out
+    assert cost.best_of_many(512, 5120, 27648, 8, 132)[1].whole == 132
 
 
 def cuda_kernels():

@@ -65,7 +65,7 @@ def test_matmul(m, n, k, leaves, dtype):
 
 def assert_hopper(a, b, leaves, bias, dtype):
     """hopper.py takes the product, and gives the bytes of tiles, however it deals out the leaves."""
-    from alignkit.ops.linear import hopper
+    from alignkit.ops.linear import cost, hopper
     from alignkit.ops.linear.triton import tiles
 
     want = torch.empty(a.shape[0], b.shape[0], dtype=dtype)
@@ -75,11 +75,11 @@ def assert_hopper(a, b, leaves, bias, dtype):
         assert by_hopper(a, b, leaves, bias, got)
         assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves")
     p = Product.of(families.TRITON, a, b, leaves, bias, want, False)
-    for parts in hopper.ways(p):
+    for shares in cost.shares(len(a), len(b), leaves, multiprocessors=5):
         for behind in (0, 2):
             got = torch.full_like(want, float("nan"))
-            hopper.prepare_parts(p, parts, behind)(a, b, bias, got)
-            assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves, {parts} parts")
+            hopper.prepare_shares(p, shares, behind)(a, b, bias, got)
+            assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves, {shares}")
     return want
 
 

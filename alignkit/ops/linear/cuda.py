@@ -13,10 +13,13 @@ import torch
 from ...runtime import cuda
 from ...runtime.families import SM90
 from ...runtime.operands import Operand, copied
+from . import cost
 from .problem import Product
 
-FEW = 256
+FEW = 1024
 """At most so many rows."""
+FEWEST = 16
+"""Of trees: up to so many rows, tiles of 16 rows are faster."""
 FEWER, WIDE = 64, 128 * SM90.multiprocessors
 """`few`: at most so many rows, and at least so many outputs, a tile for each multiprocessor."""
 NARROW, LONG = 16 * SM90.multiprocessors, 2048
@@ -92,7 +95,10 @@ def tree_unfit(p: Product) -> str | None:
 def tree_refuses(p: Product) -> str | None:
     if (why := tree_unfit(p) or unfit(p, FEW)) is not None:
         return why
-    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if dealt(p) is None else None
+    if p.m <= FEWEST:
+        return f"{p.m} rows, of more than {FEWEST}"
+    tiles, _ = cost.best_of_many(p.m, p.n, p.k, p.leaves, p.multiprocessors)
+    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if copied(p.out) and tiles < dealt(p)[0] else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -149,28 +155,22 @@ def deals(m: int, leaves: int) -> list[Deal]:
     return whole + [Deal(parts, *width) for parts in (2, 4, 8) if parts <= leaves <= 4 * parts for width in widths]
 
 
-def deal(m: int, n: int, leaves: int, clusters: int) -> Deal | None:
-    """Which of `deals`; None: that is for Triton. Parts cost the time of writing and joining them, and with all leaves in a
-    cluster more blocks read each row."""
-    if m <= QUARTERED_ROWS:
-        if m <= 16 or leaves < 4:
-            return None
-        return Deal(1 if -(-n // 64) <= clusters else 2)
-    tiles = -(-n // (IDS if m <= 128 else IDS // 2))
-    parts = min(
-        (parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
-        key=lambda parts: (-(-tiles * parts // clusters) / parts, parts),
-    )
-    return Deal(parts, 128, m > 128)
+def deal(m: int, n: int, k: int, leaves: int, clusters: int) -> tuple[float, Deal]:
+    """Which of `deals` is fastest, and how long it takes, by the model of cost.py."""
+
+    def takes(how: Deal) -> float:
+        return cost.quarters(n, k, leaves, clusters) if how.parts == 1 else cost.parts(m, n, k, leaves, *how, clusters)
+
+    return min((takes(how), how) for how in deals(m, leaves))
 
 
-def dealt(p: Product) -> Deal | None:
+def dealt(p: Product) -> tuple[float, Deal]:
     """As `deal`."""
-    return deal(p.m, p.n, p.leaves, p.multiprocessors // 2)  # a cluster is two blocks
+    return deal(p.m, p.n, p.k, p.leaves, p.multiprocessors // 2)  # a cluster is two blocks
 
 
 def prepare_tree(p: Product) -> Callable:
-    return functools.partial(tree, p.leaves, dealt(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
+    return functools.partial(tree, p.leaves, dealt(p)[1])
 
 
 def tree(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,11 +29,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...runtime.launch import prepared
 from ...runtime.operands import copied
+from .._triton import tree_sum
+from . import cost
+from .cost import Shares
 from .problem import Product
-from .triton import prepared_join
 
-FEW = 256
-"""Up to so many rows, tiles of 128 x 128 would leave most of the device's multiprocessors idle."""
+FEW, FEW_OF_TREES = 256, 64
+"""Up to so many rows, tiles of 128 x 128 would leave most of the device's multiprocessors idle; with leaves that can be dealt
+out, up to fewer."""
 ROWS = gl.constexpr(64)
 """Of a group of warps; a tile has two."""
 COLS = gl.constexpr(128)
@@ -46,13 +50,10 @@ BAND = gl.constexpr(8)
 """Tiles are taken in bands of so many rows of tiles, so that weights stay in L2."""
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """How a box of an operand lies in shared memory, as a matrix."""
+_JOINED = 8
+"""Rows of a tile that a block joins."""
 BEHIND = 2
 """Steps by which the second group of warps begins later."""
-
-
-@gluon.jit
-def _count(M, N):
-    return gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, COLS)
 
 
 @gluon.jit
@@ -64,13 +65,13 @@ def _corner(tile, M, N):
 
 
 @gluon.jit
-def _copy(a_desc, b_desc, a_smem, b_smem, bars, M, N, steps, parts, LEAVES: gl.constexpr):
+def _copy(a_desc, b_desc, a_smem, b_smem, bars, work, LEAVES: gl.constexpr):
     """The warp that copies. Outside of the operands, and behind the end of a leaf, there are zeros."""
     full, empty, _ = bars
+    M, N, steps, before, count, parts = work
     it = 0
-    count = _count(M, N)
     for task in range(gl.program_id(0), count * parts, gl.num_programs(0)):
-        m, n = _corner(task % count, M, N)
+        m, n = _corner(before + task % count, M, N)
         first = task // count * LEAVES
         for i in range(steps * LEAVES):
             stage = it % STAGES
@@ -92,29 +93,26 @@ def _multiply(
     four,
     c_smem,
     bars,
-    M,
-    N,
-    steps,
-    parts,
+    work,
     WHICH: gl.constexpr,
     LEAVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    SUMS: gl.constexpr,
     BEHIND: gl.constexpr,
 ):
     """The group of warps that computes the rows of half WHICH of a tile. A stage is handed back when the next product has
     been started, at the end of a leaf when its own is done."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     full, empty, go = bars
+    M, N, steps, before, count, parts = work
     it = 0
-    count = _count(M, N)
     last = gl.minimum(steps * LEAVES, BEHIND) - 1  # before the other group begins
     if BEHIND > 0 and WHICH == 1:
         mbarrier.wait(go, 0)
     for task in range(gl.program_id(0), count * parts, gl.num_programs(0)):
-        m, n = _corner(task % count, M, N)
-        m += (
-            task // count * (gl.cdiv(M, 2 * ROWS) * 2 * ROWS)
-        )  # the sums of each part lie below those of the part before
+        m, n = _corner(before + task % count, M, N)
+        if SUMS:  # each task's are a tile of their own
+            m, n = task * (2 * ROWS), 0
         acc = gl.zeros((ROWS, COLS), gl.float32, layout)
         one = acc  # sums of 1, 2 and 4 leaves wait for their pair; that of 4 not in registers
         two = acc
@@ -159,11 +157,25 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "steps", "parts"])
+@gluon.jit(do_not_specialize=["M", "steps", "before", "count", "parts"])
 def _matmul(
-    a_desc, b_desc, c_desc, BIAS, M, N, steps, parts, LEAVES: gl.constexpr, HAS_BIAS: gl.constexpr, BEHIND: gl.constexpr
+    a_desc,
+    b_desc,
+    c_desc,
+    BIAS,
+    M,
+    N,
+    steps,
+    before,
+    count,
+    parts,
+    LEAVES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    SUMS: gl.constexpr,
+    BEHIND: gl.constexpr,
 ):
-    """`steps` are those of a leaf, LEAVES those of a part; a task is a part of a tile."""
+    """Of `count` tiles, behind those `before`; a task is a part of a tile. `steps` are those of a leaf, LEAVES those of a part.
+    SUMS: of each task a tile of sums, instead of the product."""
     a_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, 1, STEP], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLS, 1, STEP], b_desc.layout)
     spread: gl.constexpr = gl.SwizzledSharedLayout(
@@ -179,54 +191,57 @@ def _matmul(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    bars = (full, empty, go)
+    bars, work = (full, empty, go), (M, N, steps, before, count, parts)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (
-                    c_desc,
-                    BIAS,
-                    a_smem,
-                    b_smem,
-                    four.index(0),
-                    c0,
-                    bars,
-                    M,
-                    N,
-                    steps,
-                    parts,
-                    0,
-                    LEAVES,
-                    HAS_BIAS,
-                    BEHIND,
-                ),
+                (c_desc, BIAS, a_smem, b_smem, four.index(0), c0, bars, work, 0, LEAVES, HAS_BIAS, SUMS, BEHIND),
             ),
             (
                 _multiply,
-                (
-                    c_desc,
-                    BIAS,
-                    a_smem,
-                    b_smem,
-                    four.index(1),
-                    c1,
-                    bars,
-                    M,
-                    N,
-                    steps,
-                    parts,
-                    1,
-                    LEAVES,
-                    HAS_BIAS,
-                    BEHIND,
-                ),
+                (c_desc, BIAS, a_smem, b_smem, four.index(1), c1, bars, work, 1, LEAVES, HAS_BIAS, SUMS, BEHIND),
             ),
-            (_copy, (a_desc, b_desc, a_smem, b_smem, bars, M, N, steps, parts, LEAVES)),
+            (_copy, (a_desc, b_desc, a_smem, b_smem, bars, work, LEAVES)),
         ],
         [4, 1],
         [240, 24],
     )
+
+
+@triton.jit(do_not_specialize=["M", "before", "count"])
+def _join_tiles(
+    PARTS,
+    C,
+    BIAS,
+    M,
+    N,
+    before,
+    count,
+    scm,
+    LEVELS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """SOME rows of a tile of C [M, N]: the balanced tree over its parts' sums, plus bias, rounded. PARTS: the tiles of each part."""
+    which, some = tl.program_id(0) // (ROWS // SOME), tl.program_id(0) % (ROWS // SOME) * SOME
+    tile, rows, cols = before + which, tl.cdiv(M, ROWS), tl.cdiv(N, COLS)  # as in _corner
+    first = tile // (BAND * cols) * BAND
+    band = tl.minimum(rows - first, BAND)
+    m, n = (first + tile % (BAND * cols) % band) * ROWS, tile % (BAND * cols) // band * COLS
+    at = tl.arange(0, SOME * COLS)
+    row, column = some + at // COLS, at % COLS
+    part = tl.arange(0, 1 << LEVELS).to(tl.int64)
+    from_ = PARTS + which.to(tl.int64) * (ROWS * COLS) + some * COLS
+    parts = tl.load(from_ + at[:, None] + part[None, :] * (count.to(tl.int64) * (ROWS * COLS)))
+    acc = tree_sum(parts, LEVELS)
+    i, j = (m + row).to(tl.int64), n + column
+    if HAS_BIAS:
+        acc += tl.load(BIAS + j, mask=j < N, other=0.0).to(tl.float32)
+    tl.store(C + i * scm + j, acc.to(C.dtype.element_ty), mask=(i < M) & (j < N))
 
 
 class _Matrix(TensorDescriptor):
@@ -241,7 +256,8 @@ def _block(dtype: torch.dtype, *shape: int) -> tuple[list[int], gl.NVMMASharedLa
 
 
 def refuses(p: Product) -> str | None:
-    return f"{p.m} rows, of more than {FEW}" if p.m <= FEW else unfit(p)
+    few = FEW if p.leaves == 1 else FEW_OF_TREES
+    return f"{p.m} rows, of more than {few}" if p.m <= few else unfit(p)
 
 
 def unfit(p: Product) -> str | None:
@@ -259,32 +275,53 @@ def unfit(p: Product) -> str | None:
     return None
 
 
-def ways(p: Product) -> list[int]:
-    """Into how many parts it can deal out the leaves."""
-    return [parts for parts in (1, 2, 4, 8) if parts <= p.leaves and (parts == 1 or p.n % 4 == 0)]
+def dealt(p: Product) -> Shares:
+    """How its tiles are dealt out."""
+    return cost.best_of_many(p.m, p.n, p.k, p.leaves, p.multiprocessors)[1]
 
 
 def prepare(p: Product) -> Callable:
-    return prepare_parts(p, 1)
+    return prepare_shares(p, dealt(p))
 
 
-def prepare_parts(p: Product, parts: int, behind: int = BEHIND) -> Callable:
-    """As `prepare`, with the leaves dealt out. No bit depends on it."""
+def prepare_shares(p: Product, shares: Shares, behind: int = BEHIND) -> Callable:
+    """As `prepare`. No bit depends on how tiles are dealt out."""
     (m, k), n, leaves, has_bias = p.a[0], p.n, p.leaves, p.bias is not None
     tiles = triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLS.value)
-    grid, leaf = min(tiles * parts, p.multiprocessors), k // leaves
-    rest = (m, n, triton.cdiv(leaf, STEP.value), parts, leaves // parts, has_bias and parts == 1, behind)
-    launch = prepared(p.device, _matmul, (grid, 1, 1), rest, num_warps=4)  # pyright: ignore[reportArgumentType]
-    blocks = (
-        _block(p.a[2], ROWS.value, 1, STEP.value),
-        _block(p.b[2], COLS.value, 1, STEP.value),
-        _block(p.out[2] if parts == 1 else torch.float32, ROWS.value, COLS.value),
-    )
-    if parts == 1:
-        return functools.partial(_run, launch, blocks, leaves)
-    padded = triton.cdiv(m, 2 * ROWS.value) * 2 * ROWS.value
-    join = prepared_join(p.device, m, n, padded * n, p.out[1][0], parts, has_bias)  # pyright: ignore[reportArgumentType]
-    return functools.partial(_run_parts, launch, blocks, leaves, join, (parts * padded, n))
+    whole, parts = shares
+    operands = _block(p.a[2], ROWS.value, 1, STEP.value), _block(p.b[2], COLS.value, 1, STEP.value)
+    steps = triton.cdiv(k // leaves, STEP.value)
+
+    def kernel(before: int, count: int, parts: int, sums: bool) -> Callable:
+        grid = min(count * parts, p.multiprocessors), 1, 1
+        rest = m, n, steps, before, count, parts, leaves // parts, has_bias and not sums, sums, behind
+        return prepared(p.device, _matmul, grid, rest, num_warps=4)  # pyright: ignore[reportArgumentType]
+
+    runs: list[Callable] = []
+    if whole:
+        blocks = *operands, _block(p.out[2], ROWS.value, COLS.value)
+        runs.append(functools.partial(_run, kernel(0, whole, 1, False), blocks, leaves))
+    if whole < tiles:
+        count, block = tiles - whole, _block(torch.float32, ROWS.value, COLS.value)
+        rest = (
+            m,
+            n,
+            whole,
+            count,
+            p.out[1][0],
+            parts.bit_length() - 1,
+            has_bias,
+            BAND,
+            2 * ROWS.value,
+            COLS.value,
+            _JOINED,
+        )
+        grid = count * (2 * ROWS.value // _JOINED), 1, 1
+        join = prepared(p.device, _join_tiles, grid, rest)  # pyright: ignore[reportArgumentType]
+        shape = parts * count * 2 * ROWS.value, COLS.value
+        launch = kernel(whole, count, parts, True)
+        runs.append(functools.partial(_run_parts, launch, (*operands, block), leaves, join, shape))
+    return runs[0] if len(runs) == 1 else functools.partial(_run_all, runs)
 
 
 def _leaves(t: torch.Tensor, leaves: int, block: tuple) -> _Matrix:
@@ -321,3 +358,10 @@ def _run_parts(
     sums = torch.empty(shape, dtype=torch.float32, device=out.device)
     _run(launch, blocks, leaves, a, b, None, sums)
     join(sums, out, None if bias is None else bias.contiguous())
+
+
+def _run_all(
+    runs: list[Callable], a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    for run in runs:
+        run(a, b, bias, out)

@@ -145,12 +145,6 @@ def _join(PARTS, C, BIAS, N, apart, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.cons
     tl.store(C + i * scm + j, acc.to(C.dtype.element_ty), mask=ok)
 
 
-def prepared_join(device: int, m: int, n: int, apart: int, row: int, parts: int, has_bias: bool) -> Callable:
-    """What adds the parts' sums, to be called with them, out, whose rows are `row` elements apart, and the bias."""
-    rest = (n, apart, row, parts.bit_length() - 1, has_bias, _JOINED)
-    return prepared(device, _join, (m, triton.cdiv(n, _JOINED), 1), rest)
-
-
 def _tile(m: int, n: int, k: int, parts: int = 1, *, warps: int = 4, stages: int = 4) -> dict:
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "parts": parts, "num_warps": warps, "num_stages": stages}
 
@@ -225,7 +219,9 @@ def _choose(
     )
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
     product = prepared(device, _matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
-    return product, None if whole else prepared_join(device, m, n, m * n, row, parts, bias is not None), parts
+    rest = (n, m * n, row, parts.bit_length() - 1, bias is not None, _JOINED)
+    join = None if whole else prepared(device, _join, (m, triton.cdiv(n, _JOINED), 1), rest)
+    return product, join, parts
 
 
 def tiles(
