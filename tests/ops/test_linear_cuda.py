@@ -259,9 +259,9 @@ def test_an_algorithm_is_tried_once_at_each_k(fresh, monkeypatch):
 @pytest.mark.parametrize("most", [1, 8, 257, 5000])
 def test_a_few_numbers_of_rows_stand_for_all(most):
     rows = range(1, most + 1)
-    assert all(m <= cublaslt.rounded(m) < 1.125 * m + 1 for m in rows)
+    assert all(m <= cublaslt.rounded(m) < m + (8 if m <= 512 else m / 32) for m in rows)
     ladder = cublaslt.ladder(most)
-    assert ladder[0] == 1 and ladder[-1] == most and len(set(ladder)) == len(ladder) <= 8 * most.bit_length()
+    assert ladder[0] == 1 and ladder[-1] == most and len(set(ladder)) == len(ladder) <= 32 * most.bit_length()
     assert {cublaslt.rounded(m) for m in ladder} == {cublaslt.rounded(m) for m in rows}
 
 
@@ -550,7 +550,7 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
 @given(
     m=st.integers(1, 32),
     n=st.integers(1, 2112),
-    k=st.integers(256, 600).map(lambda n: 8 * n),
+    k=st.integers(1, 600).map(lambda n: 8 * n),
     pad=st.sampled_from([0, 8]),
     has_bias=st.booleans(),
     out_dtype=st.sampled_from([FP32, BF16]),

@@ -1,4 +1,4 @@
-"""CUDA: products of few rows, as fast as the weight can be read (csrc/sm90/gemm): logits (few_rows_wide.cu), long chains
+"""CUDA: products of few rows, as fast as the weight can be read (csrc/sm90/gemm): logits (few_rows_wide.cu), chains
 with a narrow weight (few_rows_narrow.cu) and k-trees (few_rows_split_k.cu). Everything else is Triton's: the same bits."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FEWEST = 16
 """Of trees: up to so many rows, tiles of 16 rows are faster."""
 FEWER, WIDE = 64, 128 * SM90.multiprocessors
 """`few`: at most so many rows, and at least so many outputs, a tile for each multiprocessor."""
-NARROW, LONG = 16 * SM90.multiprocessors, 2048
-"""At most so many outputs, likewise, and at least so much k: there the chain takes longer than to read the weight."""
+NARROW = 16 * SM90.multiprocessors
+"""At most so many outputs, likewise."""
 NARROW_ROWS = 32
 """Each block reads all rows; with more, that takes longer than by larger tiles."""
 QUARTERED_ROWS = 64
@@ -71,13 +71,11 @@ def few_refuses(p: Product) -> str | None:
 
 
 def narrow_refuses(p: Product) -> str | None:
-    if p.n > NARROW:
-        return f"{p.n} outputs, of at most {NARROW}"
-    return f"k = {p.k}, of at least {LONG}" if p.k < LONG else narrow_unfit(p)
+    return f"{p.n} outputs, of at most {NARROW}" if p.n > NARROW else narrow_unfit(p)
 
 
 def narrow_unfit(p: Product) -> str | None:
-    """As `narrow_refuses`, of any number of outputs and any k."""
+    """As `narrow_refuses`, of any number of outputs."""
     if p.leaves > 1:
         return f"{p.leaves} leaves: it computes chains"
     return _unfit_bias(p) or unfit(p, NARROW_ROWS)
