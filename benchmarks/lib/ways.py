@@ -37,8 +37,8 @@ def _tree(how) -> str:
     return f"tree parts={how.parts}" + ("" if how.parts == 1 else f" {how.width}{' below' if how.same_outputs else ''}")
 
 
-def _hopper(shares, behind: int) -> str:
-    return f"hopper whole={shares.whole} parts={shares.parts} behind={behind}"
+def _hopper(shares) -> str:
+    return f"hopper whole={shares.whole} parts={shares.parts}"
 
 
 def _tiles(tile: dict) -> str:
@@ -63,11 +63,11 @@ def chosen(p: Product) -> str:
         if kernel.name == "hopper":
             from alignkit.ops.linear import hopper
 
-            return _hopper(hopper.dealt(p), hopper.BEHIND)
+            return _hopper(hopper.dealt(p))
         if kernel.name == "tiles":
             from alignkit.ops.linear import triton
 
-            return _tiles(triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2]))
+            return _tiles(triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2], p.multiprocessors))
         return kernel.name
     raise AssertionError(p)
 
@@ -98,9 +98,8 @@ def ways(p: Product) -> dict[str, Way]:
             found[_cublaslt(says)] = way
     if hopper.unfit(p) is None:
         for shares in cost.shares(p.m, p.n, p.leaves, p.multiprocessors):
-            for behind in (0, 2) if shares.parts == 1 else (2,):
-                found[_hopper(shares, behind)] = hopper.prepare_shares(p, shares, behind)
-    tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
+            found[_hopper(shares)] = hopper.prepare_shares(p, shares)
+    tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2], p.multiprocessors)
     few = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()
     several = [parts for parts in (1, 2, 4, 8) if parts <= p.leaves]
     for m, n, k in few:

@@ -918,6 +918,8 @@ def test_matmul_draws_published_layers(module):
     few = [m for _, m, which in drawn if which == "forward" and m <= 256]
     assert 100 < len(few) < 170 and min(few) < 4 and max(m for _, m, _ in drawn) > 8192
     assert all(m > 256 for _, m, which in drawn if which != "forward")
+    trees = matmul.draw(1, 20, trees=True)
+    assert len(trees) == 20 and all(case.leaves > 1 and which == "forward" for case, _, which in trees)
     assert all(f"/{case.leaves}" in case.name and case.k % (16 * case.leaves) == 0 for case, *_ in drawn)
 
 

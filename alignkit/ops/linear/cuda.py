@@ -18,8 +18,6 @@ from .problem import Product
 
 FEW = 1024
 """At most so many rows."""
-FEWEST = 16
-"""Of trees: up to so many rows, tiles of 16 rows are faster."""
 FEWER, WIDE = 64, 128 * SM90.multiprocessors
 """`few`: at most so many rows, and at least so many outputs, a tile for each multiprocessor."""
 NARROW = 16 * SM90.multiprocessors
@@ -93,10 +91,12 @@ def tree_unfit(p: Product) -> str | None:
 def tree_refuses(p: Product) -> str | None:
     if (why := tree_unfit(p) or unfit(p, FEW)) is not None:
         return why
-    if p.m <= FEWEST:
-        return f"{p.m} rows, of more than {FEWEST}"
-    tiles, _ = cost.best_of_many(p.m, p.n, p.k, p.leaves, p.multiprocessors)
-    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if copied(p.out) and tiles < dealt(p)[0] else None
+    takes, problem = dealt(p)[0], (p.m, p.n, p.k, p.leaves, p.multiprocessors)
+    if copied(p.out) and p.m > QUARTERED_ROWS and cost.best_of_many(*problem)[0] < takes:
+        return f"{p.leaves} leaves of {p.m} rows: larger tiles are faster"
+    if (small := cost.best_of_tiles(*problem)) is not None and small[0] < takes:
+        return f"{p.leaves} leaves of {p.m} rows: smaller tiles are faster"
+    return None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -148,9 +148,14 @@ class Deal(NamedTuple):
 
 def deals(m: int, leaves: int) -> list[Deal]:
     """All that are possible."""
-    whole = [Deal(1)] if m <= QUARTERED_ROWS and leaves >= 4 else []
-    widths = [(64, False)] if m <= 64 else [(96, False), (128, False), (96, True), (128, True)]
-    return whole + [Deal(parts, *width) for parts in (2, 4, 8) if parts <= leaves <= 4 * parts for width in widths]
+    found = [Deal(1)] if m <= QUARTERED_ROWS and leaves >= 4 else []
+    for parts in (2, 4, 8):
+        if parts <= leaves <= 4 * parts:
+            widths = [64] if m <= 64 else [96, 128]
+            wide = [160, 192] if m > 128 and leaves <= 2 * parts else []
+            found += [Deal(parts, width) for width in widths + wide]
+            found += [Deal(parts, width, True) for width in widths if width > 64]
+    return found
 
 
 def deal(m: int, n: int, k: int, leaves: int, clusters: int) -> tuple[float, Deal]:

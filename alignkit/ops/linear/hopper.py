@@ -1,11 +1,10 @@
 """Gluon: chains and k-trees of bf16 at many rows, by warps with roles of their own.
 
 A block of threads takes one tile of 128 x 128 outputs after another. One warp copies operands to shared memory, through
-the ends of leaves and tiles without a pause; two groups of four warps multiply 64 rows each and join the leaves' sums. The
-second group is a little behind the first, so that one has the tensor core while the other adds. To the copy engine k is two
-dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros. Where tiles are too few, or
-the last of them would leave most of the device idle, their leaves are dealt out to several blocks, whose sums `_join` adds.
-The order of k, and so every bit, is that of triton.py.
+the ends of leaves and tiles without a pause; two groups of four warps multiply 64 rows each and join the leaves' sums. To
+the copy engine k is two dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros. Where
+tiles are too few, or the last of them would leave most of the device idle, they are halved, or their leaves are dealt out to
+several blocks, whose sums `_join_tiles` adds. The order of k, and so every bit, is that of triton.py.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ FEW, FEW_OF_TREES = 256, 64
 out, up to fewer."""
 ROWS = gl.constexpr(64)
 """Of a group of warps; a tile has two."""
-COLS = gl.constexpr(128)
+WIDE = gl.constexpr(128)
+"""Columns of a tile; of a halved one half of them."""
 STEP = gl.constexpr(64)
 """Of k, 128 bytes."""
 SLICE = 16
@@ -52,26 +52,27 @@ OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitw
 """How a box of an operand lies in shared memory, as a matrix."""
 _JOINED = 8
 """Rows of a tile that a block joins."""
-BEHIND = 2
-"""Steps by which the second group of warps begins later."""
 
 
 @gluon.jit
-def _corner(tile, M, N):
-    rows, cols = gl.cdiv(M, 2 * ROWS), gl.cdiv(N, COLS)
+def _corner(at, before, M, N, COLS: gl.constexpr):
+    """Of the tile of COLS columns that is the `at`-th behind so many of WIDE."""
+    rows, cols = gl.cdiv(M, 2 * ROWS), gl.cdiv(N, WIDE)
+    tile = before + at // (WIDE // COLS)
     first = tile // (BAND * cols) * BAND
     band = gl.minimum(rows - first, BAND)
-    return (first + tile % (BAND * cols) % band) * (2 * ROWS), tile % (BAND * cols) // band * COLS
+    n = tile % (BAND * cols) // band * WIDE + at % (WIDE // COLS) * COLS
+    return (first + tile % (BAND * cols) % band) * (2 * ROWS), n
 
 
 @gluon.jit
-def _copy(a_desc, b_desc, a_smem, b_smem, bars, work, LEAVES: gl.constexpr):
+def _copy(a_desc, b_desc, a_smem, b_smem, bars, work, LEAVES: gl.constexpr, COLS: gl.constexpr):
     """The warp that copies. Outside of the operands, and behind the end of a leaf, there are zeros."""
-    full, empty, _ = bars
+    full, empty = bars
     M, N, steps, before, count, parts = work
     it = 0
     for task in range(gl.program_id(0), count * parts, gl.num_programs(0)):
-        m, n = _corner(before + task % count, M, N)
+        m, n = _corner(task % count, before, M, N, COLS)
         first = task // count * LEAVES
         for i in range(steps * LEAVES):
             stage = it % STAGES
@@ -98,19 +99,16 @@ def _multiply(
     LEAVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SUMS: gl.constexpr,
-    BEHIND: gl.constexpr,
+    COLS: gl.constexpr,
 ):
     """The group of warps that computes the rows of half WHICH of a tile. A stage is handed back when the next product has
     been started, at the end of a leaf when its own is done."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    full, empty, go = bars
+    full, empty = bars
     M, N, steps, before, count, parts = work
     it = 0
-    last = gl.minimum(steps * LEAVES, BEHIND) - 1  # before the other group begins
-    if BEHIND > 0 and WHICH == 1:
-        mbarrier.wait(go, 0)
     for task in range(gl.program_id(0), count * parts, gl.num_programs(0)):
-        m, n = _corner(before + task % count, M, N)
+        m, n = _corner(task % count, before, M, N, COLS)
         if SUMS:  # each task's are a tile of their own
             m, n = task * (2 * ROWS), 0
         acc = gl.zeros((ROWS, COLS), gl.float32, layout)
@@ -127,8 +125,6 @@ def _multiply(
                     use_acc=s > 0,
                     is_async=True,
                 )
-                if BEHIND > 0 and WHICH == 0:
-                    mbarrier.arrive(go, pred=it == last)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), pred=s > 0)
                 it += 1
@@ -172,10 +168,10 @@ def _matmul(
     LEAVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SUMS: gl.constexpr,
-    BEHIND: gl.constexpr,
+    COLS: gl.constexpr,
 ):
-    """Of `count` tiles, behind those `before`; a task is a part of a tile. `steps` are those of a leaf, LEAVES those of a part.
-    SUMS: of each task a tile of sums, instead of the product."""
+    """Of `count` tiles of COLS columns, behind so many wide ones; a task is a part of a tile. `steps` are those of a leaf, LEAVES
+    those of a part. SUMS: of each task a tile of sums, instead of the product."""
     a_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, 1, STEP], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLS, 1, STEP], b_desc.layout)
     spread: gl.constexpr = gl.SwizzledSharedLayout(
@@ -186,23 +182,15 @@ def _matmul(
     c1 = four.index(1)._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(go, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    bars, work = (full, empty, go), (M, N, steps, before, count, parts)
+    bars, work = (full, empty), (M, N, steps, before, count, parts)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (c_desc, BIAS, a_smem, b_smem, four.index(0), c0, bars, work, 0, LEAVES, HAS_BIAS, SUMS, BEHIND),
-            ),
-            (
-                _multiply,
-                (c_desc, BIAS, a_smem, b_smem, four.index(1), c1, bars, work, 1, LEAVES, HAS_BIAS, SUMS, BEHIND),
-            ),
-            (_copy, (a_desc, b_desc, a_smem, b_smem, bars, work, LEAVES)),
+            (_multiply, (c_desc, BIAS, a_smem, b_smem, four.index(0), c0, bars, work, 0, LEAVES, HAS_BIAS, SUMS, COLS)),
+            (_multiply, (c_desc, BIAS, a_smem, b_smem, four.index(1), c1, bars, work, 1, LEAVES, HAS_BIAS, SUMS, COLS)),
+            (_copy, (a_desc, b_desc, a_smem, b_smem, bars, work, LEAVES, COLS)),
         ],
         [4, 1],
         [240, 24],
@@ -257,7 +245,14 @@ def _block(dtype: torch.dtype, *shape: int) -> tuple[list[int], gl.NVMMASharedLa
 
 def refuses(p: Product) -> str | None:
     few = FEW if p.leaves == 1 else FEW_OF_TREES
-    return f"{p.m} rows, of more than {few}" if p.m <= few else unfit(p)
+    if p.m <= few:
+        return f"{p.m} rows, of more than {few}"
+    if (why := unfit(p)) is not None or p.leaves == 1:
+        return why
+    problem = p.m, p.n, p.k, p.leaves, p.multiprocessors
+    small = cost.best_of_tiles(*problem)
+    faster = small is not None and small[0] < cost.best_of_many(*problem)[0]
+    return f"{p.leaves} leaves of {p.m} rows: smaller tiles are faster" if faster else None
 
 
 def unfit(p: Product) -> str | None:
@@ -284,43 +279,30 @@ def prepare(p: Product) -> Callable:
     return prepare_shares(p, dealt(p))
 
 
-def prepare_shares(p: Product, shares: Shares, behind: int = BEHIND) -> Callable:
+def prepare_shares(p: Product, shares: Shares) -> Callable:
     """As `prepare`. No bit depends on how tiles are dealt out."""
     (m, k), n, leaves, has_bias = p.a[0], p.n, p.leaves, p.bias is not None
-    tiles = triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLS.value)
-    whole, parts = shares
-    operands = _block(p.a[2], ROWS.value, 1, STEP.value), _block(p.b[2], COLS.value, 1, STEP.value)
-    steps = triton.cdiv(k // leaves, STEP.value)
+    height, width = 2 * ROWS.value, WIDE.value
+    whole, rest = shares.whole, triton.cdiv(m, height) * triton.cdiv(n, width) - shares.whole
 
-    def kernel(before: int, count: int, parts: int, sums: bool) -> Callable:
-        grid = min(count * parts, p.multiprocessors), 1, 1
-        rest = m, n, steps, before, count, parts, leaves // parts, has_bias and not sums, sums, behind
-        return prepared(p.device, _matmul, grid, rest, num_warps=4)  # pyright: ignore[reportArgumentType]
+    def product(before: int, count: int, parts: int, cols: int, sums: bool) -> tuple[Callable, tuple, int]:
+        steps, grid = triton.cdiv(k // leaves, STEP.value), (min(count * parts, p.multiprocessors), 1, 1)
+        rest = m, n, steps, before, count, parts, leaves // parts, has_bias and not sums, sums, cols
+        launch = prepared(p.device, _matmul, grid, rest, num_warps=4)  # pyright: ignore[reportArgumentType]
+        operands = _block(p.a[2], ROWS.value, 1, STEP.value), _block(p.b[2], cols, 1, STEP.value)
+        return launch, (*operands, _block(torch.float32 if sums else p.out[2], ROWS.value, cols)), leaves
 
     runs: list[Callable] = []
     if whole:
-        blocks = *operands, _block(p.out[2], ROWS.value, COLS.value)
-        runs.append(functools.partial(_run, kernel(0, whole, 1, False), blocks, leaves))
-    if whole < tiles:
-        count, block = tiles - whole, _block(torch.float32, ROWS.value, COLS.value)
-        rest = (
-            m,
-            n,
-            whole,
-            count,
-            p.out[1][0],
-            parts.bit_length() - 1,
-            has_bias,
-            BAND,
-            2 * ROWS.value,
-            COLS.value,
-            _JOINED,
-        )
-        grid = count * (2 * ROWS.value // _JOINED), 1, 1
-        join = prepared(p.device, _join_tiles, grid, rest)  # pyright: ignore[reportArgumentType]
-        shape = parts * count * 2 * ROWS.value, COLS.value
-        launch = kernel(whole, count, parts, True)
-        runs.append(functools.partial(_run_parts, launch, (*operands, block), leaves, join, shape))
+        runs.append(functools.partial(_run, *product(0, whole, 1, width, False)))
+    if rest and shares.parts == 1:
+        runs.append(functools.partial(_run, *product(whole, 2 * rest, 1, width // 2, False)))
+    elif rest:
+        of_join = m, n, whole, rest, p.out[1][0], shares.parts.bit_length() - 1, has_bias, BAND, height, width, _JOINED
+        grid = rest * (height // _JOINED), 1, 1
+        join = prepared(p.device, _join_tiles, grid, of_join)  # pyright: ignore[reportArgumentType]
+        shape = shares.parts * rest * height, width
+        runs.append(functools.partial(_run_parts, *product(whole, rest, shares.parts, width, True), join, shape))
     return runs[0] if len(runs) == 1 else functools.partial(_run_all, runs)
 
 

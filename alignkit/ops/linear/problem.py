@@ -64,9 +64,10 @@ class Product(NamedTuple):  # made and hashed in every call: a tuple is both in 
 
     @property
     def multiprocessors(self) -> int:
-        return SM90.multiprocessors if self.device is None else _multiprocessors(self.device)
+        return SM90.multiprocessors if self.device is None else multiprocessors(self.device)
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
+    """Of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

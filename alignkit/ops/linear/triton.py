@@ -20,7 +20,8 @@ import triton.language as tl
 from ...runtime.launch import prepared
 from ...runtime.operands import MOST, Operand, operand
 from .._triton import tree_sum
-from .problem import Product
+from . import cost
+from .problem import Product, multiprocessors
 
 _JOINED = 512
 """Outputs of a block that joins."""
@@ -157,26 +158,27 @@ def _chain_schedule(m: int) -> dict:
     return _tile(64, 64, 64, stages=5) if m <= 256 else _tile(128, 256, 64, warps=8, stages=3)
 
 
-def _tree_schedule(m: int, n: int, leaf: int) -> dict:
-    """Few rows make few tiles; then a tile's leaves are dealt out, which costs the time of joining them. Many rows come
+def _tree_schedule(m: int, n: int, k: int, leaves: int, multiprocessors: int) -> dict:
+    """Few rows make few tiles; then a tile's leaves may be dealt out, which costs the time of joining them. Many rows come
     here if hopper.py does not take the operands."""
-    if m <= 64 and leaf <= 256:
-        return _tile(16, 32, 128)
+    if (best := cost.best_of_tiles(m, n, k, leaves, multiprocessors)) is not None:
+        bm, bn, parts = best[1]
+        return _tile(bm, bn, 128, parts)
     if m > 256:
         return _tile(64, 128, 64, warps=8)
-    bm, bn = (16, 64) if m <= 32 else (64, 32)
+    leaf, (bm, bn) = k // leaves, (16, 64) if m <= 32 else (64, 32)
     count = triton.cdiv(m, bm) * triton.cdiv(n, bn)
     if count >= 256:
         return _tile(128, 128, 64, 8, warps=8, stages=3)
     return _tile(bm, bn, 128, 1 if count > 64 and leaf < 1024 else 1 << (256 // count).bit_length() - 1)
 
 
-def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> dict:
+def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype, multiprocessors: int) -> dict:
     """The tile of such a product, its warps and stages, and into how many parts its leaves are dealt out."""
     if dtype == torch.float32:
         chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
     else:
-        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
+        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k, leaves, multiprocessors)
     return chosen | {"parts": min(chosen["parts"], leaves)}
 
 
@@ -194,7 +196,7 @@ def _choose(
 ) -> tuple[Callable, Callable | None, int]:
     """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
     ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
-    chosen = schedule(m, n, k, leaves, dtype) | dict(given)
+    chosen = schedule(m, n, k, leaves, dtype, multiprocessors(device)) | dict(given)
     parts = min(chosen["parts"], leaves)
     whole = parts == 1
     step = chosen["BLOCK_K"]
