@@ -962,6 +962,33 @@ def test_matmul_candidates(tiny, tmp_path, capsys, monkeypatch):
     assert "OTHER BITS: tiny-1b." in capsys.readouterr().out
 
 
+def test_fit_linear(module, tmp_path, monkeypatch, capsys):
+    """Constants that made the times are found again, from others."""
+    fit, cost = module("fit_linear"), importlib.import_module("alignkit.ops.linear.cost")
+    for name in ("QUARTERS", "MANY", "HALVED"):
+        monkeypatch.setattr(cost, name, getattr(cost, name))
+    for name in ("PARTS", "TILES"):
+        monkeypatch.setattr(cost, name, dict(getattr(cost, name)))
+    rows = []
+    for m in (5, 60, 100, 200, 300, 2000):
+        for n, k in ((1024, 4096), (5120, 27648), (8192, 8192), (3072, 11008)):
+            names = ["tree parts=2 96 below", "tree parts=8 64", f"hopper whole={-(-m // 128) * n // 128} parts=1"]
+            names += ["tree parts=1"] if m <= 64 else ["hopper whole=0 parts=1", "experts.down"]
+            names += ["tiles 16x32x128 parts=4"] if m <= 16 else []
+            row = {"m": m, "n": n, "k": k, "leaves": 8, "pass": "forward", "cublas": 0.02}
+            found = {name: fit.way(row, name) for name in names}
+            rows.append(row | {"ways": {name: w[1]() / 1e3 if w else 9.0 for name, w in found.items()}})
+    assert fit.way(rows[0], "experts.down") is None and fit.way(rows[3], "tiles 16x32x128 parts=4") is None
+    path = tmp_path / "ways.json"
+    path.write_text(json.dumps({"rows": rows}))
+    true = cost.MANY
+    cost.MANY = true._replace(step=0.6)
+    assert fit.main([str(path)]) == 0
+    assert cost.MANY.step == pytest.approx(true.step, rel=0.05)
+    out = capsys.readouterr().out
+    assert "as it is:" in out and "held out, 7 of 24:" in out and "PARTS[96, True] = Cost(start=" in out
+
+
 # Tables and plots
 
 

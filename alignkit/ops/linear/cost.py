@@ -5,12 +5,16 @@ leaves, which it joins, and in tasks, which it begins and ends. Tasks are dealt 
 Then the sums of parts, which go through memory to those who join them. A product is described by its rows m, its outputs n,
 k and its leaves.
 
-The constants were fitted to an H200's times of drawn products (``benchmarks/matmul.py --draw SEED --candidates FILE``).
+The constants were fitted (``benchmarks/fit_linear.py``) to an H200's times of drawn products (``benchmarks/matmul.py --draw SEED --trees
+--candidates FILE``).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
+
+from ...runtime.operands import MOST
 
 STEP = 64
 """Of k."""
@@ -118,6 +122,7 @@ def many(m: int, n: int, k: int, leaves: int, how: Shares, multiprocessors: int)
     return first + second
 
 
+@functools.lru_cache(MOST)
 def best_of_many(m: int, n: int, k: int, leaves: int, multiprocessors: int) -> tuple[float, Shares]:
     """The least that hopper.py's tiles take, and how they are dealt out."""
     return min((many(m, n, k, leaves, how, multiprocessors), how) for how in shares(m, n, leaves, multiprocessors))
@@ -130,6 +135,7 @@ def tiles(m: int, n: int, k: int, height: int, width: int, number: int, multipro
     return cost.in_all(n, k, busiest, number * m * n if number > 1 else 0)
 
 
+@functools.lru_cache(MOST)
 def best_of_tiles(
     m: int, n: int, k: int, leaves: int, multiprocessors: int
 ) -> tuple[float, tuple[int, int, int]] | None:

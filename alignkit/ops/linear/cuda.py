@@ -12,7 +12,7 @@ import torch
 
 from ...runtime import cuda
 from ...runtime.families import SM90
-from ...runtime.operands import Operand, copied
+from ...runtime.operands import MOST, Operand, copied
 from . import cost
 from .problem import Product
 
@@ -158,6 +158,7 @@ def deals(m: int, leaves: int) -> list[Deal]:
     return found
 
 
+@functools.lru_cache(MOST)
 def deal(m: int, n: int, k: int, leaves: int, clusters: int) -> tuple[float, Deal]:
     """Which of `deals` is fastest, and how long it takes, by the model of cost.py."""
 
