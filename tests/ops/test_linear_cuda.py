@@ -512,6 +512,25 @@ def test_the_model_of_costs():
     )  # a second round of 28 would leave most of it idle
 
 
+def test_the_choice_for_the_rows_of_the_ladder_is_that_for_all_between():
+    """So what warms up has compiled every kernel."""
+    pytest.importorskip("triton")
+    from alignkit.ops.linear import cost
+    from alignkit.ops.linear.cuda import deal
+
+    for n, k, leaves in ((1024, 512, 2), (4096, 4096, 8), (5120, 27648, 8)):
+        choices = [
+            (
+                deal(m, n, k, leaves, 66)[1],
+                cost.best_of_tiles(m, n, k, leaves, 132),
+                cost.best_of_many(m, n, k, leaves, 132),
+            )
+            for m in range(1, 1025)
+        ]
+        met = {choices[m - 1] for m in cublaslt.ladder(1024)}
+        assert set(choices) <= met
+
+
 def cuda_kernels():
     if dispatch.name("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")

@@ -5,8 +5,11 @@ leaves, which it joins, and in tasks, which it begins and ends. Tasks are dealt 
 Then the sums of parts, which go through memory to those who join them. A product is described by its rows m, its outputs n,
 k and its leaves.
 
-The constants were fitted (``benchmarks/fit_linear.py``) to an H200's times of drawn products (``benchmarks/matmul.py --draw SEED --trees
---candidates FILE``).
+What is chosen for as many rows as `ladder` has is chosen for all between them too, so that no kernel is compiled at a number
+of rows that nobody foresaw.
+
+The constants were fitted (``benchmarks/fit_linear.py``) to an H200's times of drawn products (``benchmarks/matmul.py --draw
+SEED --trees --candidates FILE``).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import functools
 from typing import NamedTuple
 
 from ...runtime.operands import MOST
+from .cublaslt import rounded
 
 STEP = 64
 """Of k."""
@@ -142,6 +146,7 @@ def best_of_tiles(
     """The least that triton.py's tiles take, their rows, columns and parts; None: the model is not for such a product."""
     if m > FEW or k // leaves % 128:
         return None
+    m = rounded(m)
     several = [number for number in (1, 2, 4, 8) if number <= leaves]
     ways = ((height, width, number) for height, width in TILES for number in several)
     return min((tiles(m, n, k, *way, multiprocessors), way) for way in ways)

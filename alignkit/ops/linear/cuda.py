@@ -14,6 +14,7 @@ from ...runtime import cuda
 from ...runtime.families import SM90
 from ...runtime.operands import MOST, Operand, copied
 from . import cost
+from .cublaslt import rounded
 from .problem import Product
 
 FEW = 1024
@@ -161,6 +162,8 @@ def deals(m: int, leaves: int) -> list[Deal]:
 @functools.lru_cache(MOST)
 def deal(m: int, n: int, k: int, leaves: int, clusters: int) -> tuple[float, Deal]:
     """Which of `deals` is fastest, and how long it takes, by the model of cost.py."""
+
+    m = rounded(m)
 
     def takes(how: Deal) -> float:
         return cost.quarters(n, k, leaves, clusters) if how.parts == 1 else cost.parts(m, n, k, leaves, *how, clusters)

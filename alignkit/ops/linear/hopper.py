@@ -298,7 +298,19 @@ def prepare_shares(p: Product, shares: Shares) -> Callable:
     if rest and shares.parts == 1:
         runs.append(functools.partial(_run, *product(whole, 2 * rest, 1, width // 2, False)))
     elif rest:
-        of_join = m, n, whole, rest, p.out[1][0], shares.parts.bit_length() - 1, has_bias, BAND, height, width, _JOINED
+        of_join = (
+            m,
+            n,
+            whole,
+            rest,
+            p.out[1][0],
+            shares.parts.bit_length() - 1,
+            has_bias,
+            BAND.value,
+            height,
+            width,
+            _JOINED,
+        )
         grid = rest * (height // _JOINED), 1, 1
         join = prepared(p.device, _join_tiles, grid, of_join)  # pyright: ignore[reportArgumentType]
         shape = shares.parts * rest * height, width
