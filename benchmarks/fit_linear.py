@@ -37,6 +37,8 @@ def way(row: dict, name: str) -> Way | None:
     clusters = MULTIPROCESSORS // 2
     if name == "tree parts=1":
         return [("QUARTERS", None)], lambda: cost.quarters(n, k, leaves, clusters)
+    if name == "pairs":
+        return [("PAIRS", None)], lambda: cost.pairs(m, n, k, leaves, clusters)
     if found := re.fullmatch(r"tree parts=(\d) (\d+)( below)?", name):
         parts, width, below = int(found[1]), int(found[2]), bool(found[3])
         return [("PARTS", (width, below))], lambda: cost.parts(m, n, k, leaves, parts, width, below, clusters)

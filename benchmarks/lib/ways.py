@@ -85,6 +85,8 @@ def ways(p: Product) -> dict[str, Way]:
         if cuda.tree_unfit(p) is None and p.m <= TREE_ROWS:
             for how in cuda.deals(p.m, p.leaves):
                 found[_tree(how)] = partial(cuda.tree, p.leaves, how)
+        if cuda.pairs_unfit(p) is None:
+            found["pairs"] = partial(cuda.pairs, p.leaves)
         if cuda.few_refuses(p) is None:
             found["few"] = cuda.few
         if cuda.narrow_unfit(p) is None:

@@ -568,6 +568,32 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
 
 @gpu
 @given(
+    m=st.integers(1, 3000),
+    n=st.integers(1, 200).map(lambda n: 8 * n),
+    leaf=st.integers(1, 24).map(lambda i: 16 * i),
+    leaves=st.sampled_from([2, 4, 8]),
+    pad=st.sampled_from([0, 8]),
+    has_bias=st.booleans(),
+    out_dtype=st.sampled_from([FP32, BF16]),
+    seed=seeds,
+)
+def test_trees_by_pairs_of_blocks(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
+    kernels = cuda_kernels()
+    from alignkit.ops.linear.triton import tiles
+
+    torch.manual_seed(seed)
+    (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
+    want = torch.empty(m, n, dtype=out_dtype)
+    tiles(a, b, leaves, bias, want, False)
+    for _ in range(3):  # a missing barrier would not show each time
+        got = torch.full((m, n + pad), float("nan"), dtype=out_dtype)[:, :n]
+        assert kernels.pairs_unfit(Product.of(families.CUDA, a, b, leaves, bias, got, False)) is None
+        kernels.pairs(leaves, a, b, bias, got)
+        assert_bitwise_equal(got, want)
+
+
+@gpu
+@given(
     m=st.integers(1, 32),
     n=st.integers(1, 2112),
     k=st.integers(1, 600).map(lambda n: 8 * n),

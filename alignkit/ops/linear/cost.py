@@ -68,6 +68,8 @@ PARTS = {
 """By rows of a block, and whether a cluster's blocks have the same outputs."""
 MANY = Cost(1.63, 2.99, 0.367, 0.226, 1.6, 0.273, 2.32)
 HALVED = Cost(1.63, 2.99, 0.22, 0.2, 1.2)
+PAIRS = Cost(2.0, 3.0, 0.35, 0.15, 1.2)
+"""Not measured yet."""
 TILES = {
     (16, 32): Cost(2.82, 5.54, 0.135, sums=0.56, join=1.48, wait=0.161),
     (16, 64): Cost(3.33, 3.82, 0.149, sums=0.412, join=1.15, wait=0.184),
@@ -93,6 +95,11 @@ def parts(m: int, n: int, k: int, leaves: int, number: int, width: int, same_out
     down, across = (up(m, 2 * width), up(n, TILE)) if same_outputs else (up(m, width), up(n, 2 * TILE))
     rounds = up(down * across * number, clusters)
     return PARTS[width, same_outputs].of(n, k, rounds, leaves // number, up(k // leaves, STEP), number * m * n)
+
+
+def pairs(m: int, n: int, k: int, leaves: int, clusters: int) -> float:
+    """Clusters of two blocks, whose tile is 128 rows by 256 columns (csrc/sm90/gemm/many_rows_tree.cu)."""
+    return PAIRS.of(n, k, up(up(m, TILE) * up(n, 2 * TILE), clusters), leaves, up(k // leaves, STEP))
 
 
 class Shares(NamedTuple):

@@ -1,5 +1,6 @@
 """CUDA: products of few rows, as fast as the weight can be read (csrc/sm90/gemm): logits (few_rows_wide.cu), chains
-with a narrow weight (few_rows_narrow.cu) and k-trees (few_rows_split_k.cu). Everything else is Triton's: the same bits."""
+with a narrow weight (few_rows_narrow.cu) and k-trees (few_rows_split_k.cu); and k-trees of many rows (many_rows_tree.cu).
+Everything else is Triton's: the same bits."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def narrow_unfit(p: Product) -> str | None:
 
 
 def tree_unfit(p: Product) -> str | None:
-    """Why no way to deal out its leaves is for it."""
+    """Why no kernel of trees is for it."""
     if p.leaves not in (2, 4, 8):
         return f"{p.leaves} leaves: it computes trees of 2, 4 or 8"
     if p.k % (p.leaves * STEP):
@@ -89,15 +90,43 @@ def tree_unfit(p: Product) -> str | None:
     return _unfit_bias(p) or unfit(p)
 
 
-def tree_refuses(p: Product) -> str | None:
-    if (why := tree_unfit(p) or unfit(p, FEW)) is not None:
+def pairs_unfit(p: Product) -> str | None:
+    """Why the kernel of many rows is not for it."""
+    if (why := tree_unfit(p)) is not None:
         return why
-    takes, problem = dealt(p)[0], (p.m, p.n, p.k, p.leaves, p.multiprocessors)
-    if copied(p.out) and p.m > QUARTERED_ROWS and cost.best_of_many(*problem)[0] < takes:
-        return f"{p.leaves} leaves of {p.m} rows: larger tiles are faster"
-    if (small := cost.best_of_tiles(*problem)) is not None and small[0] < takes:
-        return f"{p.leaves} leaves of {p.m} rows: smaller tiles are faster"
-    return None
+    return None if copied(p.out) and p.n % 8 == 0 else "out cannot be written 16 bytes at a time"
+
+
+def _times(p: Product) -> dict[str, float]:
+    """Of a tree: by the kernels that are right for it, how long each takes by the model of cost.py."""
+    problem = p.m, p.n, p.k, p.leaves
+    times = {}
+    if p.m <= FEW:
+        times["tree"] = dealt(p)[0]
+    if p.m > QUARTERED_ROWS and copied(p.out):
+        times["hopper"] = cost.best_of_many(*problem, p.multiprocessors)[0]
+        if p.n % 8 == 0:
+            times["pairs"] = cost.pairs(*problem, p.multiprocessors // 2)
+    if (tiles := cost.best_of_tiles(*problem, p.multiprocessors)) is not None:
+        times["tiles"] = tiles[0]
+    return times
+
+
+def _slower(p: Product, kernel: str) -> str | None:
+    """Whether the model says that another kernel is faster."""
+    times = _times(p)
+    fastest = min(times, key=times.__getitem__)
+    return None if fastest == kernel else f"{p.leaves} leaves of {p.m} rows: {fastest} is faster"
+
+
+def tree_refuses(p: Product) -> str | None:
+    return tree_unfit(p) or unfit(p, FEW) or _slower(p, "tree")
+
+
+def pairs_refuses(p: Product) -> str | None:
+    if (why := pairs_unfit(p)) is not None:
+        return why
+    return f"{p.m} rows, of more than {QUARTERED_ROWS}" if p.m <= QUARTERED_ROWS else _slower(p, "pairs")
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -204,5 +233,25 @@ def tree(
         m,
         n,
         k,
+        leaves,
+    )
+
+
+def prepare_pairs(p: Product) -> Callable:
+    return functools.partial(pairs, p.leaves)
+
+
+def pairs(leaves: int, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `tree`, of many rows."""
+    cuda.call(
+        "alignkit_many_tree",
+        out.device,
+        *_matrix(a),
+        *_matrix(b),
+        bias,
+        *_matrix(out),
+        _rounded(out),
+        *out.shape,
+        a.shape[1],
         leaves,
     )

@@ -8,6 +8,7 @@ from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
 ORDER = {
     "linear": (
         Kernel("tree", CUDA, "cuda", rule="tree_refuses", prepare="prepare_tree"),
+        Kernel("pairs", CUDA, "cuda", rule="pairs_refuses", prepare="prepare_pairs"),
         Kernel("few", CUDA, "cuda", rule="few_refuses", prepare="prepare_few"),
         Kernel("narrow", CUDA, "cuda", rule="narrow_refuses", prepare="prepare_narrow"),
         Kernel(

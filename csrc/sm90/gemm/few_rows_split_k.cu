@@ -6,18 +6,18 @@
 // two ways. Up to 64 rows a cluster of two blocks has all leaves of a tile, a quarter of them for each group of four warps,
 // and joins them in shared memory. With more rows a block sums some leaves of a larger tile and writes the sums to memory,
 // and a second kernel joins them; there the two blocks of a cluster share one of the operands.
-//
-// To the copy engine k is two dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros.
 #include "few_rows.cuh"
+#include "leaves.cuh"
 
 namespace alignkit {
 namespace {
 
 // The sums of one leaf: `steps` stages of a ring, of which `a` and `b` are this group's operands in the first. A stage is
-// handed back to the blocks that copy to it, this one or both of the cluster.
+// handed back when the products of the next have been started, the last one when its own are done.
 template <int kDepth, int kStageSize, int kCopying, int kCount>
 __device__ __forceinline__ void leaf(float (&sums)[kCount], uint64_t a, uint64_t b, uint64_t* full, uint64_t* empty,
                                      int steps, int& stage, int& phase) {
+  int before = 0;
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     barrier_wait(&full[stage], phase);
@@ -27,15 +27,16 @@ __device__ __forceinline__ void leaf(float (&sums)[kCount], uint64_t a, uint64_t
     for (int j = 0; j < kStep / 16; ++j)
       multiply<false, false>(sums, b + next + j * kNext<false>, a + next + j * kNext<false>, i + j > 0);
     products_end();
-    products_wait<0>();
-    if (kCopying == 1) {
-      if (threadIdx.x % 32 == 0) barrier_arrive(&empty[stage]);
-    } else if (threadIdx.x % 32 < kCopying) {
-      barrier_arrive(&empty[stage], threadIdx.x % 32);
+    if (i > 0) {
+      products_wait<1>();
+      hand_back<kCopying>(&empty[before]);
     }
+    before = stage;
     step<kDepth>(stage, phase);
   }
+  products_wait<0>();
   products_taken(sums);
+  hand_back<kCopying>(&empty[before]);
 }
 
 template <int kCount>
@@ -81,21 +82,6 @@ struct Target {
   // What to add to a sum: -0 changes none.
   __device__ float bias_of(int column) const { return bias && column < n ? __bfloat162float(bias[column]) : -0.0f; }
 };
-
-// Of a matrix [rows, k]: `box_rows` rows by 64 of a leaf at a time.
-cudaError_t map_of_leaves(CUtensorMap* map, const Matrix& matrix, int rows, int k, int leaves, int box_rows) {
-  if (!encode()) return cudaErrorNotSupported;
-  cuuint64_t leaf = k / leaves;
-  cuuint64_t size[3] = {leaf, static_cast<cuuint64_t>(leaves), static_cast<cuuint64_t>(rows)};
-  cuuint64_t stride[2] = {leaf * 2, static_cast<cuuint64_t>(matrix.pitch) * 2};
-  cuuint32_t box[3] = {kStep, 1, static_cast<cuuint32_t>(box_rows)}, one[3] = {1, 1, 1};
-  CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(matrix.data), size, stride, box,
-                           one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-int steps_of(int k, int leaves) { return (k / leaves + kStep - 1) / kStep; }
 
 // Up to 64 rows.
 
@@ -351,6 +337,10 @@ cudaError_t launch_parts(int width, Common common, const Matrix& a, const Matrix
   if (common == Common::kA && width == 128) return launch(launch_parts<128, kLeaves, Common::kA>);
   if (common == Common::kB && width == 96) return launch(launch_parts<96, kLeaves, Common::kB>);
   if (common == Common::kB && width == 128) return launch(launch_parts<128, kLeaves, Common::kB>);
+  if constexpr (kLeaves <= 2) {  // of four leaves, a thread's registers do not hold the sums
+    if (common == Common::kA && width == 160) return launch(launch_parts<160, kLeaves, Common::kA>);
+    if (common == Common::kA && width == 192) return launch(launch_parts<192, kLeaves, Common::kA>);
+  }
   return cudaErrorInvalidValue;
 }
 
@@ -376,7 +366,7 @@ using namespace alignkit;
 // out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 65535; a leaf, k / leaves, is a multiple of 16. bias
 // [n], bf16, or null. Leaves are dealt out to `parts` blocks, 2, 4 or 8, one, two or four for each, by way of sums, fp32
 // [parts, m, sums_pitch]; sums_pitch is a multiple of 256 and at least n. The two blocks of a cluster have `width` rows each: 96
-// or 128 and the same outputs if `common_b`, else 64, 96 or 128, the same of both. If parts is 1, m is at most 64, and there are 4
+// or 128 and the same outputs if `common_b`, else 64, 96 or 128, or 160 or 192 with up to two leaves a block, the same of both. If parts is 1, m is at most 64, and there are 4
 // or 8 leaves. Returns a cudaError_t.
 extern "C" int alignkit_few_tree(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, const void* bias, void* out,
                                  int64_t out_pitch, int out_bf16, float* sums, int64_t sums_pitch, int parts, int width,
