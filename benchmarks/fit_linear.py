@@ -109,11 +109,11 @@ def judged(rows: list[dict]) -> list[str]:
         groups.setdefault(bucket(row["m"]), []).append((ms / least, ms / row["cublas"], least / row["cublas"]))
     lines = []
     for name, found in sorted(groups.items(), key=lambda item: int(item[0].split()[0])):
+        titles = ("regret", "x", "x of the fastest way")
+        columns = ([ratios[i] for ratios in found] for i in range(len(titles)))
         texts = (
             f"{title} {geometric_mean(xs):.3f}, 95% at most {quantile(xs, 0.95):.2f}"
-            for title, xs in zip(
-                ("regret", "x", "x of the fastest way"), map(list, zip(*found, strict=True)), strict=True
-            )
+            for title, xs in zip(titles, columns, strict=True)
         )
         lines.append(f"{name:>14} rows, {len(found):>3} products: {'; '.join(texts)}")
     return lines

@@ -392,8 +392,8 @@ def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator
 
 
 def rounded(rows: int) -> int:
-    """Up: so many rows share an algorithm. To a multiple of 8, as its tiles have, or to less; where that would be a 64th, by up to
-    a 32nd: an algorithm for more rows may take a round of tiles more than one for these."""
+    """Up: so many rows share an algorithm. To a multiple of 8, of which its tiles are, up to 64 to a smaller one, and beyond 512
+    by up to a 32nd: an algorithm for many more rows may need a round of tiles more than another would for these."""
     bits = (rows - 1).bit_length()
     step = 1 << max(bits - 6, min(bits - 4, 3), 0)
     return -(-rows // step) * step
