@@ -26,9 +26,10 @@ HELD_OUT = 0.3
 STEPS = (0.4, 0.2, 0.1, 0.05, 0.02)
 """Of the search, in logarithms."""
 
-Way = tuple[list[tuple[str, object]], Callable[[], float]]
-"""The constants that a prediction depends on, a name in cost.py and a key or None, of which the first is fitted to it; and the
-prediction by the constants as they are."""
+Constant = tuple[str, tuple | None]
+"""A name in cost.py and, if it has several, a key."""
+Way = tuple[Constant, Callable[[], float]]
+"""The constant that is fitted to it; and the prediction by the constants as they are."""
 
 
 def way(row: dict, name: str) -> Way | None:
@@ -36,44 +37,43 @@ def way(row: dict, name: str) -> Way | None:
     m, n, k, leaves = (row[key] for key in ("m", "n", "k", "leaves"))
     clusters = MULTIPROCESSORS // 2
     if name == "tree parts=1":
-        return [("QUARTERS", None)], lambda: cost.quarters(n, k, leaves, clusters)
+        return ("QUARTERS", None), lambda: cost.quarters(n, k, leaves, clusters)
     if name == "pairs":
-        return [("PAIRS", None)], lambda: cost.pairs(m, n, k, leaves, clusters)
+        return ("PAIRS", None), lambda: cost.pairs(m, n, k, leaves, clusters)
     if found := re.fullmatch(r"tree parts=(\d) (\d+)( below)?", name):
         parts, width, below = int(found[1]), int(found[2]), bool(found[3])
-        return [("PARTS", (width, below))], lambda: cost.parts(m, n, k, leaves, parts, width, below, clusters)
+        return ("PARTS", (width, below)), lambda: cost.parts(m, n, k, leaves, parts, width, below, clusters)
     if found := re.fullmatch(r"tiles (\d+)x(\d+)x128 parts=(\d)", name):
         height, width, parts = map(int, found.groups())
         if (height, width) in cost.TILES and m <= cost.FEW and k // leaves % 128 == 0:
             tile = height, width
-            return [("TILES", tile)], lambda: cost.tiles(m, n, k, *tile, parts, MULTIPROCESSORS)
+            return ("TILES", tile), lambda: cost.tiles(m, n, k, *tile, parts, MULTIPROCESSORS)
     if found := re.fullmatch(r"hopper whole=(\d+) parts=(\d)", name):
         how = cost.Shares(*map(int, found.groups()))
         halved = how.parts == 1 and how.whole < cost.up(m, cost.TILE) * cost.up(n, cost.TILE)
-        depends = [("HALVED", None)] * halved + [("MANY", None)] * (not halved or how.whole > 0)
-        return depends, lambda: cost.many(m, n, k, leaves, how, MULTIPROCESSORS)
+        return ("HALVED" if halved else "MANY", None), lambda: cost.many(m, n, k, leaves, how, MULTIPROCESSORS)
     return None
 
 
-def get(constant: tuple[str, object]) -> cost.Cost:
+def get(constant: Constant) -> cost.Cost:
     value = getattr(cost, constant[0])
     return value if isinstance(value, cost.Cost) else value[constant[1]]
 
 
-def put(constant: tuple[str, object], value: cost.Cost) -> None:
+def put(constant: Constant, value: cost.Cost) -> None:
     if isinstance(getattr(cost, constant[0]), cost.Cost):
         setattr(cost, constant[0], value)
     else:
         getattr(cost, constant[0])[constant[1]] = value
 
 
-def fit(rows: list[dict]) -> dict[tuple[str, object], tuple[int, float]]:
+def fit(rows: list[dict]) -> dict[Constant, tuple[int, float]]:
     """Sets the constants. How many times each is fitted to, and the mean of the errors' logarithms."""
-    data: dict[tuple[str, object], list[tuple[Callable[[], float], float]]] = {}
+    data: dict[Constant, list[tuple[Callable[[], float], float]]] = {}
     for row in rows:
         for name, ms in row["ways"].items():
             if (found := way(row, name)) is not None:
-                data.setdefault(found[0][0], []).append((found[1], 1e3 * ms))
+                data.setdefault(found[0], []).append((found[1], 1e3 * ms))
     done = {}
     for constant in sorted(data, key=lambda c: (c[0] == "HALVED", str(c))):  # some of its times depend on MANY
         times = data[constant]
