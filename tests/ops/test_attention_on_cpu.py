@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import _Ints, arguments, gradients
+from alignkit.ops.attention.cuda import SQUARE, _Ints, arguments, gradients, keep
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -285,6 +285,7 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
     return [torch.from_numpy(t).bfloat16() for t in (dq, dk * scale, dv)]
 
 
+@pytest.mark.parametrize("squares", [0, 1, 40, 1 << 20])
 @pytest.mark.parametrize(
     "dim,heads,kv,lens",
     [
@@ -294,9 +295,11 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
         (64, 4, 2, [193, 1, 100]),
         (64, 5, 1, [40, 530]),
         (64, 1, 1, [5] * 40 + [260]),
+        (64, 6, 2, [70, 450, 3, 200, 64]),
     ],
 )
-def test_backward(backward, dim, heads, kv, lens):
+def test_backward(backward, dim, heads, kv, lens, squares):
+    """`squares`: room for so many; 0: nothing is kept."""
     total = sum(lens)
     q, g = draw(total, heads, dim, 1), draw(total, heads, dim, 4, 1.0)
     k, v = draw(total, kv, dim, 2), draw(total, kv, dim, 3)
@@ -311,6 +314,9 @@ def test_backward(backward, dim, heads, kv, lens):
     known = statistics(q, k, v, g, lens, pads, a.factor)
     shift.copy_(known[0])
     delta.copy_(known[1])
+    memory = keep(a, squares * SQUARE, q.device) if squares else []
+    for t in memory:
+        t.view(torch.uint8).fill_(255)  # NaN
     last = int(starts[-2])
     for t in (q, k, v, g):  # the last sequence is all NaN, which no other may meet
         if len(lens) > 1:

@@ -17,6 +17,12 @@ MOST_HEADS = 1 << 30
 """Rows of q times heads; the kernel counts tiles in 32 bits."""
 GROUP = 64
 """Heads of q that share one of k, at most."""
+BLOCK = 64
+"""Queries or keys of a square of the backward pass."""
+SQUARE = BLOCK * BLOCK * 2
+"""Its bytes."""
+WORKSPACE = 9 << 28
+"""Bytes that the backward pass keeps at most."""
 PAGE = 16
 """A page is of a multiple of so many rows, which the copy engine brings at a time."""
 
@@ -59,9 +65,10 @@ class Gradients(ctypes.Structure):
 
     _fields_ = [
         *((name, _Heads) for name in ("q", "k", "v", "grad")),
-        *((name, ctypes.c_void_p) for name in ("shift", "delta", "dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("shift", "delta", "dq", "dk", "dv", "kept", "parked")),
+        ("room", ctypes.c_int64),
         ("starts", _Ints),
-        *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads")),
+        *((name, ctypes.c_int) for name in ("chunks", "tokens", "sequences", "heads", "kv_heads", "dim", "pads")),
         *((name, ctypes.c_float) for name in ("factor", "scale")),
     ]
 
@@ -119,21 +126,39 @@ def forward(q, k, v, starts, scale: float, together: int = 1, turns: bool = True
 
 
 def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Gradients:
-    """`grads`: of q, k and v, contiguous."""
+    """All but what is kept. `grads`: of q, k and v, contiguous."""
     statistics = shift.data_ptr(), delta.data_ptr()
-    g = Gradients(*(_heads(t) for t in (q, k, v, d_out)), *statistics, *(t.data_ptr() for t in grads), _ints(starts))
-    g.tokens, g.sequences, g.heads, g.kv_heads, g.dim = q.shape[0], starts.shape[0] - 1, q.shape[1], *k.shape[1:]
-    g.pads, g.factor, g.scale = shift.shape[1] // PAD.value, triton._factor(scale), scale
+    g = Gradients(*(_heads(t) for t in (q, k, v, d_out)), *statistics, *(t.data_ptr() for t in grads))
+    g.starts, g.tokens, g.sequences, g.heads = _ints(starts), q.shape[0], starts.shape[0] - 1, q.shape[1]
+    g.kv_heads, g.dim, g.pads = k.shape[1], k.shape[2], shift.shape[1] // PAD.value
+    g.factor, g.scale = triton._factor(scale), scale
     return g
 
 
-def backward(q, k, v, starts, out, shift, d_out, scale: float):
+def keep(g: Gradients, most: int, device: torch.device) -> list[torch.Tensor]:
+    """Memory for squares, about `most` bytes at most, and for what is parked between chunks."""
+    blocks = g.tokens // BLOCK
+    total = (g.sequences + blocks * (blocks + 3) // 2) * g.heads  # at most: of one sequence of all tokens
+    last = (blocks + 1) * g.kv_heads  # that a chunk's last block of queries may have beyond its room
+    g.room = min(total, max(most // SQUARE - last, last))
+    g.chunks = -(-total // g.room)
+    kept = torch.empty((g.room + last) * SQUARE, dtype=torch.uint8, device=device)
+    floats = (blocks + g.sequences + 1) * g.kv_heads * 2 * BLOCK * g.dim if g.chunks > 1 else 0
+    parked = torch.empty(floats, dtype=torch.float32, device=device)
+    g.kept, g.parked = kept.data_ptr(), parked.data_ptr()
+    return [kept, parked]
+
+
+def backward(q, k, v, starts, out, shift, d_out, scale: float, workspace: int = WORKSPACE):
+    """`workspace`: bytes for what one kernel computes and another needs; 0: both compute it. No bit depends on it."""
     if d_out.data_ptr() % 16:  # part of another tensor
         d_out = d_out.clone()
     delta = triton.sums(out, d_out, starts)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     g = gradients(q, k, v, d_out, shift, delta, grads, starts, scale)
+    memory = keep(g, workspace, q.device) if workspace else []
     cuda.call("alignkit_attention_backward", q.device, ctypes.byref(g))
+    del memory  # others may have it once the kernels are in the stream
     return grads
 
 

@@ -27,20 +27,27 @@ struct AlignkitAttentionBackward {
   AlignkitHeads q, k, v, grad;  // the latter of the result
   const float *shift, *delta;   // by query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py
   void *dq, *dk, *dv;           // [tokens, heads or kv_heads, dim]
+  void* kept;     // room for squares, 64 queries by 64 keys of a head; null: nothing is kept, the scores are computed twice
+  float* parked;  // sums of keys and values between two chunks, [kv_heads, tokens / 64 + sequences + 1, 2, 64, dim]
+  int64_t room;   // squares at which a chunk ends: the one that begins before is the last
   AlignkitInts starts;
+  int chunks;
   int tokens, sequences, heads, kv_heads, dim, pads;
   float factor, scale;  // of scores for powers of 2, and of gradients
 };
 
-ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, starts, tokens, sequences, heads,
-                kv_heads, dim, pads, factor, scale)
+ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, kept, parked, room, starts, chunks,
+                tokens, sequences, heads, kv_heads, dim, pads, factor, scale)
 
 namespace alignkit {
 namespace {
 
-using Problem = AlignkitAttentionBackward;
+struct Problem : AlignkitAttentionBackward {
+  int64_t from;  // the chunk: blocks of queries whose squares begin from here on, before from + room
+};
 
-constexpr int kBlock = 64;  // rows of a block
+constexpr int kBlock = 64;                        // rows of a block
+constexpr int kSquareBytes = kBlock * kBlock * 2;  // as a group of warps holds it, a thread's 16 bytes beside its neighbour's
 
 // Groups of 64 rows, blocks on their way, and registers of threads that bring them and that compute.
 template <int kDim, bool kByKey>
@@ -48,12 +55,12 @@ struct Plan;
 
 template <>
 struct Plan<128, false> {
-  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
+  static constexpr int groups = 2, stages = 4, few = 32, many = 240;
 };
 
 template <>
 struct Plan<128, true> {
-  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
+  static constexpr int groups = 2, stages = 4, few = 32, many = 240;
 };
 
 template <bool kByKey>
@@ -61,12 +68,40 @@ struct Plan<64, kByKey> {
   static constexpr int groups = 2, stages = 8, few = 40, many = 232;
 };
 
+// The squares of a head of each group stand in one line: sequence after sequence, in a sequence by blocks of queries, of
+// those by heads of keys, then by blocks of keys. Behind them stand those of the groups' next heads.
+struct Line {
+  int64_t head, sequence;  // squares of one head of each group, and of those the ones before the sequence
+
+  // Where the squares of a block of queries begin.
+  __device__ int64_t at(const Problem& p, int member, int block) const {
+    return member * head + sequence + int64_t{block} * (block + 1) / 2 * p.kv_heads;
+  }
+  // The first block of queries whose squares begin at `square` or behind; `blocks` if there is none.
+  __device__ int block_at(const Problem& p, int member, int64_t square, int blocks) const {
+    int low = 0;
+    while (low < blocks) {
+      int middle = (low + blocks) / 2;
+      if (at(p, member, middle) >= square)
+        blocks = middle;
+      else
+        low = middle + 1;
+    }
+    return low;
+  }
+};
+
 struct Tile {
   int s;  // the sequence; -1: there are no more tiles
   int q0, q_len;
   int first;  // position
   int head;   // of queries, or of keys
+  int count;  // blocks of queries that pass by a tile of keys, of all heads of its group
+  bool goes_on, breaks_off;  // whether its sums began in a chunk before, and end in a later one
+  Line line;
 };
+
+__device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / kBlock; }
 
 // kByKey: keys and values stay, and queries and the result's gradients pass by; else the other way round.
 template <int kDim, bool kByKey>
@@ -77,40 +112,59 @@ struct Shared {
   __nv_bfloat16 stays[2][rows * kDim];
   __nv_bfloat16 passes[stages][2][kBlock * kDim];
   alignas(128) float statistics[kByKey ? stages : 1][2][kBlock];  // shift and delta of the queries that pass
+  int place[stages];                                              // of the queries: blocks from the tile's first key on
+  uint8_t* squares[stages];                                       // where theirs are kept with the tile's first 64 keys
   Tile tile[2];                                                   // in turn: one is read while the next is found
   uint64_t found, tile_full, tile_empty, full[stages], empty[stages];
   uint64_t on_its_way;  // a block of which rows have to be wiped out
 };
 
 // The tiles of a block of threads, found by a whole warp. A tile's level tells how many blocks pass by it; tiles are
-// counted level by level, the last one first.
-template <int kRows, bool kByKey>
+// counted level by level, the last one first. Sequences of which the chunk has nothing have no tiles.
+template <int kRows, bool kByKey, bool kChunks>
 struct Walk {
   const Problem& p;
   int lane, slots, level, base = 0, turn = 0, before = 0;
-  int q0, q_len, levels;  // of the lane's sequence
+  int q0, q_len, levels;        // of the lane's sequence
+  Line line = {0, 0};           // likewise
+  int64_t squares = 0;          // of the sequences before `base`
 
   __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(kByKey ? p.kv_heads : p.heads) {
     int top = 0;
 #pragma unroll 1
     for (; base < p.sequences; base += 32) {
-      read();
+      read(false);
       top = max(top, levels);
     }
+    line.head = squares;
     for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
     level = top - 1;
     base = 0;
-    read();
+    read(true);
   }
 
   // The sequence base + lane.
-  __device__ void read() {
+  __device__ void read(bool choose) {
     int s = base + lane;
-    levels = 0;
-    if (s >= p.sequences) return;
-    q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
-    q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
-    levels = (q_len + kRows - 1) / kRows;
+    levels = q_len = 0;
+    if (s < p.sequences) {
+      q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
+      q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
+      levels = (q_len + kRows - 1) / kRows;
+    }
+    if (!kChunks) return;
+    if (base == 0) squares = 0;
+    int64_t own = int64_t{blocks(q_len)} * (blocks(q_len) + 1) / 2 * p.kv_heads, sum = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      int64_t other = __shfl_sync(~0u, sum, lane - distance & 31);
+      if (lane >= distance) sum += other;
+    }
+    line.sequence = squares + sum - own;
+    squares += __shfl_sync(~0u, sum, 31);
+    if (choose && levels) {
+      int64_t end = line.sequence + own, member = end > p.from ? 0 : (p.from - end) / line.head + 1;  // the first not before
+      if (member >= p.heads / p.kv_heads || member * line.head + line.sequence - p.from >= p.room) levels = 0;
+    }
   }
 
   __device__ Tile next() {
@@ -130,6 +184,7 @@ struct Walk {
         t.q_len = __shfl_sync(~0u, q_len, from);
         t.first = __shfl_sync(~0u, kByKey ? levels - 1 - level : level, from) * kRows;
         t.head = i % slots;
+        t.line = {line.head, kChunks ? __shfl_sync(~0u, line.sequence, from) : 0};
         return t;
       }
       before = behind;
@@ -138,22 +193,37 @@ struct Walk {
         base = 0;
         --level;
       }
-      if (p.sequences > 32) read();
+      if (p.sequences > 32) read(true);
     }
-    return {-1, 0, 0, 0, 0};
+    Tile none = {};
+    none.s = -1;
+    return none;
   }
 };
 
-__device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / kBlock; }
+// What a tile of keys has to do in the chunk; by a whole warp.
+__device__ __forceinline__ void count(const Problem& p, Tile& t) {
+  int group = p.heads / p.kv_heads, first = t.first / kBlock, all = blocks(t.q_len);
+  t.count = 0;
+  for (int member = threadIdx.x % 32; member < group; member += 32)
+    t.count += max(t.line.block_at(p, member, p.from + p.room, all), first) -
+               max(t.line.block_at(p, member, p.from, all), first);
+  for (int distance = 16; distance; distance /= 2) t.count += __shfl_xor_sync(~0u, t.count, distance);
+  t.goes_on = t.line.at(p, 0, first) < p.from;
+  t.breaks_off = t.line.at(p, group - 1, all - 1) - p.from >= p.room;
+}
 
 // The warp that finds the tiles and has them brought, one ahead of those who compute where their rows allow it.
 template <int kDim, bool kByKey>
 __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUtensorMap* a, const CUtensorMap* b,
                                             const Problem& p) {
   constexpr int rows = Shared<kDim, kByKey>::rows;
-  Walk<rows, kByKey> walk(p);
+  Walk<rows, kByKey, kByKey> walk(p);
   for (int turn = 0;; turn ^= 1) {
     Tile t = walk.next();
+    if (kByKey) {
+      while (t.s >= 0 && (count(p, t), t.count == 0)) t = walk.next();
+    }
     barrier_wait(&sh.tile_empty, turn ^ 1);
     if (threadIdx.x % 32 == 0) {
       sh.tile[turn] = t;
@@ -188,16 +258,28 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
     __syncwarp();
     if (t.s < 0) return;
     if (lane == 0) barrier_arrive(&sh.tile_empty);  // the next tile may be said to be found
-    int begin = kByKey ? t.first : 0, end = kByKey ? t.q_len : min(t.q_len, t.first + rows);
-    int head = kByKey ? t.head * group : t.head / group;
+    int begin = 0, end = min(t.q_len, t.first + rows);
 #pragma unroll 1
-    for (int last = kByKey ? head + group : head + 1; head < last; ++head) {
+    for (int member = 0; member < (kByKey ? group : 1); ++member) {
+      int head = kByKey ? t.head * group + member : t.head / group;
+      if (kByKey) {
+        begin = max(t.line.block_at(p, member, p.from, blocks(t.q_len)) * kBlock, t.first);
+        end = min(t.line.block_at(p, member, p.from + p.room, blocks(t.q_len)) * kBlock, t.q_len);
+      }
+      int block = begin / kBlock, first = t.first / kBlock;
+      int64_t square = kByKey ? t.line.at(p, member, block) - p.from + t.head * (block + 1) + first : 0;
 #pragma unroll 1
       for (int i = begin; i < end; i += kBlock, step<stages>(stage, phase)) {
         int left = t.q_len - i;
         uint64_t* full = left >= kBlock ? &sh.full[stage] : &sh.on_its_way;
         barrier_wait(&sh.empty[stage], phase ^ 1);
         if (lane == 0) {
+          if (kByKey) {
+            sh.place[stage] = block - first;
+            sh.squares[stage] = static_cast<uint8_t*>(p.kept) + square * kSquareBytes;
+            ++block;
+            square += block * p.kv_heads + t.head;
+          }
           barrier_expect(full, bytes);
 #pragma unroll
           for (int h = 0; h < halves; ++h) {
@@ -362,6 +444,25 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
   }
 }
 
+// Four sums that go on from memory, or begin. By one instruction, so that the assembler does not put the zeros where
+// products are under way.
+__device__ __forceinline__ void load_or_zero(float* to, const float4* from, bool here) {
+#ifdef __CUDA_ARCH__
+  asm volatile(
+      "{\n"
+      ".reg .pred here;\n"
+      "setp.ne.b32 here, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@here ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&f"(to[0]), "=&f"(to[1]), "=&f"(to[2]), "=&f"(to[3])
+      : "l"(from), "r"(static_cast<int>(here))
+      : "memory");
+#else
+  for (int i = 0; i < 4; ++i) to[i] = here ? (&from->x)[i] : 0.0f;
+#endif
+}
+
 // A group of four warps and its 64 keys of each tile.
 template <int kDim>
 __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& p) {
@@ -369,35 +470,34 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
   constexpr int steps = kDim / 16, half_step = kBlock * kHalf * 2 >> 4, other = kBlock * kDim * 2 >> 4;
   constexpr int still_half_step = rows * kHalf * 2 >> 4, still_other = rows * kDim * 2 >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-  bool leads = threadIdx.x % 32 == 0;
+  auto arrive = [](uint64_t* b) {
+    if (thread_again() % 32 == 0) barrier_arrive(b);
+  };
+  auto group_again = [] { return static_cast<int>(thread_again() / 128) - 1; };
   uint64_t k0 = operand<false>(sh.stays[0]) + group * (64 * kHalf * 2 >> 4);
-  uint64_t q0 = operand<false>(sh.passes[0][0]), q0_by_row = operand<true>(sh.passes[0][0]);
-  float factor = p.factor, s[32], dp[32], dk[sums], dv[sums];
+  uint64_t q0 = operand<false>(sh.passes[0][0]);
+  constexpr uint64_t by_row = (64 * 128 / 16 - 1) << 16;
+  float s[32], dp[32], dk[sums], dv[sums];
   uint32_t probability[4][4], ds[4][4];
   int stage = 0, phase = 0, turn = 0;
   for (;;) {
     barrier_wait(&sh.tile_full, turn);
-    const Tile& t = sh.tile[turn];
+    const Tile& t = sh.tile[turn];  // read again where it is needed: registers are short
     turn ^= 1;
     if (t.s < 0) return;
-    int all = blocks(t.q_len - t.first), heads = p.heads / p.kv_heads;
-    int64_t out = (int64_t{t.q0} + t.first + group * 64) * p.kv_heads + t.head;
-    int here = t.q_len - t.first - group * 64;  // keys of this group
 
-    auto taken = [&](int stage) {
-      if (leads) barrier_arrive(&sh.empty[stage]);
-    };
-    auto pass = [&](int count) {  // blocks of queries before this group's keys
+    int left = t.count, offset = 0;
+    // The next block of queries that sees a key of this group.
+    auto next = [&] {
 #pragma unroll 1
-      for (int i = 0; i < count; ++i) {
+      for (; left; --left, step<stages>(stage, phase)) {
         barrier_wait(&sh.full[stage], phase);
-        taken(stage);
-        step<stages>(stage, phase);
+        if (sh.place[stage] >= group_again()) return true;
+        arrive(&sh.empty[stage]);
       }
+      return false;
     };
-    int offset = 0;
     auto multiply_next = [&] {  // begins the scores, and the product of the values and the result's gradient
-      barrier_wait(&sh.full[stage], phase);
       offset = stage * 2 * other;
       products_begin();
 #pragma unroll
@@ -412,91 +512,271 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
                                q0 + offset + other + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
       products_end();
     };
-    if (here <= 0) {
-      pass(heads * all);
-      if (leads) barrier_arrive(&sh.tile_empty);
-      continue;
+    // Sums that wait for the next chunk: a thread's i-th four.
+    auto parked = [&](int i) {
+      int64_t block = t.q0 / kBlock + t.s + t.first / kBlock + group_again();
+      int64_t at = t.head * (int64_t{p.tokens} / kBlock + p.sequences + 1) + block;
+      return reinterpret_cast<float4*>(p.parked) + (at * (kDim / 4) + i) * 128 + thread_again() % 128;
+    };
+#pragma unroll
+    for (int i = 0; i < sums / 4; ++i) {
+      load_or_zero(&dk[4 * i], parked(i), t.goes_on);
+      load_or_zero(&dv[4 * i], parked(sums / 4 + i), t.goes_on);
     }
-#pragma unroll
-    for (int x = 0; x < sums; ++x) dk[x] = dv[x] = 0;
-    products_taken(dk);  // here, and not where products are under way
-    products_taken(dv);
-    int before = -1, block = group, left = heads * (all - group);
-    pass(group);
-    multiply_next();
+    int before = -1;  // the stage of the block before
+    if (next()) {
+      multiply_next();
 #pragma unroll 1
-    for (;;) {
-      products_wait<1>();
-      products_taken(s);
+      for (;;) {
+        products_wait<1>();
+        products_taken(s);
+        if (before >= 0) arrive(&sh.empty[before]);
+        const float* shift = sh.statistics[stage][0] + column_again();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float2 of = *reinterpret_cast<const float2*>(shift + 8 * j);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            s[4 * j + 2 * h] = power_of_2(__fmaf_rn(s[4 * j + 2 * h], p.factor, of.x));
+            s[4 * j + 2 * h + 1] = power_of_2(__fmaf_rn(s[4 * j + 2 * h + 1], p.factor, of.y));
+          }
+        }
+        if (sh.place[stage] == group_again()) {  // queries before the key
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            int first = row_again() + 8 * h - column_again();
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+#pragma unroll
+              for (int e = 0; e < 2; ++e)
+                if (8 * j + e < first) s[4 * j + 2 * h + e] = 0;
+          }
+        }
+        round(s, probability);
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          multiply<false, true>(__nv_bfloat16(), dv, probability[j], q0 + by_row + offset + other + j * kNext<true>,
+                                true);
+        products_end();
+        products_wait<1>();
+        products_taken(dp);
+        const float* delta = sh.statistics[stage][1] + column_again();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float2 of = *reinterpret_cast<const float2*>(delta + 8 * j);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            s[4 * j + 2 * h] = s[4 * j + 2 * h] * (dp[4 * j + 2 * h] - of.x);
+            s[4 * j + 2 * h + 1] = s[4 * j + 2 * h + 1] * (dp[4 * j + 2 * h + 1] - of.y);
+          }
+        }
+        round(s, ds);
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          multiply<false, true>(__nv_bfloat16(), dk, ds[j], q0 + by_row + offset + j * kNext<true>, true);
+        products_end();
+        if (p.kept) {
+          uint4* to = reinterpret_cast<uint4*>(sh.squares[stage] + group_again() * kSquareBytes);
+          to += thread_again() % 128 / 32 * 128 + thread_again() % 32;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) to[32 * j] = make_uint4(ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
+        }
+        before = stage;
+        step<stages>(stage, phase);
+        --left;
+        products_wait<1>();
+        if (!next()) break;
+        multiply_next();
+      }
+      products_wait<0>();
+      products_taken(dk);
+      products_taken(dv);
+      arrive(&sh.empty[before]);
+    }
+    __syncwarp();
+    arrive(&sh.tile_empty);
+    int here = t.q_len - t.first - group_again() * 64;  // keys of this group
+    if (t.breaks_off) {
+      if (here > 0) {
+#pragma unroll
+        for (int i = 0; i < sums / 4; ++i) {
+          *parked(i) = {dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]};
+          *parked(sums / 4 + i) = {dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]};
+        }
+      }
+    } else {
+#pragma unroll
+      for (int x = 0; x < sums; ++x) dk[x] = dk[x] * p.scale;
+      int64_t out = (int64_t{t.q0} + t.first + group_again() * 64) * p.kv_heads + t.head;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int row = row_again() + 8 * h;
+        int64_t at = (out + int64_t{row} * p.kv_heads) * kDim;
+        store_row(dk, h, static_cast<__nv_bfloat16*>(p.dk) + at, row < here);
+        store_row(dv, h, static_cast<__nv_bfloat16*>(p.dv) + at, row < here);
+      }
+    }
+  }
+}
+
+// The third kernel: what was kept, times the keys. A tile is 64 queries of a head for each of three groups of warps.
+
+struct SumTile : Tile {
+  int n[3];  // blocks of keys that each group sees; 0: its queries are not of the chunk
+};
+
+template <int kDim>
+struct SumShared {
+  static constexpr int groups = 3, stages = kDim == 128 ? 5 : 6, rows = groups * 64, threads = (groups + 1) * 128;
+  static constexpr int halves = kDim / kHalf;
+  __nv_bfloat16 k[stages][kBlock * kDim];
+  uint4 squares[stages][groups][kSquareBytes / 16];
+  SumTile tile[2];
+  uint64_t tile_full[2], tile_empty[2], full[stages], empty[stages], on_its_way;
+};
+
+// The warp that finds tiles and has keys and squares brought.
+template <int kDim>
+__device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtensorMap* k, const Problem& p) {
+  constexpr int groups = SumShared<kDim>::groups, stages = SumShared<kDim>::stages, halves = SumShared<kDim>::halves;
+  constexpr int rows = SumShared<kDim>::rows, key_bytes = kBlock * kDim * 2;
+  Walk<rows, false, true> walk(p);
+  int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
+  for (int turn = 0, tile_phase = 0;; step<2>(turn, tile_phase)) {
+    SumTile t;
+    int head, all;
+    int64_t squares[groups];
+    do {
+      t = {walk.next(), {}};
+      head = t.head / group;
+      all = 0;
+#pragma unroll
+      for (int g = 0; g < groups; ++g) {
+        int block = t.first / kBlock + g;
+        squares[g] = t.line.at(p, t.head % group, block) - p.from;
+        bool here = squares[g] >= 0 && squares[g] < p.room && block * kBlock < t.q_len;
+        t.n[g] = here ? block + 1 : 0;
+        squares[g] += head * (block + 1);
+        all = max(all, t.n[g]);
+      }
+    } while (t.s >= 0 && all == 0);
+    barrier_wait(&sh.tile_empty[turn], tile_phase ^ 1);
+    if (lane == 0) {
+      sh.tile[turn] = t;
+      barrier_arrive(&sh.tile_full[turn]);
+    }
+    __syncwarp();
+    if (t.s < 0) return;
+#pragma unroll 1
+    for (int i = 0; i < all; ++i, step<stages>(stage, phase)) {
+      int left = t.q_len - i * kBlock, bytes = key_bytes;
+#pragma unroll
+      for (int g = 0; g < groups; ++g) bytes += i < t.n[g] ? kSquareBytes : 0;
+      uint64_t* full = left >= kBlock ? &sh.full[stage] : &sh.on_its_way;
+      barrier_wait(&sh.empty[stage], phase ^ 1);
+      if (lane == 0) {
+        barrier_expect(full, bytes);
+#pragma unroll
+        for (int h = 0; h < halves; ++h)
+          copy_box(sh.k[stage] + h * kBlock * kHalf, k, h * kHalf, head, t.q0 + i * kBlock, 0, full);
+#pragma unroll
+        for (int g = 0; g < groups; ++g)
+          if (i < t.n[g])
+            copy_bytes(sh.squares[stage][g], static_cast<const uint8_t*>(p.kept) + (squares[g] + i) * kSquareBytes,
+                       kSquareBytes, full);
+      }
+      __syncwarp();
+      if (left < kBlock) {
+        barrier_wait(full, waited);
+        waited ^= 1;
+#pragma unroll 1
+        for (int x = left * kHalf + lane * 8; x < kBlock * kHalf; x += 32 * 8)
+#pragma unroll
+          for (int h = 0; h < halves; ++h)
+            *reinterpret_cast<uint4*>(sh.k[stage] + h * kBlock * kHalf + x) = make_uint4(0, 0, 0, 0);
+        shared_written();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&sh.full[stage]);
+      }
+    }
+  }
+}
+
+template <int kDim>
+__device__ __forceinline__ void sum_squares(SumShared<kDim>& sh, const Problem& p) {
+  constexpr int stages = SumShared<kDim>::stages, sums = kDim / 2, stage_step = kBlock * kDim * 2 >> 4;
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+  bool leads = threadIdx.x % 32 == 0;
+  uint64_t k0 = operand<true>(sh.k[0]);
+  float dq[sums];
+  uint32_t ds[4][4];
+  int stage = 0, phase = 0;
+  for (int turn = 0, tile_phase = 0;; step<2>(turn, tile_phase)) {
+    barrier_wait(&sh.tile_full[turn], tile_phase);
+    const SumTile& t = sh.tile[turn];
+    if (t.s < 0) return;
+    int n = t.n[group], all = max(max(t.n[0], t.n[1]), t.n[2]);
+    int64_t out = (int64_t{t.q0} + t.first + group * 64) * p.heads + t.head;
+    int left = t.q_len - t.first - group * 64;
+    __syncwarp();
+    if (leads) barrier_arrive(&sh.tile_empty[turn]);
+#pragma unroll
+    for (int x = 0; x < sums; ++x) dq[x] = 0;
+    products_taken(dq);
+    int before = -1;
+    auto taken = [&](int stage) {
+      if (leads) barrier_arrive(&sh.empty[stage]);
+    };
+#pragma unroll 1
+    for (int i = 0; i < n; ++i, step<stages>(stage, phase)) {
+      barrier_wait(&sh.full[stage], phase);
+      uint4 square[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        square[j] = sh.squares[stage][group][j * 128 + thread_again() % 128 / 32 * 32 + thread_again() % 32];
+      products_wait<0>();
+      products_taken(dq);
       if (before >= 0) taken(before);
-      const float* shift = sh.statistics[stage][0] + column_again();
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float2 of = *reinterpret_cast<const float2*>(shift + 8 * j);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          s[4 * j + 2 * h] = power_of_2(__fmaf_rn(s[4 * j + 2 * h], factor, of.x));
-          s[4 * j + 2 * h + 1] = power_of_2(__fmaf_rn(s[4 * j + 2 * h + 1], factor, of.y));
-        }
+      for (int j = 0; j < 4; ++j) {  // of keys by queries
+        ds[j][0] = transposed(square[j].x);
+        ds[j][1] = transposed(square[j].z);
+        ds[j][2] = transposed(square[j].y);
+        ds[j][3] = transposed(square[j].w);
       }
-      if (block == group) {  // queries before the key
+      if (i + 1 == n) {  // keys behind the query, which rows of v that are not the sequence's may have made anything
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          int first = row_again() + 8 * h - column_again();
+        for (int j = 0; j < 4; ++j)
 #pragma unroll
-          for (int j = 0; j < 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-              if (8 * j + e < first) s[4 * j + 2 * h + e] = 0;
-        }
+          for (int x = 0; x < 4; ++x) {
+            int seen = row_again() + x % 2 * 8 - (16 * j + x / 2 * 8 + column_again());
+            ds[j][x] = seen < 0 ? 0 : seen < 1 ? ds[j][x] & 0xffff : ds[j][x];
+          }
       }
-      round(s, probability);
       products_begin();
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        multiply<false, true>(__nv_bfloat16(), dv, probability[j], q0_by_row + offset + other + j * kNext<true>, true);
-      products_end();
-      products_wait<1>();
-      products_taken(dp);
-      if (left == 1 && leads) barrier_arrive(&sh.tile_empty);
-      const float* delta = sh.statistics[stage][1] + column_again();
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float2 of = *reinterpret_cast<const float2*>(delta + 8 * j);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          s[4 * j + 2 * h] = s[4 * j + 2 * h] * (dp[4 * j + 2 * h] - of.x);
-          s[4 * j + 2 * h + 1] = s[4 * j + 2 * h + 1] * (dp[4 * j + 2 * h + 1] - of.y);
-        }
-      }
-      round(s, ds);
-      products_begin();
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        multiply<false, true>(__nv_bfloat16(), dk, ds[j], q0_by_row + offset + j * kNext<true>, true);
+        multiply<false, true>(__nv_bfloat16(), dq, ds[j], k0 + stage * stage_step + j * kNext<true>, true);
       products_end();
       before = stage;
-      step<stages>(stage, phase);
-      products_wait<1>();
-      if (--left == 0) break;
-      if (++block == all) {
-        block = group;
-        pass(group);
-      }
-      multiply_next();
     }
     products_wait<0>();
-    products_taken(dk);
-    products_taken(dv);
-    taken(before);
+    products_taken(dq);
+    if (before >= 0) taken(before);
+#pragma unroll 1
+    for (int i = n; i < all; ++i, step<stages>(stage, phase)) {  // other groups' blocks
+      barrier_wait(&sh.full[stage], phase);
+      taken(stage);
+    }
+    if (n == 0) continue;
 #pragma unroll
-    for (int x = 0; x < sums; ++x) dk[x] = dk[x] * p.scale;
+    for (int x = 0; x < sums; ++x) dq[x] = dq[x] * p.scale;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int row = row_again() + 8 * h;
-      int64_t at = (out + int64_t{row} * p.kv_heads) * kDim;
-      store_row(dk, h, static_cast<__nv_bfloat16*>(p.dk) + at, row < here);
-      store_row(dv, h, static_cast<__nv_bfloat16*>(p.dv) + at, row < here);
+      store_row(dq, h, static_cast<__nv_bfloat16*>(p.dq) + (out + int64_t{row} * p.heads) * kDim, row < left);
     }
   }
 }
@@ -528,9 +808,10 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
     }
     barrier_init_done();
   }
-  // By query comes first. By key needs nothing of it, so it begins where there is room, after all blocks by query have
-  // seen the end of what both need; only its own end waits.
-  if (!kByKey) wait_for_kernel_before();
+  // Where nothing is kept, by query comes first. By key needs nothing of it, so it begins where there is room, after all
+  // blocks by query have seen the end of what both need; only its own end waits.
+  bool at_once = kByKey && !p.kept;
+  if (!at_once) wait_for_kernel_before();
   let_next_kernel_begin();
   __syncthreads();
   if (at(p.starts, 0) != 0 || at(p.starts, p.sequences) != p.tokens) {
@@ -538,7 +819,7 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
     if (kByKey) {
       fill_with_nan(p.dk, vectors * p.kv_heads);
       fill_with_nan(p.dv, vectors * p.kv_heads);
-      wait_for_kernel_before();
+      if (at_once) wait_for_kernel_before();
     } else {
       fill_with_nan(p.dq, vectors * p.heads);
     }
@@ -550,7 +831,7 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
       bring_tiles(sh, &a, &b, p);
     else if (threadIdx.x < 64)
       bring_blocks(sh, &c, &d, p);
-    if (kByKey) wait_for_kernel_before();
+    if (at_once) wait_for_kernel_before();
   } else {
     registers_up<plan::many>();
     if constexpr (kByKey)
@@ -560,7 +841,42 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
   }
 }
 
+template <int kDim>
+__global__ void __launch_bounds__(SumShared<kDim>::threads, 1)
+    attention_backward_sum(const __grid_constant__ CUtensorMap k, const __grid_constant__ Problem p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  SumShared<kDim>& sh = *reinterpret_cast<SumShared<kDim>*>(raw);
+  if (threadIdx.x == 0) {
+    constexpr int warps = SumShared<kDim>::groups * 4;
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&sh.tile_full[i], 1);
+      barrier_init(&sh.tile_empty[i], warps);
+    }
+    for (int i = 0; i < SumShared<kDim>::stages; ++i) {
+      barrier_init(&sh.full[i], 1);
+      barrier_init(&sh.empty[i], warps);
+    }
+    barrier_init(&sh.on_its_way, 1);
+    barrier_init_done();
+  }
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  __syncthreads();
+  if (at(p.starts, 0) != 0 || at(p.starts, p.sequences) != p.tokens)
+    return fill_with_nan(p.dq, int64_t{p.tokens} * p.heads * kDim / 8);
+  if (threadIdx.x < 32)
+    bring_squares(sh, &k, p);
+  else if (threadIdx.x >= 128)
+    sum_squares(sh, p);
+}
+
 // Host.
+
+// As many blocks of threads as there are multiprocessors, or fewer, if there are not as many tiles.
+inline unsigned blocks_of(const Problem& p, int rows, int heads, int processors) {
+  int64_t tiles = (int64_t{p.tokens} / rows + p.sequences) * heads;
+  return static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
+}
 
 template <int kDim, bool kByKey>
 cudaError_t launch(const Problem& p, int processors, cudaStream_t stream) {
@@ -574,19 +890,38 @@ cudaError_t launch(const Problem& p, int processors, cudaStream_t stream) {
   if (cudaError_t e = map_of(&k, p.k, p.tokens, p.kv_heads, kDim, 1, key_rows)) return e;
   if (cudaError_t e = map_of(&v, p.v, p.tokens, p.kv_heads, kDim, 1, key_rows)) return e;
   if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-  int64_t tiles = (int64_t{p.tokens} / shared::rows + p.sequences) * (kByKey ? p.kv_heads : p.heads);
-  unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
-  return kByKey ? launch_early(kernel, blocks, shared::threads, bytes, stream, k, v, q, grad, p)
-                : launch_early(kernel, blocks, shared::threads, bytes, stream, q, grad, k, v, p);
+  unsigned grid = blocks_of(p, shared::rows, kByKey ? p.kv_heads : p.heads, processors);
+  return kByKey ? launch_early(kernel, grid, shared::threads, bytes, stream, k, v, q, grad, p)
+                : launch_early(kernel, grid, shared::threads, bytes, stream, q, grad, k, v, p);
 }
 
 template <int kDim>
-cudaError_t launch_both(const Problem& p, cudaStream_t stream) {
+cudaError_t launch_sum(const Problem& p, int processors, cudaStream_t stream) {
+  using shared = SumShared<kDim>;
+  constexpr int bytes = sizeof(shared);
+  auto kernel = attention_backward_sum<kDim>;
+  CUtensorMap k;
+  if (cudaError_t e = map_of(&k, p.k, p.tokens, p.kv_heads, kDim, 1, kBlock)) return e;
+  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+  return launch_early(kernel, blocks_of(p, shared::rows, p.heads, processors), shared::threads, bytes, stream, k, p);
+}
+
+template <int kDim>
+cudaError_t launch_all(const AlignkitAttentionBackward& given, cudaStream_t stream) {
   int device, processors;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (cudaError_t e = launch<kDim, false>(p, processors, stream)) return e;
-  return launch<kDim, true>(p, processors, stream);
+  Problem p = {given, 0};
+  if (!p.kept) {
+    p.room = int64_t{1} << 60;
+    if (cudaError_t e = launch<kDim, false>(p, processors, stream)) return e;
+    return launch<kDim, true>(p, processors, stream);
+  }
+  for (int chunk = 0; chunk < p.chunks; ++chunk, p.from += p.room) {
+    if (cudaError_t e = launch<kDim, true>(p, processors, stream)) return e;
+    if (cudaError_t e = launch_sum<kDim>(p, processors, stream)) return e;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -595,7 +930,7 @@ cudaError_t launch_both(const Problem& p, cudaStream_t stream) {
 // Returns a cudaError_t.
 extern "C" int alignkit_attention_backward(const AlignkitAttentionBackward* p, cudaStream_t stream) {
   if (p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads) return cudaErrorInvalidValue;
-  if (p->dim == 128) return alignkit::launch_both<128>(*p, stream);
-  if (p->dim == 64) return alignkit::launch_both<64>(*p, stream);
+  if (p->dim == 128) return alignkit::launch_all<128>(*p, stream);
+  if (p->dim == 64) return alignkit::launch_all<64>(*p, stream);
   return cudaErrorInvalidValue;
 }

@@ -33,4 +33,11 @@ __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)
                  : "memory");
 }
 
+// A matrix of 8 by 8 as threads have it, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t m) {
+  uint32_t to;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(m));
+  return to;
+}
+
 }  // namespace alignkit
