@@ -285,7 +285,7 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
     return [torch.from_numpy(t).bfloat16() for t in (dq, dk * scale, dv)]
 
 
-@pytest.mark.parametrize("squares", [0, 1, 40, 1 << 20])
+@pytest.mark.parametrize("squares", [0, 1, 40])
 @pytest.mark.parametrize(
     "dim,heads,kv,lens",
     [
@@ -293,9 +293,9 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
         (128, 3, 3, [65, 128, 127]),
         (128, 1, 1, [600]),
         (64, 4, 2, [193, 1, 100]),
-        (64, 5, 1, [40, 530]),
+        (64, 5, 1, [40, 330]),
         (64, 1, 1, [5] * 40 + [260]),
-        (64, 6, 2, [70, 450, 3, 200, 64]),
+        (64, 6, 2, [70, 257, 3, 64]),
     ],
 )
 def test_backward(backward, dim, heads, kv, lens, squares):

@@ -151,8 +151,7 @@ def keep(g: Gradients, most: int, device: torch.device) -> list[torch.Tensor]:
 
 def backward(q, k, v, starts, out, shift, d_out, scale: float, workspace: int = WORKSPACE):
     """`workspace`: bytes for what one kernel computes and another needs; 0: both compute it. No bit depends on it."""
-    if d_out.data_ptr() % 16:  # part of another tensor
-        d_out = d_out.clone()
+    shift, d_out = (t.clone() if t.data_ptr() % 16 else t for t in (shift, d_out))  # parts of other tensors
     delta = triton.sums(out, d_out, starts)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     g = gradients(q, k, v, d_out, shift, delta, grads, starts, scale)

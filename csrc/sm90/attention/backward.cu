@@ -51,16 +51,16 @@ constexpr int kSquareBytes = kBlock * kBlock * 2;  // as a group of warps holds 
 
 // Groups of 64 rows, blocks on their way, and registers of threads that bring them and that compute.
 template <int kDim, bool kByKey>
-struct Plan;
+struct Plan;  // in all no more than at the start: 168 of each thread
 
 template <>
 struct Plan<128, false> {
-  static constexpr int groups = 2, stages = 4, few = 32, many = 240;
+  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
 };
 
 template <>
 struct Plan<128, true> {
-  static constexpr int groups = 2, stages = 4, few = 32, many = 240;
+  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
 };
 
 template <bool kByKey>
@@ -101,6 +101,14 @@ struct Tile {
   Line line;
 };
 
+// The blocks of queries of a head that pass by a tile of keys, and the first square of theirs with its first 64 keys.
+struct Passing {
+  int begin, end;
+  int64_t square;
+};
+
+constexpr int kGroup = 64;  // heads of queries for one of keys, at most
+
 __device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / kBlock; }
 
 // kByKey: keys and values stay, and queries and the result's gradients pass by; else the other way round.
@@ -113,8 +121,9 @@ struct Shared {
   __nv_bfloat16 passes[stages][2][kBlock * kDim];
   alignas(128) float statistics[kByKey ? stages : 1][2][kBlock];  // shift and delta of the queries that pass
   int place[stages];                                              // of the queries: blocks from the tile's first key on
-  uint8_t* squares[stages];                                       // where theirs are kept with the tile's first 64 keys
+  int64_t square[stages];                                         // theirs with the tile's first 64 keys
   Tile tile[2];                                                   // in turn: one is read while the next is found
+  Passing passing[kByKey ? 2 : 1][kByKey ? kGroup : 1];           // by the tile, of each head of the group
   uint64_t found, tile_full, tile_empty, full[stages], empty[stages];
   uint64_t on_its_way;  // a block of which rows have to be wiped out
 };
@@ -201,16 +210,23 @@ struct Walk {
   }
 };
 
+__device__ __forceinline__ Passing passing_by(const Problem& p, const Tile& t, int member) {
+  int first = t.first / kBlock, all = blocks(t.q_len), begin = max(t.line.block_at(p, member, p.from, all), first);
+  int end = max(t.line.block_at(p, member, p.from + p.room, all), begin);
+  return {begin, end, t.line.at(p, member, begin) - p.from + t.head * (begin + 1) + first};
+}
+
 // What a tile of keys has to do in the chunk; by a whole warp.
 __device__ __forceinline__ void count(const Problem& p, Tile& t) {
-  int group = p.heads / p.kv_heads, first = t.first / kBlock, all = blocks(t.q_len);
+  int group = p.heads / p.kv_heads;
   t.count = 0;
-  for (int member = threadIdx.x % 32; member < group; member += 32)
-    t.count += max(t.line.block_at(p, member, p.from + p.room, all), first) -
-               max(t.line.block_at(p, member, p.from, all), first);
+  for (int member = threadIdx.x % 32; member < group; member += 32) {
+    Passing passing = passing_by(p, t, member);
+    t.count += passing.end - passing.begin;
+  }
   for (int distance = 16; distance; distance /= 2) t.count += __shfl_xor_sync(~0u, t.count, distance);
-  t.goes_on = t.line.at(p, 0, first) < p.from;
-  t.breaks_off = t.line.at(p, group - 1, all - 1) - p.from >= p.room;
+  t.goes_on = t.line.at(p, 0, t.first / kBlock) < p.from;
+  t.breaks_off = t.line.at(p, group - 1, blocks(t.q_len) - 1) - p.from >= p.room;
 }
 
 // The warp that finds the tiles and has them brought, one ahead of those who compute where their rows allow it.
@@ -225,6 +241,11 @@ __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUte
       while (t.s >= 0 && (count(p, t), t.count == 0)) t = walk.next();
     }
     barrier_wait(&sh.tile_empty, turn ^ 1);
+    if (kByKey && t.s >= 0) {
+      for (int member = threadIdx.x % 32; member < p.heads / p.kv_heads; member += 32)
+        sh.passing[turn][member] = passing_by(p, t, member);
+      __syncwarp();
+    }
     if (threadIdx.x % 32 == 0) {
       sh.tile[turn] = t;
       barrier_arrive(&sh.found);
@@ -254,31 +275,29 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
   int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
   for (int turn = 0;; turn ^= 1) {
     barrier_wait(&sh.found, turn);
-    Tile t = sh.tile[turn];
-    __syncwarp();
+    const Tile& t = sh.tile[turn];
     if (t.s < 0) return;
+    __syncwarp();
     if (lane == 0) barrier_arrive(&sh.tile_empty);  // the next tile may be said to be found
-    int begin = 0, end = min(t.q_len, t.first + rows);
 #pragma unroll 1
     for (int member = 0; member < (kByKey ? group : 1); ++member) {
       int head = kByKey ? t.head * group + member : t.head / group;
+      int begin = 0, end = blocks(min(t.q_len, t.first + rows));
+      int64_t square = 0;
       if (kByKey) {
-        begin = max(t.line.block_at(p, member, p.from, blocks(t.q_len)) * kBlock, t.first);
-        end = min(t.line.block_at(p, member, p.from + p.room, blocks(t.q_len)) * kBlock, t.q_len);
+        const Passing& passing = sh.passing[turn][member];
+        begin = passing.begin, end = passing.end, square = passing.square;
       }
-      int block = begin / kBlock, first = t.first / kBlock;
-      int64_t square = kByKey ? t.line.at(p, member, block) - p.from + t.head * (block + 1) + first : 0;
 #pragma unroll 1
-      for (int i = begin; i < end; i += kBlock, step<stages>(stage, phase)) {
-        int left = t.q_len - i;
+      for (int block = begin; block < end; ++block, step<stages>(stage, phase)) {
+        int i = block * kBlock, left = t.q_len - i;
         uint64_t* full = left >= kBlock ? &sh.full[stage] : &sh.on_its_way;
         barrier_wait(&sh.empty[stage], phase ^ 1);
         if (lane == 0) {
           if (kByKey) {
-            sh.place[stage] = block - first;
-            sh.squares[stage] = static_cast<uint8_t*>(p.kept) + square * kSquareBytes;
-            ++block;
-            square += block * p.kv_heads + t.head;
+            sh.place[stage] = block - t.first / kBlock;
+            sh.square[stage] = square;
+            square += (block + 1) * p.kv_heads + t.head;
           }
           barrier_expect(full, bytes);
 #pragma unroll
@@ -578,8 +597,8 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
           multiply<false, true>(__nv_bfloat16(), dk, ds[j], q0 + by_row + offset + j * kNext<true>, true);
         products_end();
         if (p.kept) {
-          uint4* to = reinterpret_cast<uint4*>(sh.squares[stage] + group_again() * kSquareBytes);
-          to += thread_again() % 128 / 32 * 128 + thread_again() % 32;
+          uint4* to = static_cast<uint4*>(p.kept) + (sh.square[stage] + group_again()) * (kSquareBytes / 16) +
+                      thread_again() % 128 / 32 * 128 + thread_again() % 32;
 #pragma unroll
           for (int j = 0; j < 4; ++j) to[32 * j] = make_uint4(ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
         }
@@ -793,6 +812,7 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
     attention_backward(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                        const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap d,
                        const __grid_constant__ Problem p) {
+  static_assert(Plan<kDim, kByKey>::groups * Plan<kDim, kByKey>::many + Plan<kDim, kByKey>::few <= 3 * 168);
   extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
   Shared<kDim, kByKey>& sh = *reinterpret_cast<Shared<kDim, kByKey>*>(raw);
   using plan = Plan<kDim, kByKey>;
@@ -929,7 +949,9 @@ cudaError_t launch_all(const AlignkitAttentionBackward& given, cudaStream_t stre
 
 // Returns a cudaError_t.
 extern "C" int alignkit_attention_backward(const AlignkitAttentionBackward* p, cudaStream_t stream) {
-  if (p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads) return cudaErrorInvalidValue;
+  if (p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
+      p->heads / p->kv_heads > alignkit::kGroup)
+    return cudaErrorInvalidValue;
   if (p->dim == 128) return alignkit::launch_all<128>(*p, stream);
   if (p->dim == 64) return alignkit::launch_all<64>(*p, stream);
   return cudaErrorInvalidValue;
