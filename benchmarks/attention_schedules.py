@@ -1,5 +1,6 @@
 """Launch options of attention in Triton, each timed on cases of benchmarks/attention.py beside FlashAttention 3: decoding, or with
---tiles the forward pass. Prints a table, best first, and for each case the best; it leaves no file.
+--tiles the forward pass. With --backward the workspaces of the backward pass in CUDA, beside Triton's and cuDNN's. Prints a table,
+best first, and for each case the best; it leaves no file.
 
 python benchmarks/attention_schedules.py [--heads 32/8 64/8 28/4] [--warps 2 4 8] [--stages 2 3 4 5] [--rows 16 64] [--share 1 2 3 4]
 """
@@ -10,10 +11,11 @@ import argparse
 import itertools
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
-from attention import Case, Decode, Packed
+from attention import Case, Decode, Packed, cases
 from lib.options import told
 from lib.stopwatch import Stopwatch
 
@@ -33,6 +35,33 @@ def decoded(p: Decode, options: dict):
     return p.replayed(call)
 
 
+def backward(options, watch: Stopwatch, device: torch.device) -> None:
+    """Times of the backward pass in µs: cuDNN's, Triton's, and that in CUDA by its workspace; and what is not that pass's
+    products, the sums that come before."""
+    from alignkit.ops.attention import cuda
+
+    for heads, kv_heads in (map(int, h.split("/")) for h in options.heads):
+        for case in cases("backward", quick=False):
+            if case.head_dim != options.head_dim:
+                continue
+            case = replace(case, heads=heads, kv_heads=kv_heads)
+            p = Packed(case, device, "backward")
+            q, k, v = (t.detach() for t in (p.q, p.k, p.v))
+            scale = case.head_dim**-0.5
+            out, shift = cuda.forward(q, k, v, p.starts, scale)
+            arguments = q, k, v, p.starts, out, shift, p.g, scale
+            calls = {} if case.drawn else {"cudnn": p.cudnn()}
+            calls["triton"] = partial(kernels.backward, *arguments)
+            calls["sums"] = partial(kernels.sums, out, p.g, p.starts)
+            calls |= {f"{w} MiB": partial(cuda.backward, *arguments, w << 20) for w in options.workspaces}
+            medians = watch.medians([*calls.values()], options.seconds)
+            print(
+                f"{case}: " + "; ".join(f"{n} {1e3 * t:.1f}" for n, t in zip(calls, medians, strict=True)), flush=True
+            )
+            del p, q, k, v, out, shift, arguments, calls
+            torch.cuda.empty_cache()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--heads", nargs="+", default=["32/8"])
@@ -42,11 +71,16 @@ def main() -> int:
     parser.add_argument("--share", nargs="+", type=int, default=[1, 2, 3, 4], help="programs on a multiprocessor")
     parser.add_argument("--registers", nargs="+", type=int, default=[0], help="of a thread, at most; 0: no bound")
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--workspaces", nargs="+", type=int, default=[0, 512, 1024, 2304, 9216], help="MiB")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=0.02)
     options = parser.parse_args()
 
     watch, device = Stopwatch(torch.device("cuda")), torch.device("cuda")
+    if options.backward:
+        backward(options, watch, device)
+        return 0
     for heads, kv_heads in (map(int, h.split("/")) for h in options.heads):
         choices = [
             {"BLOCK_M": m, "num_warps": w, "num_stages": s}

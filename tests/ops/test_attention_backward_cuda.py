@@ -17,6 +17,10 @@ __all__ = ["kernels"]  # a fixture
 pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
 
 
+WORKSPACES = (0, 1, 1 << 22, 1 << 33)
+"""Bytes to keep: nothing; chunks of a block or few of queries; chunks of some; all in one."""
+
+
 def same(got, want, what):
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert_bitwise_equal(a, b, f"{name}, {what}")
@@ -39,7 +43,8 @@ def test_packed(kernels, dim, heads, kv):
         q, k, v, g, cu = packed(lens, heads, kv, dim, seed=seed)
         for scale in (dim**-0.5, 1.0, 1e-3):
             arguments, want = both(kernels, q, k, v, g, cu, scale)
-            same(cuda.backward(*arguments), want, f"{lens}, scale {scale}")
+            for workspace in WORKSPACES:
+                same(cuda.backward(*arguments, workspace), want, f"{lens}, scale {scale}, workspace {workspace}")
         arguments, want = both(kernels, q, k, v, g, cu, 0.1)
         same(cuda.backward(*arguments[:3], cu.long(), *arguments[4:]), want, f"{lens}, int64 starts")
         parts = torch.cat([q, k, v], 1).split([heads, kv, kv], 1)
@@ -56,15 +61,16 @@ def test_many_sequences(kernels, dim):
     lens = [draw.choice([0, 1, 5, 64, 100, 129, 200, 600]) for _ in range(203)] + [5000]
     draw.shuffle(lens)
     arguments, want = both(kernels, *packed(lens, 8, 2, dim), 0.1)
-    same(cuda.backward(*arguments), want, "203 sequences and a long one")
+    for workspace in (0, 1 << 23, 1 << 33):
+        same(cuda.backward(*arguments, workspace), want, f"203 sequences and a long one, workspace {workspace}")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_contexts(kernels, dim):
     cuda, _ = kernels
     arguments, want = both(kernels, *packed([33000, 7000], 8, 2, dim), dim**-0.5)
-    for _ in range(5):  # a race shows as a difference of two runs
-        same(cuda.backward(*arguments), want, "long contexts")
+    for workspace in (0, 1 << 30, 1 << 28, 9 << 28, 1 << 30):  # a race shows as a difference of two runs
+        same(cuda.backward(*arguments, workspace), want, f"workspace {workspace}")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -80,13 +86,14 @@ def test_what_is_not_finite(kernels, dim, value):
         kept = t[at, group].clone()
         t[at, group] = value
         arguments, _ = both(kernels, q, k, v, g, cu, dim**-0.5)
-        got = cuda.backward(*arguments)
-        for name, a, b in zip(("dq", "dk", "dv"), got, clean, strict=True):
-            for rows in (slice(0, 300), slice(1000, None)):
-                assert_bitwise_equal(a[rows], b[rows], f"{name}, other sequences")
-            half = a.shape[1] // 2
-            assert_bitwise_equal(a[:, :half], b[:, :half], f"{name}, other heads")
-        assert any(a.isnan().any() for a in got)
+        for workspace in WORKSPACES:
+            got = cuda.backward(*arguments, workspace)
+            for name, a, b in zip(("dq", "dk", "dv"), got, clean, strict=True):
+                for rows in (slice(0, 300), slice(1000, None)):
+                    assert_bitwise_equal(a[rows], b[rows], f"{name}, other sequences")
+                half = a.shape[1] // 2
+                assert_bitwise_equal(a[:, :half], b[:, :half], f"{name}, other heads")
+            assert any(a.isnan().any() for a in got)
         t[at, group] = kept
 
 
@@ -97,10 +104,11 @@ def test_wrong_starts(kernels):
     for wrong in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0], [0, 30, 20, 50], [0, -5, 50]):
         starts = torch.tensor(wrong).int()
         _, shift = triton.forward(q, k, v, starts, 0.1)
-        got = cuda.backward(q, k, v, starts, out, shift, g, 0.1)
-        if wrong[0] == 0 and wrong[-1] == 50:
-            continue  # rows hold anything; nothing is written elsewhere, which the sanitizer sees
-        assert all(t.isnan().all() for t in got)
+        for workspace in WORKSPACES:
+            got = cuda.backward(q, k, v, starts, out, shift, g, 0.1, workspace)
+            if wrong[0] == 0 and wrong[-1] == 50:
+                continue  # rows hold anything; nothing is written elsewhere, which the sanitizer sees
+            assert all(t.isnan().all() for t in got)
 
 
 def test_chosen(kernels):
@@ -152,10 +160,11 @@ def test_right_after_its_inputs(kernels):
     cuda, _ = kernels
     q, k, v, g, cu = packed([4000], 8, 2, 128)
     arguments, want = both(kernels, q, k, v, g, cu, 0.1)
-    for _ in range(20):
+    for i in range(20):
         moved = [torch.empty_like(t) for t in (q, k, v, g)]
         for to, t in zip(moved, (q, k, v, g), strict=True):
             to.copy_(randn(*t.shape, dtype=BF16))
             to.copy_(t)
-        got = [t.clone() for t in cuda.backward(*moved[:3], *arguments[3:6], moved[3], 0.1)]
+        workspace = WORKSPACES[i % len(WORKSPACES)]
+        got = [t.clone() for t in cuda.backward(*moved[:3], *arguments[3:6], moved[3], 0.1, workspace)]
         same(got, want, "right after its inputs were written")

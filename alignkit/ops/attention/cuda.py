@@ -22,7 +22,7 @@ BLOCK = 64
 SQUARE = BLOCK * BLOCK * 2
 """Its bytes."""
 WORKSPACE = 9 << 28
-"""Bytes that the backward pass keeps at most."""
+"""Bytes that the backward pass keeps at most: the gradients of scores, of a chunk at a time."""
 PAGE = 16
 """A page is of a multiple of so many rows, which the copy engine brings at a time."""
 

@@ -1,12 +1,18 @@
-// Causal attention, backward, of packed sequences: two kernels after each other, one for the gradients of queries, one for
-// those of keys and values.
+// Causal attention, backward, of packed sequences.
 //
-// A tile of 64 rows for each of two or three groups of warps stays, and blocks of 64 rows pass by, ascending: keys and
-// values by a tile of queries, or queries, head after head of a group, by a tile of keys. Two warps have the copy engine
-// bring them. The other groups make the probabilities again from the scores and a number for each query, and keep their
-// gradients in registers. What a thread holds of a product of 64 by 64, rounded, is what it has to give to the next one:
-// no probability goes through shared memory. While a group computes, another has the tensor core; and a group begins
-// the next block's products before the last one of a block is done.
+// By key: a tile of 64 keys for each of two groups of warps stays, and blocks of 64 queries pass by, ascending, head after
+// head of a group of heads. Two warps have the copy engine bring them. The other groups make the probabilities again from
+// the scores and a number for each query, and keep the sums of keys and values in registers. What a thread holds of a
+// product of 64 by 64, rounded, is what it has to give to the next one: nothing goes through shared memory. While a group
+// computes, another has the tensor core; and a group begins the next block's products before the last one of a block is
+// done. The gradients of scores are kept in memory, in squares of 64 by 64.
+//
+// Sum: a tile of 64 queries for each of three groups; the squares, times the keys, ascending.
+//
+// These two do a chunk of squares, as many as there is room for, and then the next. The sums of keys and values wait in
+// memory meanwhile. Where there is no memory to keep squares, there is in place of the sum
+//
+// By query: as by key, but queries stay, and keys and values pass by; the scores are computed once more.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those that see most first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -472,7 +478,7 @@ __device__ __forceinline__ void load_or_zero(float* to, const float4* from, bool
       ".reg .pred here;\n"
       "setp.ne.b32 here, %5, 0;\n"
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@here ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "@here ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
       "}\n"
       : "=&f"(to[0]), "=&f"(to[1]), "=&f"(to[2]), "=&f"(to[3])
       : "l"(from), "r"(static_cast<int>(here))
@@ -600,7 +606,7 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
           uint4* to = static_cast<uint4*>(p.kept) + (sh.square[stage] + group_again()) * (kSquareBytes / 16) +
                       thread_again() % 128 / 32 * 128 + thread_again() % 32;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) to[32 * j] = make_uint4(ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
+          for (int j = 0; j < 4; ++j) __stcs(to + 32 * j, make_uint4(ds[j][0], ds[j][1], ds[j][2], ds[j][3]));
         }
         before = stage;
         step<stages>(stage, phase);

@@ -181,6 +181,10 @@ inline unsigned __ballot_sync(unsigned, bool v) {
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 
+template <class T>
+void __stcs(T* to, T v) {
+  *to = v;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
