@@ -285,7 +285,7 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
     return [torch.from_numpy(t).bfloat16() for t in (dq, dk * scale, dv)]
 
 
-@pytest.mark.parametrize("squares", [0, 1, 40])
+@pytest.mark.parametrize("squares,chunks", [(0, 0), (1, 5), (40, 1000)])
 @pytest.mark.parametrize(
     "dim,heads,kv,lens",
     [
@@ -298,8 +298,8 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
         (64, 6, 2, [70, 257, 3, 64]),
     ],
 )
-def test_backward(backward, dim, heads, kv, lens, squares):
-    """`squares`: room for so many; 0: nothing is kept."""
+def test_backward(backward, dim, heads, kv, lens, squares, chunks):
+    """`squares`: room for so many; 0: nothing is kept. `chunks` at most, then there are others."""
     total = sum(lens)
     q, g = draw(total, heads, dim, 1), draw(total, heads, dim, 4, 1.0)
     k, v = draw(total, kv, dim, 2), draw(total, kv, dim, 3)
@@ -314,14 +314,14 @@ def test_backward(backward, dim, heads, kv, lens, squares):
     known = statistics(q, k, v, g, lens, pads, a.factor)
     shift.copy_(known[0])
     delta.copy_(known[1])
-    memory = keep(a, squares * SQUARE, q.device) if squares else []
-    for t in memory:
+    for t in (memory := keep(a, squares * SQUARE, q.device, chunks)):
         t.view(torch.uint8).fill_(255)  # NaN
     last = int(starts[-2])
     for t in (q, k, v, g):  # the last sequence is all NaN, which no other may meet
         if len(lens) > 1:
             t[last:] = float("nan")
     assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+    del memory
     for s, n in enumerate(lens):
         rows, at = slice(int(starts[s]), int(starts[s]) + n), (int(starts[s]) // PAD + s) * PAD
         if n == 0 or (s and s == len(lens) - 1):

@@ -23,6 +23,8 @@ SQUARE = BLOCK * BLOCK * 2
 """Its bytes."""
 WORKSPACE = 9 << 28
 """Bytes that the backward pass keeps at most: the gradients of scores, of a chunk at a time."""
+CHUNKS = 16
+"""Chunks of several sequences at most: most of them are short, and the kernels of later chunks find nothing to do."""
 PAGE = 16
 """A page is of a multiple of so many rows, which the copy engine brings at a time."""
 
@@ -68,7 +70,10 @@ class Gradients(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("shift", "delta", "dq", "dk", "dv", "kept", "parked")),
         ("room", ctypes.c_int64),
         ("starts", _Ints),
-        *((name, ctypes.c_int) for name in ("chunks", "tokens", "sequences", "heads", "kv_heads", "dim", "pads")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("chunks", "rest", "tokens", "sequences", "heads", "kv_heads", "dim", "pads")
+        ),
         *((name, ctypes.c_float) for name in ("factor", "scale")),
     ]
 
@@ -126,24 +131,29 @@ def forward(q, k, v, starts, scale: float, together: int = 1, turns: bool = True
 
 
 def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Gradients:
-    """All but what is kept. `grads`: of q, k and v, contiguous."""
+    """All but what `keep` adds. `grads`: of q, k and v, contiguous."""
     statistics = shift.data_ptr(), delta.data_ptr()
     g = Gradients(*(_heads(t) for t in (q, k, v, d_out)), *statistics, *(t.data_ptr() for t in grads))
     g.starts, g.tokens, g.sequences, g.heads = _ints(starts), q.shape[0], starts.shape[0] - 1, q.shape[1]
     g.kv_heads, g.dim, g.pads = k.shape[1], k.shape[2], shift.shape[1] // PAD.value
-    g.factor, g.scale = triton._factor(scale), scale
+    g.factor, g.scale, g.rest = triton._factor(scale), scale, True
     return g
 
 
-def keep(g: Gradients, most: int, device: torch.device) -> list[torch.Tensor]:
-    """Memory for squares, about `most` bytes at most, and for what is parked between chunks."""
+def keep(g: Gradients, most: int, device: torch.device, chunks: int = CHUNKS) -> list[torch.Tensor]:
+    """Memory for squares, about `most` bytes at most, and for what is parked between chunks, of which there are as many as
+    needed for one sequence, and at most `chunks` for several. None: nothing is kept."""
+    if not most:
+        return []
     blocks = g.tokens // BLOCK
     total = (g.sequences + blocks * (blocks + 3) // 2) * g.heads  # at most: of one sequence of all tokens
     last = (blocks + 1) * g.kv_heads  # that a chunk's last block of queries may have beyond its room
     g.room = min(total, max(most // SQUARE - last, last))
-    g.chunks = -(-total // g.room)
+    need = -(-total // g.room)
+    g.chunks = need if g.sequences == 1 else min(need, chunks)
+    g.rest = g.chunks < need
     kept = torch.empty((g.room + last) * SQUARE, dtype=torch.uint8, device=device)
-    floats = (blocks + g.sequences + 1) * g.kv_heads * 2 * BLOCK * g.dim if g.chunks > 1 else 0
+    floats = (blocks + g.sequences + 1) * g.kv_heads * 2 * BLOCK * g.dim if need > 1 else 0
     parked = torch.empty(floats, dtype=torch.float32, device=device)
     g.kept, g.parked = kept.data_ptr(), parked.data_ptr()
     return [kept, parked]
@@ -155,7 +165,7 @@ def backward(q, k, v, starts, out, shift, d_out, scale: float, workspace: int = 
     delta = triton.sums(out, d_out, starts)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     g = gradients(q, k, v, d_out, shift, delta, grads, starts, scale)
-    memory = keep(g, workspace, q.device) if workspace else []
+    memory = keep(g, workspace, q.device)
     cuda.call("alignkit_attention_backward", q.device, ctypes.byref(g))
     del memory  # others may have it once the kernels are in the stream
     return grads

@@ -10,7 +10,7 @@
 // Sum: a tile of 64 queries for each of three groups; the squares, times the keys, ascending.
 //
 // These two do a chunk of squares, as many as there is room for, and then the next. The sums of keys and values wait in
-// memory meanwhile. Where there is no memory to keep squares, there is in place of the sum
+// memory meanwhile. What is left after the last chunk is done by key without keeping squares, and in place of the sum
 //
 // By query: as by key, but queries stay, and keys and values pass by; the scores are computed once more.
 //
@@ -37,13 +37,13 @@ struct AlignkitAttentionBackward {
   float* parked;  // sums of keys and values between two chunks, [kv_heads, tokens / 64 + sequences + 1, 2, 64, dim]
   int64_t room;   // squares at which a chunk ends: the one that begins before is the last
   AlignkitInts starts;
-  int chunks;
+  int chunks, rest;  // whether there may be squares behind the last chunk
   int tokens, sequences, heads, kv_heads, dim, pads;
   float factor, scale;  // of scores for powers of 2, and of gradients
 };
 
 ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, kept, parked, room, starts, chunks,
-                tokens, sequences, heads, kv_heads, dim, pads, factor, scale)
+                rest, tokens, sequences, heads, kv_heads, dim, pads, factor, scale)
 
 namespace alignkit {
 namespace {
@@ -102,7 +102,7 @@ struct Tile {
   int q0, q_len;
   int first;  // position
   int head;   // of queries, or of keys
-  int count;  // blocks of queries that pass by a tile of keys, of all heads of its group
+  int count;  // blocks that pass by, of all heads of the group where those are queries
   bool goes_on, breaks_off;  // whether its sums began in a chunk before, and end in a later one
   Line line;
 };
@@ -136,7 +136,7 @@ struct Shared {
 
 // The tiles of a block of threads, found by a whole warp. A tile's level tells how many blocks pass by it; tiles are
 // counted level by level, the last one first. Sequences of which the chunk has nothing have no tiles.
-template <int kRows, bool kByKey, bool kChunks>
+template <int kRows, bool kByKey>
 struct Walk {
   const Problem& p;
   int lane, slots, level, base = 0, turn = 0, before = 0;
@@ -147,11 +147,13 @@ struct Walk {
   __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(kByKey ? p.kv_heads : p.heads) {
     int top = 0;
 #pragma unroll 1
-    for (; base < p.sequences; base += 32) {
-      read(false);
+    for (; base < p.sequences; base += 32) read(false);
+    line.head = squares;
+#pragma unroll 1
+    for (base = 0; base < p.sequences; base += 32) {
+      read(true);
       top = max(top, levels);
     }
-    line.head = squares;
     for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
     level = top - 1;
     base = 0;
@@ -167,7 +169,6 @@ struct Walk {
       q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
       levels = (q_len + kRows - 1) / kRows;
     }
-    if (!kChunks) return;
     if (base == 0) squares = 0;
     int64_t own = int64_t{blocks(q_len)} * (blocks(q_len) + 1) / 2 * p.kv_heads, sum = own;
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -199,7 +200,7 @@ struct Walk {
         t.q_len = __shfl_sync(~0u, q_len, from);
         t.first = __shfl_sync(~0u, kByKey ? levels - 1 - level : level, from) * kRows;
         t.head = i % slots;
-        t.line = {line.head, kChunks ? __shfl_sync(~0u, line.sequence, from) : 0};
+        t.line = {line.head, __shfl_sync(~0u, line.sequence, from)};
         return t;
       }
       before = behind;
@@ -222,17 +223,29 @@ __device__ __forceinline__ Passing passing_by(const Problem& p, const Tile& t, i
   return {begin, end, t.line.at(p, member, begin) - p.from + t.head * (begin + 1) + first};
 }
 
-// What a tile of keys has to do in the chunk; by a whole warp.
+// Whether a block of queries is of the chunk.
+__device__ __forceinline__ bool is_here(const Problem& p, const Tile& t, int block) {
+  int64_t square = t.line.at(p, t.head % (p.heads / p.kv_heads), block) - p.from;
+  return block * kBlock < t.q_len && square >= 0 && square < p.room;
+}
+
+// What a tile has to do in the chunk; by a whole warp.
+template <int kGroups, bool kByKey>
 __device__ __forceinline__ void count(const Problem& p, Tile& t) {
   int group = p.heads / p.kv_heads;
   t.count = 0;
-  for (int member = threadIdx.x % 32; member < group; member += 32) {
-    Passing passing = passing_by(p, t, member);
-    t.count += passing.end - passing.begin;
+  if constexpr (kByKey) {
+    for (int member = threadIdx.x % 32; member < group; member += 32) {
+      Passing passing = passing_by(p, t, member);
+      t.count += passing.end - passing.begin;
+    }
+    for (int distance = 16; distance; distance /= 2) t.count += __shfl_xor_sync(~0u, t.count, distance);
+    t.goes_on = t.line.at(p, 0, t.first / kBlock) < p.from;
+    t.breaks_off = t.line.at(p, group - 1, blocks(t.q_len) - 1) - p.from >= p.room;
+  } else {
+    for (int g = 0; g < kGroups; ++g)
+      if (is_here(p, t, t.first / kBlock + g)) t.count = t.first / kBlock + g + 1;
   }
-  for (int distance = 16; distance; distance /= 2) t.count += __shfl_xor_sync(~0u, t.count, distance);
-  t.goes_on = t.line.at(p, 0, t.first / kBlock) < p.from;
-  t.breaks_off = t.line.at(p, group - 1, blocks(t.q_len) - 1) - p.from >= p.room;
 }
 
 // The warp that finds the tiles and has them brought, one ahead of those who compute where their rows allow it.
@@ -240,12 +253,10 @@ template <int kDim, bool kByKey>
 __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUtensorMap* a, const CUtensorMap* b,
                                             const Problem& p) {
   constexpr int rows = Shared<kDim, kByKey>::rows;
-  Walk<rows, kByKey, kByKey> walk(p);
+  Walk<rows, kByKey> walk(p);
   for (int turn = 0;; turn ^= 1) {
     Tile t = walk.next();
-    if (kByKey) {
-      while (t.s >= 0 && (count(p, t), t.count == 0)) t = walk.next();
-    }
+    while (t.s >= 0 && (count<rows / 64, kByKey>(p, t), t.count == 0)) t = walk.next();
     barrier_wait(&sh.tile_empty, turn ^ 1);
     if (kByKey && t.s >= 0) {
       for (int member = threadIdx.x % 32; member < p.heads / p.kv_heads; member += 32)
@@ -276,7 +287,6 @@ template <int kDim, bool kByKey>
 __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUtensorMap* a, const CUtensorMap* b,
                                              const Problem& p) {
   constexpr int stages = Shared<kDim, kByKey>::stages, halves = Shared<kDim, kByKey>::halves;
-  constexpr int rows = Shared<kDim, kByKey>::rows;
   constexpr int bytes = 2 * kBlock * kDim * 2 + (kByKey ? 2 * kBlock * 4 : 0);
   int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
   for (int turn = 0;; turn ^= 1) {
@@ -288,7 +298,7 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
 #pragma unroll 1
     for (int member = 0; member < (kByKey ? group : 1); ++member) {
       int head = kByKey ? t.head * group + member : t.head / group;
-      int begin = 0, end = blocks(min(t.q_len, t.first + rows));
+      int begin = 0, end = t.count;
       int64_t square = 0;
       if (kByKey) {
         const Passing& passing = sh.passing[turn][member];
@@ -376,8 +386,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
       load_matrices<false>(q[i], here);
       load_matrices<false>(g[i], here + rows * kDim * 2);
     }
-    int begin = t.first + group * 64, n = begin < t.q_len ? begin / kBlock + 1 : 0;
-    int all = blocks(min(t.q_len, t.first + rows));
+    int begin = t.first + group * 64, n = is_here(p, t, begin / kBlock) ? begin / kBlock + 1 : 0, all = t.count;
     float shift[2], delta[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -387,7 +396,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
       delta[h] = place < t.q_len ? p.delta[at] : 0.0f;
     }
     int64_t out = (int64_t{t.q0} + begin) * p.heads + t.head;
-    int left = t.q_len - begin;
+    int left = n ? t.q_len - begin : 0;
     __syncwarp();
     if (leads) barrier_arrive(&sh.tile_empty);
 
@@ -667,7 +676,7 @@ template <int kDim>
 __device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtensorMap* k, const Problem& p) {
   constexpr int groups = SumShared<kDim>::groups, stages = SumShared<kDim>::stages, halves = SumShared<kDim>::halves;
   constexpr int rows = SumShared<kDim>::rows, key_bytes = kBlock * kDim * 2;
-  Walk<rows, false, true> walk(p);
+  Walk<rows, false> walk(p);
   int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
   for (int turn = 0, tile_phase = 0;; step<2>(turn, tile_phase)) {
     SumTile t;
@@ -680,10 +689,8 @@ __device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtenso
 #pragma unroll
       for (int g = 0; g < groups; ++g) {
         int block = t.first / kBlock + g;
-        squares[g] = t.line.at(p, t.head % group, block) - p.from;
-        bool here = squares[g] >= 0 && squares[g] < p.room && block * kBlock < t.q_len;
-        t.n[g] = here ? block + 1 : 0;
-        squares[g] += head * (block + 1);
+        squares[g] = t.line.at(p, t.head % group, block) - p.from + head * (block + 1);
+        t.n[g] = is_here(p, t, block) ? block + 1 : 0;
         all = max(all, t.n[g]);
       }
     } while (t.s >= 0 && all == 0);
@@ -938,16 +945,15 @@ cudaError_t launch_all(const AlignkitAttentionBackward& given, cudaStream_t stre
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
   Problem p = {given, 0};
-  if (!p.kept) {
-    p.room = int64_t{1} << 60;
-    if (cudaError_t e = launch<kDim, false>(p, processors, stream)) return e;
-    return launch<kDim, true>(p, processors, stream);
-  }
   for (int chunk = 0; chunk < p.chunks; ++chunk, p.from += p.room) {
     if (cudaError_t e = launch<kDim, true>(p, processors, stream)) return e;
     if (cudaError_t e = launch_sum<kDim>(p, processors, stream)) return e;
   }
-  return cudaSuccess;
+  if (!p.rest) return cudaSuccess;
+  p.kept = nullptr;
+  p.room = int64_t{1} << 60;
+  if (cudaError_t e = launch<kDim, false>(p, processors, stream)) return e;
+  return launch<kDim, true>(p, processors, stream);
 }
 
 }  // namespace
