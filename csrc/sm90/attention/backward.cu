@@ -24,6 +24,7 @@
 #include "../ptx/dependent_launch.cuh"
 #include "../ptx/exponential.cuh"
 #include "../ptx/ldmatrix.cuh"
+#include "../ptx/load.cuh"
 #include "../ptx/pack.cuh"
 #include "../ptx/thread.cuh"
 #include "../ptx/wgmma.cuh"
@@ -53,7 +54,8 @@ struct Problem : AlignkitAttentionBackward {
 };
 
 constexpr int kBlock = 64;                        // rows of a block
-constexpr int kSquareBytes = kBlock * kBlock * 2;  // as a group of warps holds it, a thread's 16 bytes beside its neighbour's
+constexpr int kSquareBytes = kBlock * kBlock * 2;  // keys by queries, as a group of warps holds them: 16 bytes of a thread
+                                                   // beside 16 of the next
 
 // Groups of 64 rows, blocks on their way, and registers of threads that bring them and that compute.
 template <int kDim, bool kByKey>
@@ -140,9 +142,9 @@ template <int kRows, bool kByKey>
 struct Walk {
   const Problem& p;
   int lane, slots, level, base = 0, turn = 0, before = 0;
-  int q0, q_len, levels;        // of the lane's sequence
-  Line line = {0, 0};           // likewise
-  int64_t squares = 0;          // of the sequences before `base`
+  int q0, q_len, levels;  // of the lane's sequence
+  Line line = {0, 0};     // likewise
+  int64_t squares = 0;    // of the sequences before those of this warp's lanes, and then of these too
 
   __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(kByKey ? p.kv_heads : p.heads) {
     int top = 0;
@@ -194,7 +196,7 @@ struct Walk {
       if (target < behind) {
         int i = target - before, wanted = i / slots;
         int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane) - 1)) == wanted)) - 1;
-        Tile t;
+        Tile t = {};
         t.s = __shfl_sync(~0u, base + lane, from);
         t.q0 = __shfl_sync(~0u, q0, from);
         t.q_len = __shfl_sync(~0u, q_len, from);
@@ -230,7 +232,7 @@ __device__ __forceinline__ bool is_here(const Problem& p, const Tile& t, int blo
 }
 
 // What a tile has to do in the chunk; by a whole warp.
-template <int kGroups, bool kByKey>
+template <int kCount, bool kByKey>
 __device__ __forceinline__ void count(const Problem& p, Tile& t) {
   int group = p.heads / p.kv_heads;
   t.count = 0;
@@ -243,7 +245,7 @@ __device__ __forceinline__ void count(const Problem& p, Tile& t) {
     t.goes_on = t.line.at(p, 0, t.first / kBlock) < p.from;
     t.breaks_off = t.line.at(p, group - 1, blocks(t.q_len) - 1) - p.from >= p.room;
   } else {
-    for (int g = 0; g < kGroups; ++g)
+    for (int g = 0; g < kCount; ++g)
       if (is_here(p, t, t.first / kBlock + g)) t.count = t.first / kBlock + g + 1;
   }
 }
@@ -465,6 +467,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
 #pragma unroll 1
     for (int i = n; i < all; ++i) {  // other groups' blocks
       barrier_wait(&sh.full[stage], phase);
+      __syncwarp();
       taken(stage);
       step<stages>(stage, phase);
     }
@@ -478,31 +481,12 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
   }
 }
 
-// Four sums that go on from memory, or begin. By one instruction, so that the assembler does not put the zeros where
-// products are under way.
-__device__ __forceinline__ void load_or_zero(float* to, const float4* from, bool here) {
-#ifdef __CUDA_ARCH__
-  asm volatile(
-      "{\n"
-      ".reg .pred here;\n"
-      "setp.ne.b32 here, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@here ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&f"(to[0]), "=&f"(to[1]), "=&f"(to[2]), "=&f"(to[3])
-      : "l"(from), "r"(static_cast<int>(here))
-      : "memory");
-#else
-  for (int i = 0; i < 4; ++i) to[i] = here ? (&from->x)[i] : 0.0f;
-#endif
-}
-
 // A group of four warps and its 64 keys of each tile.
 template <int kDim>
 __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim, true>::stages, rows = Shared<kDim, true>::rows, sums = kDim / 2;
   constexpr int steps = kDim / 16, half_step = kBlock * kHalf * 2 >> 4, other = kBlock * kDim * 2 >> 4;
-  constexpr int still_half_step = rows * kHalf * 2 >> 4, still_other = rows * kDim * 2 >> 4;
+  constexpr int stays_half_step = rows * kHalf * 2 >> 4, stays_other = rows * kDim * 2 >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   auto arrive = [](uint64_t* b) {
     if (thread_again() % 32 == 0) barrier_arrive(b);
@@ -510,7 +494,7 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
   auto group_again = [] { return static_cast<int>(thread_again() / 128) - 1; };
   uint64_t k0 = operand<false>(sh.stays[0]) + group * (64 * kHalf * 2 >> 4);
   uint64_t q0 = operand<false>(sh.passes[0][0]);
-  constexpr uint64_t by_row = (64 * 128 / 16 - 1) << 16;
+  constexpr uint64_t by_row = (64 * 128 / 16 - 1) << 16;  // makes operand<true> of an operand<false>
   float s[32], dp[32], dk[sums], dv[sums];
   uint32_t probability[4][4], ds[4][4];
   int stage = 0, phase = 0, turn = 0;
@@ -527,6 +511,7 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
       for (; left; --left, step<stages>(stage, phase)) {
         barrier_wait(&sh.full[stage], phase);
         if (sh.place[stage] >= group_again()) return true;
+        __syncwarp();  // all have read it
         arrive(&sh.empty[stage]);
       }
       return false;
@@ -536,13 +521,13 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
       products_begin();
 #pragma unroll
       for (int j = 0; j < steps; ++j)
-        multiply<false, false>(s, k0 + j / 4 * still_half_step + j % 4 * kNext<false>,
+        multiply<false, false>(s, k0 + j / 4 * stays_half_step + j % 4 * kNext<false>,
                                q0 + offset + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
       products_end();
       products_begin();
 #pragma unroll
       for (int j = 0; j < steps; ++j)
-        multiply<false, false>(dp, k0 + still_other + j / 4 * still_half_step + j % 4 * kNext<false>,
+        multiply<false, false>(dp, k0 + stays_other + j / 4 * stays_half_step + j % 4 * kNext<false>,
                                q0 + offset + other + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
       products_end();
     };
@@ -620,7 +605,7 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
         before = stage;
         step<stages>(stage, phase);
         --left;
-        products_wait<1>();
+        products_wait<1>();  // for the registers of the probabilities
         if (!next()) break;
         multiply_next();
       }
@@ -800,6 +785,7 @@ __device__ __forceinline__ void sum_squares(SumShared<kDim>& sh, const Problem& 
 #pragma unroll 1
     for (int i = n; i < all; ++i, step<stages>(stage, phase)) {  // other groups' blocks
       barrier_wait(&sh.full[stage], phase);
+      __syncwarp();
       taken(stage);
     }
     if (n == 0) continue;
