@@ -132,7 +132,7 @@ struct Shared {
   int64_t square[stages];                                         // theirs with the tile's first 64 keys
   Tile tile[2];                                                   // in turn: one is read while the next is found
   Passing passing[kByKey ? 2 : 1][kByKey ? kGroup : 1];           // by the tile, of each head of the group
-  uint64_t found, tile_full, tile_empty, full[stages], empty[stages];
+  uint64_t found, noticed, tile_full, tile_empty, full[stages], empty[stages];
   uint64_t on_its_way;  // a block of which rows have to be wiped out
 };
 
@@ -250,7 +250,8 @@ __device__ __forceinline__ void count(const Problem& p, Tile& t) {
   }
 }
 
-// The warp that finds the tiles and has them brought, one ahead of those who compute where their rows allow it.
+// The warp that finds the tiles and has them brought. The next one is found ahead, so that its blocks may be on their way
+// while there is no room for its rows.
 template <int kDim, bool kByKey>
 __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUtensorMap* a, const CUtensorMap* b,
                                             const Problem& p) {
@@ -259,15 +260,16 @@ __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUte
   for (int turn = 0;; turn ^= 1) {
     Tile t = walk.next();
     while (t.s >= 0 && (count<rows / 64, kByKey>(p, t), t.count == 0)) t = walk.next();
-    barrier_wait(&sh.tile_empty, turn ^ 1);
+    barrier_wait(&sh.noticed, turn ^ 1);
     if (kByKey && t.s >= 0) {
       for (int member = threadIdx.x % 32; member < p.heads / p.kv_heads; member += 32)
         sh.passing[turn][member] = passing_by(p, t, member);
-      __syncwarp();
     }
+    __syncwarp();
     if (threadIdx.x % 32 == 0) {
       sh.tile[turn] = t;
       barrier_arrive(&sh.found);
+      barrier_wait(&sh.tile_empty, turn ^ 1);
       if (t.s < 0) {
         barrier_arrive(&sh.tile_full);
       } else {
@@ -296,7 +298,7 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
     const Tile& t = sh.tile[turn];
     if (t.s < 0) return;
     __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.tile_empty);  // the next tile may be said to be found
+    if (lane == 0) barrier_arrive(&sh.noticed);  // the next tile may be said to be found
 #pragma unroll 1
     for (int member = 0; member < (kByKey ? group : 1); ++member) {
       int head = kByKey ? t.head * group + member : t.head / group;
@@ -531,16 +533,16 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
                                q0 + offset + other + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
       products_end();
     };
-    // Sums that wait for the next chunk: a thread's i-th four.
-    auto parked = [&](int i) {
+    // Where sums wait for the next chunk: fours of a thread, each 128 behind the other.
+    auto parked = [&] {
       int64_t block = t.q0 / kBlock + t.s + t.first / kBlock + group_again();
       int64_t at = t.head * (int64_t{p.tokens} / kBlock + p.sequences + 1) + block;
-      return reinterpret_cast<float4*>(p.parked) + (at * (kDim / 4) + i) * 128 + thread_again() % 128;
+      return reinterpret_cast<float4*>(p.parked) + at * (kDim / 4) * 128 + thread_again() % 128;
     };
 #pragma unroll
     for (int i = 0; i < sums / 4; ++i) {
-      load_or_zero(&dk[4 * i], parked(i), t.goes_on);
-      load_or_zero(&dv[4 * i], parked(sums / 4 + i), t.goes_on);
+      load_or_zero(&dk[4 * i], parked() + i * 128, t.goes_on);
+      load_or_zero(&dv[4 * i], parked() + (sums / 4 + i) * 128, t.goes_on);
     }
     int before = -1;  // the stage of the block before
     if (next()) {
@@ -614,21 +616,23 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
       products_taken(dv);
       arrive(&sh.empty[before]);
     }
+    bool breaks_off = t.breaks_off;  // what is read of the tile now, before there is another
+    int here = t.q_len - t.first - group_again() * 64;  // keys of this group
+    int64_t out = (int64_t{t.q0} + t.first + group_again() * 64) * p.kv_heads + t.head;
+    float4* to = parked();
     __syncwarp();
     arrive(&sh.tile_empty);
-    int here = t.q_len - t.first - group_again() * 64;  // keys of this group
-    if (t.breaks_off) {
+    if (breaks_off) {
       if (here > 0) {
 #pragma unroll
         for (int i = 0; i < sums / 4; ++i) {
-          *parked(i) = {dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]};
-          *parked(sums / 4 + i) = {dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]};
+          to[i * 128] = {dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]};
+          to[(sums / 4 + i) * 128] = {dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]};
         }
       }
     } else {
 #pragma unroll
       for (int x = 0; x < sums; ++x) dk[x] = dk[x] * p.scale;
-      int64_t out = (int64_t{t.q0} + t.first + group_again() * 64) * p.kv_heads + t.head;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         int row = row_again() + 8 * h;
@@ -818,8 +822,9 @@ __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
   if (threadIdx.x == 0) {
     constexpr int warps = plan::groups * 4;
     barrier_init(&sh.found, 1);
+    barrier_init(&sh.noticed, 1);
     barrier_init(&sh.tile_full, 1);
-    barrier_init(&sh.tile_empty, warps + 1);
+    barrier_init(&sh.tile_empty, warps);
     barrier_init(&sh.on_its_way, 1);
     for (int i = 0; i < plan::stages; ++i) {
       barrier_init(&sh.full[i], 1);
