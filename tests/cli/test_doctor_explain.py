@@ -100,6 +100,7 @@ def test_each_op_has_a_kernel_on_each_family():
         ("attention", ["rows=64", "heads=2"], None),
         ("attention_backward", ["head_dim=96"], "heads of 96, of 64 or 128"),
         ("attention_backward", ["rows=64", "heads=2"], None),
+        ("attention_backward", ["rows=1000000"], "squares of 64 queries by as many keys, of at most 1073741823"),
         ("paged_attention", ["page=1"], "pages of 1 rows, not of a multiple of 16"),
         ("paged_attention", ["page=48"], None),
         ("paged_attention", ["page=16", "head_dim=256"], "heads of 256"),

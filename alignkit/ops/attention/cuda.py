@@ -19,6 +19,8 @@ GROUP = 64
 """Heads of q that share one of k, at most."""
 BLOCK = 64
 """Queries or keys of a square of the backward pass."""
+MOST_SQUARES = 1 << 30
+"""The kernels count them in 32 bits."""
 SQUARE = BLOCK * BLOCK * 2
 """Its bytes."""
 WORKSPACE = 9 << 28
@@ -68,11 +70,10 @@ class Gradients(ctypes.Structure):
     _fields_ = [
         *((name, _Heads) for name in ("q", "k", "v", "grad")),
         *((name, ctypes.c_void_p) for name in ("shift", "delta", "dq", "dk", "dv", "kept", "parked")),
-        ("room", ctypes.c_int64),
         ("starts", _Ints),
         *(
             (name, ctypes.c_int)
-            for name in ("chunks", "rest", "tokens", "sequences", "heads", "kv_heads", "dim", "pads")
+            for name in ("squares", "room", "chunks", "rest", "tokens", "sequences", "heads", "kv_heads", "dim", "pads")
         ),
         *((name, ctypes.c_float) for name in ("factor", "scale")),
     ]
@@ -92,6 +93,13 @@ def refuses(p: Attention) -> str | None:
         if dtype != torch.bfloat16 or not aligned or strides[2] != 1 or any(s % 8 or s < dim for s in strides[:2]):
             return "tensors that are not bf16 that the copy engine reads"
     return None
+
+
+def backward_refuses(p: Attention) -> str | None:
+    squares = _squares(p.q[0][0], p.seqs) * p.q[0][1]
+    if squares >= MOST_SQUARES:
+        return f"{squares} squares of {BLOCK} queries by as many keys, of at most {MOST_SQUARES - 1}"
+    return refuses(p)
 
 
 def paged_refuses(p: Attention) -> str | None:
@@ -130,6 +138,12 @@ def forward(q, k, v, starts, scale: float, together: int = 1, turns: bool = True
     return out, shift
 
 
+def _squares(tokens: int, sequences: int) -> int:
+    """Of one head, at most: those of one sequence of all tokens."""
+    blocks = tokens // BLOCK
+    return sequences + blocks * (blocks + 3) // 2
+
+
 def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Gradients:
     """All but what `keep` adds. `grads`: of q, k and v, contiguous."""
     statistics = shift.data_ptr(), delta.data_ptr()
@@ -137,6 +151,7 @@ def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Grad
     g.starts, g.tokens, g.sequences, g.heads = _ints(starts), q.shape[0], starts.shape[0] - 1, q.shape[1]
     g.kv_heads, g.dim, g.pads = k.shape[1], k.shape[2], shift.shape[1] // PAD.value
     g.factor, g.scale, g.rest = triton._factor(scale), scale, True
+    g.squares = _squares(g.tokens, g.sequences) * g.kv_heads
     return g
 
 
@@ -145,8 +160,7 @@ def keep(g: Gradients, most: int, device: torch.device, chunks: int = CHUNKS) ->
     needed for one sequence, and at most `chunks` for several. None: nothing is kept."""
     if not most:
         return []
-    blocks = g.tokens // BLOCK
-    total = (g.sequences + blocks * (blocks + 3) // 2) * g.heads  # at most: of one sequence of all tokens
+    blocks, total = g.tokens // BLOCK, g.squares * (g.heads // g.kv_heads)
     last = (blocks + 1) * g.kv_heads  # that a chunk's last block of queries may have beyond its room
     g.room = min(total, max(most // SQUARE - last, last))
     need = -(-total // g.room)

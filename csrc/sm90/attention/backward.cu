@@ -36,21 +36,22 @@ struct AlignkitAttentionBackward {
   void *dq, *dk, *dv;           // [tokens, heads or kv_heads, dim]
   void* kept;     // room for squares, 64 queries by 64 keys of a head; null: nothing is kept, the scores are computed twice
   float* parked;  // sums of keys and values between two chunks, [kv_heads, tokens / 64 + sequences + 1, 2, 64, dim]
-  int64_t room;   // squares at which a chunk ends: the one that begins before is the last
   AlignkitInts starts;
+  int squares;       // of one head of each group, at most; of all heads fewer than 2^30
+  int room;          // squares at which a chunk ends: the block of queries whose squares begin before is the last
   int chunks, rest;  // whether there may be squares behind the last chunk
   int tokens, sequences, heads, kv_heads, dim, pads;
   float factor, scale;  // of scores for powers of 2, and of gradients
 };
 
-ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, kept, parked, room, starts, chunks,
-                rest, tokens, sequences, heads, kv_heads, dim, pads, factor, scale)
+ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, kept, parked, starts, squares, room,
+                chunks, rest, tokens, sequences, heads, kv_heads, dim, pads, factor, scale)
 
 namespace alignkit {
 namespace {
 
 struct Problem : AlignkitAttentionBackward {
-  int64_t from;  // the chunk: blocks of queries whose squares begin from here on, before from + room
+  int from;  // the chunk: blocks of queries whose squares begin from here on, before from + room
 };
 
 constexpr int kBlock = 64;                        // rows of a block
@@ -63,7 +64,7 @@ struct Plan;  // in all no more than at the start: 168 of each thread
 
 template <>
 struct Plan<128, false> {
-  static constexpr int groups = 2, stages = 4, few = 24, many = 240;
+  static constexpr int groups = 2, stages = 4, few = 88, many = 208;
 };
 
 template <>
@@ -73,21 +74,22 @@ struct Plan<128, true> {
 
 template <bool kByKey>
 struct Plan<64, kByKey> {
-  static constexpr int groups = 2, stages = 8, few = 40, many = 232;
+  static constexpr int groups = 2, stages = 8, few = 88, many = 208;
 };
 
 // The squares of a head of each group stand in one line: sequence after sequence, in a sequence by blocks of queries, of
 // those by heads of keys, then by blocks of keys. Behind them stand those of the groups' next heads.
 struct Line {
-  int64_t head, sequence;  // squares of one head of each group, and of those the ones before the sequence
+  int head, sequence;  // squares of one head of each group, and of those the ones before the sequence
 
-  // Where the squares of a block of queries begin.
-  __device__ int64_t at(const Problem& p, int member, int block) const {
-    return member * head + sequence + int64_t{block} * (block + 1) / 2 * p.kv_heads;
+  // Where the squares of a block of queries begin, from the chunk's on.
+  __device__ int at(const Problem& p, int member, int block) const {
+    return member * head + sequence + block * (block + 1) / 2 * p.kv_heads - p.from;
   }
   // The first block of queries whose squares begin at `square` or behind; `blocks` if there is none.
-  __device__ int block_at(const Problem& p, int member, int64_t square, int blocks) const {
+  __device__ int block_at(const Problem& p, int member, int square, int blocks) const {
     int low = 0;
+#pragma unroll 1
     while (low < blocks) {
       int middle = (low + blocks) / 2;
       if (at(p, member, middle) >= square)
@@ -111,8 +113,7 @@ struct Tile {
 
 // The blocks of queries of a head that pass by a tile of keys, and the first square of theirs with its first 64 keys.
 struct Passing {
-  int begin, end;
-  int64_t square;
+  int begin, end, square;
 };
 
 constexpr int kGroup = 64;  // heads of queries for one of keys, at most
@@ -129,7 +130,7 @@ struct Shared {
   __nv_bfloat16 passes[stages][2][kBlock * kDim];
   alignas(128) float statistics[kByKey ? stages : 1][2][kBlock];  // shift and delta of the queries that pass
   int place[stages];                                              // of the queries: blocks from the tile's first key on
-  int64_t square[stages];                                         // theirs with the tile's first 64 keys
+  int square[stages];                                             // theirs with the tile's first 64 keys
   Tile tile[2];                                                   // in turn: one is read while the next is found
   Passing passing[kByKey ? 2 : 1][kByKey ? kGroup : 1];           // by the tile, of each head of the group
   uint64_t found, noticed, tile_full, tile_empty, full[stages], empty[stages];
@@ -144,7 +145,7 @@ struct Walk {
   int lane, slots, level, base = 0, turn = 0, before = 0;
   int q0, q_len, levels;  // of the lane's sequence
   Line line = {0, 0};     // likewise
-  int64_t squares = 0;    // of the sequences before those of this warp's lanes, and then of these too
+  int squares = 0;        // of the sequences before those of this warp's lanes, and then of these too
 
   __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(kByKey ? p.kv_heads : p.heads) {
     int top = 0;
@@ -172,15 +173,18 @@ struct Walk {
       levels = (q_len + kRows - 1) / kRows;
     }
     if (base == 0) squares = 0;
-    int64_t own = int64_t{blocks(q_len)} * (blocks(q_len) + 1) / 2 * p.kv_heads, sum = own;
+    int own = blocks(q_len) * (blocks(q_len) + 1) / 2 * p.kv_heads, sum = own;
+#pragma unroll 1
     for (int distance = 1; distance < 32; distance *= 2) {
-      int64_t other = __shfl_sync(~0u, sum, lane - distance & 31);
-      if (lane >= distance) sum += other;
+      int other = __shfl_sync(~0u, sum, lane - distance & 31);
+      if (lane >= distance) sum = min(sum + other, p.squares + 1);  // more there are only where starts decrease
     }
     line.sequence = squares + sum - own;
-    squares += __shfl_sync(~0u, sum, 31);
+    squares = min(squares + __shfl_sync(~0u, sum, 31), p.squares + 1);
+    int end = line.sequence + own;
+    if (end > p.squares) levels = 0;
     if (choose && levels) {
-      int64_t end = line.sequence + own, member = end > p.from ? 0 : (p.from - end) / line.head + 1;  // the first not before
+      int member = end > p.from ? 0 : (p.from - end) / line.head + 1;  // the first that does not end before
       if (member >= p.heads / p.kv_heads || member * line.head + line.sequence - p.from >= p.room) levels = 0;
     }
   }
@@ -220,14 +224,14 @@ struct Walk {
 };
 
 __device__ __forceinline__ Passing passing_by(const Problem& p, const Tile& t, int member) {
-  int first = t.first / kBlock, all = blocks(t.q_len), begin = max(t.line.block_at(p, member, p.from, all), first);
-  int end = max(t.line.block_at(p, member, p.from + p.room, all), begin);
-  return {begin, end, t.line.at(p, member, begin) - p.from + t.head * (begin + 1) + first};
+  int first = t.first / kBlock, all = blocks(t.q_len), begin = max(t.line.block_at(p, member, 0, all), first);
+  int end = max(t.line.block_at(p, member, p.room, all), begin);
+  return {begin, end, t.line.at(p, member, begin) + t.head * (begin + 1) + first};
 }
 
 // Whether a block of queries is of the chunk.
 __device__ __forceinline__ bool is_here(const Problem& p, const Tile& t, int block) {
-  int64_t square = t.line.at(p, t.head % (p.heads / p.kv_heads), block) - p.from;
+  int square = t.line.at(p, t.head % (p.heads / p.kv_heads), block);
   return block * kBlock < t.q_len && square >= 0 && square < p.room;
 }
 
@@ -242,8 +246,8 @@ __device__ __forceinline__ void count(const Problem& p, Tile& t) {
       t.count += passing.end - passing.begin;
     }
     for (int distance = 16; distance; distance /= 2) t.count += __shfl_xor_sync(~0u, t.count, distance);
-    t.goes_on = t.line.at(p, 0, t.first / kBlock) < p.from;
-    t.breaks_off = t.line.at(p, group - 1, blocks(t.q_len) - 1) - p.from >= p.room;
+    t.goes_on = t.line.at(p, 0, t.first / kBlock) < 0;
+    t.breaks_off = t.line.at(p, group - 1, blocks(t.q_len) - 1) >= p.room;
   } else {
     for (int g = 0; g < kCount; ++g)
       if (is_here(p, t, t.first / kBlock + g)) t.count = t.first / kBlock + g + 1;
@@ -303,7 +307,7 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
     for (int member = 0; member < (kByKey ? group : 1); ++member) {
       int head = kByKey ? t.head * group + member : t.head / group;
       int begin = 0, end = t.count;
-      int64_t square = 0;
+      int square = 0;
       if (kByKey) {
         const Passing& passing = sh.passing[turn][member];
         begin = passing.begin, end = passing.end, square = passing.square;
@@ -375,7 +379,8 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
   bool leads = threadIdx.x % 32 == 0;
   uint64_t k0 = operand<false>(sh.passes[0][0]), k0_by_row = operand<true>(sh.passes[0][0]);
   float factor = p.factor, s[32], dp[32], dq[sums];
-  uint32_t q[steps][4], g[steps][4], ds[4][4];
+  uint32_t q[steps][4], ds[4][4];
+  uint64_t g0 = operand<false>(sh.stays[1]) + group * (64 * kHalf * 2 >> 4);
   int stage = 0, phase = 0, turn = 0;
   for (;;) {
     barrier_wait(&sh.tile_full, turn);
@@ -386,9 +391,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
     uint32_t row = shared_address(sh.stays[0]) + matrix_row * kHalf * 2 + (lane / 16 ^ matrix_row % 8) * 16;  // swizzled
 #pragma unroll
     for (int i = 0; i < steps; ++i) {
-      uint32_t here = (row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2;
-      load_matrices<false>(q[i], here);
-      load_matrices<false>(g[i], here + rows * kDim * 2);
+      load_matrices<false>(q[i], (row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2);
     }
     int begin = t.first + group * 64, n = is_here(p, t, begin / kBlock) ? begin / kBlock + 1 : 0, all = t.count;
     float shift[2], delta[2];
@@ -401,8 +404,6 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
     }
     int64_t out = (int64_t{t.q0} + begin) * p.heads + t.head;
     int left = n ? t.q_len - begin : 0;
-    __syncwarp();
-    if (leads) barrier_arrive(&sh.tile_empty);
 
     int offset = stage * 2 * other;
     auto multiply_next = [&] {  // begins the scores, and the product of the result's gradient and the values
@@ -416,7 +417,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
       products_begin();
 #pragma unroll
       for (int j = 0; j < steps; ++j)
-        multiply<false, false>(__nv_bfloat16(), dp, g[j],
+        multiply<false, false>(dp, g0 + j / 4 * (rows * kHalf * 2 >> 4) + j % 4 * kNext<false>,
                                k0 + offset + other + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
       products_end();
     };
@@ -473,6 +474,8 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
       taken(stage);
       step<stages>(stage, phase);
     }
+    __syncwarp();
+    if (leads) barrier_arrive(&sh.tile_empty);
 #pragma unroll
     for (int x = 0; x < sums; ++x) dq[x] = dq[x] * p.scale;
 #pragma unroll
@@ -599,7 +602,7 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
           multiply<false, true>(__nv_bfloat16(), dk, ds[j], q0 + by_row + offset + j * kNext<true>, true);
         products_end();
         if (p.kept) {
-          uint4* to = static_cast<uint4*>(p.kept) + (sh.square[stage] + group_again()) * (kSquareBytes / 16) +
+          uint4* to = static_cast<uint4*>(p.kept) + int64_t{sh.square[stage] + group_again()} * (kSquareBytes / 16) +
                       thread_again() % 128 / 32 * 128 + thread_again() % 32;
 #pragma unroll
           for (int j = 0; j < 4; ++j) __stcs(to + 32 * j, make_uint4(ds[j][0], ds[j][1], ds[j][2], ds[j][3]));
@@ -670,7 +673,7 @@ __device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtenso
   for (int turn = 0, tile_phase = 0;; step<2>(turn, tile_phase)) {
     SumTile t;
     int head, all;
-    int64_t squares[groups];
+    int squares[groups];
     do {
       t = {walk.next(), {}};
       head = t.head / group;
@@ -678,7 +681,7 @@ __device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtenso
 #pragma unroll
       for (int g = 0; g < groups; ++g) {
         int block = t.first / kBlock + g;
-        squares[g] = t.line.at(p, t.head % group, block) - p.from + head * (block + 1);
+        squares[g] = t.line.at(p, t.head % group, block) + head * (block + 1);
         t.n[g] = is_here(p, t, block) ? block + 1 : 0;
         all = max(all, t.n[g]);
       }
@@ -705,7 +708,7 @@ __device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtenso
 #pragma unroll
         for (int g = 0; g < groups; ++g)
           if (i < t.n[g])
-            copy_bytes(sh.squares[stage][g], static_cast<const uint8_t*>(p.kept) + (squares[g] + i) * kSquareBytes,
+            copy_bytes(sh.squares[stage][g], static_cast<const uint8_t*>(p.kept) + int64_t{squares[g] + i} * kSquareBytes,
                        kSquareBytes, full);
       }
       __syncwarp();
@@ -942,7 +945,7 @@ cudaError_t launch_all(const AlignkitAttentionBackward& given, cudaStream_t stre
   }
   if (!p.rest) return cudaSuccess;
   p.kept = nullptr;
-  p.room = int64_t{1} << 60;
+  p.room = 1 << 30;
   if (cudaError_t e = launch<kDim, false>(p, processors, stream)) return e;
   return launch<kDim, true>(p, processors, stream);
 }
