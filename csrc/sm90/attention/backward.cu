@@ -120,6 +120,12 @@ constexpr int kGroup = 64;  // heads of queries for one of keys, at most
 
 __device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / kBlock; }
 
+// What a walk knows of the sequences of its lanes, and of all: in shared memory, for registers are short.
+struct Seen {
+  int q0[32], q_len[32], levels[32], sequence[32];  // the latter: see Line
+  int head, squares;  // see Line; squares of the sequences before those of the lanes, and then of these too
+};
+
 // kByKey: keys and values stay, and queries and the result's gradients pass by; else the other way round.
 template <int kDim, bool kByKey>
 struct Shared {
@@ -132,6 +138,7 @@ struct Shared {
   int place[stages];                                              // of the queries: blocks from the tile's first key on
   int square[stages];                                             // theirs with the tile's first 64 keys
   Tile tile[2];                                                   // in turn: one is read while the next is found
+  Seen seen;
   Passing passing[kByKey ? 2 : 1][kByKey ? kGroup : 1];           // by the tile, of each head of the group
   uint64_t found, noticed, tile_full, tile_empty, full[stages], empty[stages];
   uint64_t on_its_way;  // a block of which rows have to be wiped out
@@ -142,20 +149,19 @@ struct Shared {
 template <int kRows, bool kByKey>
 struct Walk {
   const Problem& p;
-  int lane, slots, level, base = 0, turn = 0, before = 0;
-  int q0, q_len, levels;  // of the lane's sequence
-  Line line = {0, 0};     // likewise
-  int squares = 0;        // of the sequences before those of this warp's lanes, and then of these too
+  Seen& seen;
+  int level, base = 0, turn = 0, before = 0;
 
-  __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(kByKey ? p.kv_heads : p.heads) {
+  __device__ Walk(const Problem& p, Seen& seen) : p(p), seen(seen) {
     int top = 0;
 #pragma unroll 1
     for (; base < p.sequences; base += 32) read(false);
-    line.head = squares;
+    if (lane() == 0) seen.head = seen.squares;
+    __syncwarp();
 #pragma unroll 1
     for (base = 0; base < p.sequences; base += 32) {
       read(true);
-      top = max(top, levels);
+      top = max(top, seen.levels[lane()]);
     }
     for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
     level = top - 1;
@@ -163,53 +169,60 @@ struct Walk {
     read(true);
   }
 
+  __device__ static int lane() { return static_cast<int>(thread_again() % 32); }
+
   // The sequence base + lane.
   __device__ void read(bool choose) {
-    int s = base + lane;
-    levels = q_len = 0;
+    int s = base + lane(), q0 = 0, q_len = 0;
     if (s < p.sequences) {
       q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
       q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
-      levels = (q_len + kRows - 1) / kRows;
     }
-    if (base == 0) squares = 0;
     int own = blocks(q_len) * (blocks(q_len) + 1) / 2 * p.kv_heads, sum = own;
 #pragma unroll 1
     for (int distance = 1; distance < 32; distance *= 2) {
-      int other = __shfl_sync(~0u, sum, lane - distance & 31);
-      if (lane >= distance) sum = min(sum + other, p.squares + 1);  // more there are only where starts decrease
+      int other = __shfl_sync(~0u, sum, lane() - distance & 31);
+      if (lane() >= distance) sum = min(sum + other, p.squares + 1);  // more there are only where starts decrease
     }
-    line.sequence = squares + sum - own;
-    squares = min(squares + __shfl_sync(~0u, sum, 31), p.squares + 1);
-    int end = line.sequence + own;
-    if (end > p.squares) levels = 0;
+    int end = sum + (base ? seen.squares : 0), levels = end > p.squares ? 0 : (q_len + kRows - 1) / kRows;
     if (choose && levels) {
-      int member = end > p.from ? 0 : (p.from - end) / line.head + 1;  // the first that does not end before
-      if (member >= p.heads / p.kv_heads || member * line.head + line.sequence - p.from >= p.room) levels = 0;
+      int member = end > p.from ? 0 : (p.from - end) / seen.head + 1;  // the first that does not end before
+      if (member >= p.heads / p.kv_heads || member * seen.head + end - own - p.from >= p.room) levels = 0;
     }
+    __syncwarp();
+    seen.q0[lane()] = q0;
+    seen.q_len[lane()] = q_len;
+    seen.levels[lane()] = levels;
+    seen.sequence[lane()] = end - own;
+    if (lane() == 31) seen.squares = min(end, p.squares + 1);
+    __syncwarp();
   }
 
-  __device__ Tile next() {
+  // The next tile, to shared memory.
+  __device__ void next(Tile& t) {
     int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    int slots = kByKey ? p.kv_heads : p.heads;
     ++turn;
+    __syncwarp();
 #pragma unroll 1
     while (level >= 0) {
-      bool here = level < levels;
+      bool here = level < seen.levels[lane()];
       unsigned all = __ballot_sync(~0u, here);
-      int behind = before + __popc(all) * slots;
-      if (target < behind) {
-        int i = target - before, wanted = i / slots;
-        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane) - 1)) == wanted)) - 1;
-        Tile t = {};
-        t.s = __shfl_sync(~0u, base + lane, from);
-        t.q0 = __shfl_sync(~0u, q0, from);
-        t.q_len = __shfl_sync(~0u, q_len, from);
-        t.first = __shfl_sync(~0u, kByKey ? levels - 1 - level : level, from) * kRows;
-        t.head = i % slots;
-        t.line = {line.head, __shfl_sync(~0u, line.sequence, from)};
-        return t;
+      int i = target - before;
+      if (i < __popc(all) * slots) {
+        bool it = here && __popc(all & ((1u << lane()) - 1)) == i / slots;
+        if (it) {
+          t.s = base + lane();
+          t.q0 = seen.q0[lane()];
+          t.q_len = seen.q_len[lane()];
+          t.first = (kByKey ? seen.levels[lane()] - 1 - level : level) * kRows;
+          t.head = i % slots;
+          t.line = {seen.head, seen.sequence[lane()]};
+        }
+        __syncwarp();
+        return;
       }
-      before = behind;
+      before += __popc(all) * slots;
       base += 32;
       if (base >= p.sequences) {
         base = 0;
@@ -217,9 +230,8 @@ struct Walk {
       }
       if (p.sequences > 32) read(true);
     }
-    Tile none = {};
-    none.s = -1;
-    return none;
+    t.s = -1;
+    __syncwarp();
   }
 };
 
@@ -235,23 +247,23 @@ __device__ __forceinline__ bool is_here(const Problem& p, const Tile& t, int blo
   return block * kBlock < t.q_len && square >= 0 && square < p.room;
 }
 
-// What a tile has to do in the chunk; by a whole warp.
+// How many blocks pass by a tile in the chunk; by a whole warp.
 template <int kCount, bool kByKey>
-__device__ __forceinline__ void count(const Problem& p, Tile& t) {
-  int group = p.heads / p.kv_heads;
-  t.count = 0;
+__device__ __forceinline__ int count(const Problem& p, const Tile& t) {
+  int count = 0;
   if constexpr (kByKey) {
-    for (int member = threadIdx.x % 32; member < group; member += 32) {
+#pragma unroll 1
+    for (int member = thread_again() % 32; member < p.heads / p.kv_heads; member += 32) {
       Passing passing = passing_by(p, t, member);
-      t.count += passing.end - passing.begin;
+      count += passing.end - passing.begin;
     }
-    for (int distance = 16; distance; distance /= 2) t.count += __shfl_xor_sync(~0u, t.count, distance);
-    t.goes_on = t.line.at(p, 0, t.first / kBlock) < 0;
-    t.breaks_off = t.line.at(p, group - 1, blocks(t.q_len) - 1) >= p.room;
+#pragma unroll 1
+    for (int distance = 16; distance; distance /= 2) count += __shfl_xor_sync(~0u, count, distance);
   } else {
     for (int g = 0; g < kCount; ++g)
-      if (is_here(p, t, t.first / kBlock + g)) t.count = t.first / kBlock + g + 1;
+      if (is_here(p, t, t.first / kBlock + g)) count = t.first / kBlock + g + 1;
   }
+  return count;
 }
 
 // The warp that finds the tiles and has them brought. The next one is found ahead, so that its blocks may be on their way
@@ -260,18 +272,27 @@ template <int kDim, bool kByKey>
 __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUtensorMap* a, const CUtensorMap* b,
                                             const Problem& p) {
   constexpr int rows = Shared<kDim, kByKey>::rows;
-  Walk<rows, kByKey> walk(p);
+  Walk<rows, kByKey> walk(p, sh.seen);
   for (int turn = 0;; turn ^= 1) {
-    Tile t = walk.next();
-    while (t.s >= 0 && (count<rows / 64, kByKey>(p, t), t.count == 0)) t = walk.next();
     barrier_wait(&sh.noticed, turn ^ 1);
+    Tile& t = sh.tile[turn];
+    int passing = 0;
+    do {
+      walk.next(t);
+      if (t.s >= 0) passing = count<rows / 64, kByKey>(p, t);
+    } while (t.s >= 0 && passing == 0);
     if (kByKey && t.s >= 0) {
-      for (int member = threadIdx.x % 32; member < p.heads / p.kv_heads; member += 32)
+#pragma unroll 1
+      for (int member = thread_again() % 32; member < p.heads / p.kv_heads; member += 32)
         sh.passing[turn][member] = passing_by(p, t, member);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      sh.tile[turn] = t;
+    if (thread_again() % 32 == 0) {
+      t.count = passing;
+      if (kByKey && t.s >= 0) {
+        t.goes_on = t.line.at(p, 0, t.first / kBlock) < 0;
+        t.breaks_off = t.line.at(p, p.heads / p.kv_heads - 1, blocks(t.q_len) - 1) >= p.room;
+      }
       barrier_arrive(&sh.found);
       barrier_wait(&sh.tile_empty, turn ^ 1);
       if (t.s < 0) {
@@ -296,57 +317,53 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
                                              const Problem& p) {
   constexpr int stages = Shared<kDim, kByKey>::stages, halves = Shared<kDim, kByKey>::halves;
   constexpr int bytes = 2 * kBlock * kDim * 2 + (kByKey ? 2 * kBlock * 4 : 0);
-  int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
+  auto lane = [] { return static_cast<int>(thread_again() % 32); };
+  int stage = 0, phase = 0, waited = 0;
   for (int turn = 0;; turn ^= 1) {
     barrier_wait(&sh.found, turn);
-    const Tile& t = sh.tile[turn];
+    const Tile& t = sh.tile[turn];  // read again where it is needed: registers are short
     if (t.s < 0) return;
     __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.noticed);  // the next tile may be said to be found
+    if (lane() == 0) barrier_arrive(&sh.noticed);  // the next tile may be said to be found
 #pragma unroll 1
-    for (int member = 0; member < (kByKey ? group : 1); ++member) {
-      int head = kByKey ? t.head * group + member : t.head / group;
-      int begin = 0, end = t.count;
-      int square = 0;
-      if (kByKey) {
-        const Passing& passing = sh.passing[turn][member];
-        begin = passing.begin, end = passing.end, square = passing.square;
-      }
+    for (int member = 0; member < (kByKey ? p.heads / p.kv_heads : 1); ++member) {
+      const Passing& passing = sh.passing[turn][member];
 #pragma unroll 1
-      for (int block = begin; block < end; ++block, step<stages>(stage, phase)) {
-        int i = block * kBlock, left = t.q_len - i;
-        uint64_t* full = left >= kBlock ? &sh.full[stage] : &sh.on_its_way;
+      for (int block = kByKey ? passing.begin : 0; block < (kByKey ? passing.end : t.count);
+           ++block, step<stages>(stage, phase)) {
+        bool whole = t.q_len - block * kBlock >= kBlock;
         barrier_wait(&sh.empty[stage], phase ^ 1);
-        if (lane == 0) {
+        uint64_t* full = whole ? &sh.full[stage] : &sh.on_its_way;
+        if (lane() == 0) {
           if (kByKey) {
+            int before = block * (block + 1) / 2 - passing.begin * (passing.begin + 1) / 2;
+            sh.square[stage] = passing.square + before * p.kv_heads + (block - passing.begin) * t.head;
             sh.place[stage] = block - t.first / kBlock;
-            sh.square[stage] = square;
-            square += (block + 1) * p.kv_heads + t.head;
           }
           barrier_expect(full, bytes);
-#pragma unroll
-          for (int h = 0; h < halves; ++h) {
-            copy_box(sh.passes[stage][0] + h * kBlock * kHalf, a, h * kHalf, head, t.q0 + i, 0, full);
-            copy_box(sh.passes[stage][1] + h * kBlock * kHalf, b, h * kHalf, head, t.q0 + i, 0, full);
-          }
-          if (kByKey) {
-            int64_t at = (int64_t{head} * p.pads + t.q0 / kStatistics + t.s) * kStatistics + i;
-            copy_bytes(sh.statistics[stage][0], p.shift + at, kBlock * 4, full);
-            copy_bytes(sh.statistics[stage][1], p.delta + at, kBlock * 4, full);
-          }
         }
         __syncwarp();
-        if (left < kBlock) {  // rows that are not the sequence's may be anything, which 0 times is no 0
+        if (lane() < 2 * halves) {
+          int half = lane() % halves, group = p.heads / p.kv_heads;
+          copy_box(sh.passes[stage][lane() / halves] + half * kBlock * kHalf, lane() < halves ? a : b, half * kHalf,
+                   kByKey ? t.head * group + member : t.head / group, t.q0 + block * kBlock, 0, full);
+        } else if (kByKey && lane() < 2 * halves + 2) {
+          int head = t.head * (p.heads / p.kv_heads) + member, which = lane() - 2 * halves;
+          int64_t at = (int64_t{head} * p.pads + t.q0 / kStatistics + t.s) * kStatistics + block * kBlock;
+          copy_bytes(sh.statistics[stage][which], (which ? p.delta : p.shift) + at, kBlock * 4, full);
+        }
+        __syncwarp();
+        if (!whole) {  // rows that are not the sequence's may be anything, which 0 times is no 0
           barrier_wait(full, waited);
           waited ^= 1;
 #pragma unroll 1
-          for (int x = left * kHalf + lane * 8; x < kBlock * kHalf; x += 32 * 8)
+          for (int x = (t.q_len - block * kBlock) * kHalf + lane() * 8; x < kBlock * kHalf; x += 32 * 8)
 #pragma unroll
             for (int h = 0; h < 2 * halves; ++h)
               *reinterpret_cast<uint4*>(sh.passes[stage][0] + h * kBlock * kHalf + x) = make_uint4(0, 0, 0, 0);
           shared_written();
           __syncwarp();
-          if (lane == 0) barrier_arrive(&sh.full[stage]);
+          if (lane() == 0) barrier_arrive(&sh.full[stage]);
         }
       }
     }
@@ -660,6 +677,8 @@ struct SumShared {
   __nv_bfloat16 k[stages][kBlock * kDim];
   uint4 squares[stages][groups][kSquareBytes / 16];
   SumTile tile[2];
+  Tile found;
+  Seen seen;
   uint64_t tile_full[2], tile_empty[2], full[stages], empty[stages], on_its_way;
 };
 
@@ -668,14 +687,15 @@ template <int kDim>
 __device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtensorMap* k, const Problem& p) {
   constexpr int groups = SumShared<kDim>::groups, stages = SumShared<kDim>::stages, halves = SumShared<kDim>::halves;
   constexpr int rows = SumShared<kDim>::rows, key_bytes = kBlock * kDim * 2;
-  Walk<rows, false> walk(p);
+  Walk<rows, false> walk(p, sh.seen);
   int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
   for (int turn = 0, tile_phase = 0;; step<2>(turn, tile_phase)) {
     SumTile t;
     int head, all;
     int squares[groups];
     do {
-      t = {walk.next(), {}};
+      walk.next(sh.found);
+      t = {sh.found, {}};
       head = t.head / group;
       all = 0;
 #pragma unroll
