@@ -124,6 +124,7 @@ __device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / k
 struct Seen {
   int q0[32], q_len[32], levels[32], sequence[32];  // the latter: see Line
   int head, squares;  // see Line; squares of the sequences before those of the lanes, and then of these too
+  int level, base, turn, before;  // where the walk is
 };
 
 // kByKey: keys and values stay, and queries and the result's gradients pass by; else the other way round.
@@ -136,9 +137,12 @@ struct Shared {
   __nv_bfloat16 passes[stages][2][kBlock * kDim];
   alignas(128) float statistics[kByKey ? stages : 1][2][kBlock];  // shift and delta of the queries that pass
   int place[stages];                                              // of the queries: blocks from the tile's first key on
+  bool last[stages];                                              // of the tile's blocks
+  int left;                                                       // of those, on their way yet
   int square[stages];                                             // theirs with the tile's first 64 keys
   Tile tile[2];                                                   // in turn: one is read while the next is found
   Seen seen;
+  int turn[threads / 32];  // of each warp that computes
   Passing passing[kByKey ? 2 : 1][kByKey ? kGroup : 1];           // by the tile, of each head of the group
   uint64_t found, noticed, tile_full, tile_empty, full[stages], empty[stages];
   uint64_t on_its_way;  // a block of which rows have to be wiped out
@@ -150,29 +154,39 @@ template <int kRows, bool kByKey>
 struct Walk {
   const Problem& p;
   Seen& seen;
-  int level, base = 0, turn = 0, before = 0;
 
   __device__ Walk(const Problem& p, Seen& seen) : p(p), seen(seen) {
     int top = 0;
 #pragma unroll 1
-    for (; base < p.sequences; base += 32) read(false);
+    for (int base = 0; base < p.sequences; base += 32) read(base, false);
     if (lane() == 0) seen.head = seen.squares;
     __syncwarp();
 #pragma unroll 1
-    for (base = 0; base < p.sequences; base += 32) {
-      read(true);
+    for (int base = 0; base < p.sequences; base += 32) {
+      read(base, true);
       top = max(top, seen.levels[lane()]);
     }
+#pragma unroll 1
     for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
-    level = top - 1;
-    base = 0;
-    read(true);
+    read(0, true);
+    go_to(top - 1, 0, 0, 0);
+  }
+
+  __device__ void go_to(int level, int base, int turn, int before) {
+    __syncwarp();
+    if (lane() == 0) {
+      seen.level = level;
+      seen.base = base;
+      seen.turn = turn;
+      seen.before = before;
+    }
+    __syncwarp();
   }
 
   __device__ static int lane() { return static_cast<int>(thread_again() % 32); }
 
   // The sequence base + lane.
-  __device__ void read(bool choose) {
+  __device__ void read(int base, bool choose) {
     int s = base + lane(), q0 = 0, q_len = 0;
     if (s < p.sequences) {
       q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
@@ -200,18 +214,16 @@ struct Walk {
 
   // The next tile, to shared memory.
   __device__ void next(Tile& t) {
+    int level = seen.level, base = seen.base, turn = seen.turn, before = seen.before;
     int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     int slots = kByKey ? p.kv_heads : p.heads;
-    ++turn;
-    __syncwarp();
 #pragma unroll 1
     while (level >= 0) {
       bool here = level < seen.levels[lane()];
       unsigned all = __ballot_sync(~0u, here);
       int i = target - before;
       if (i < __popc(all) * slots) {
-        bool it = here && __popc(all & ((1u << lane()) - 1)) == i / slots;
-        if (it) {
+        if (here && __popc(all & ((1u << lane()) - 1)) == i / slots) {
           t.s = base + lane();
           t.q0 = seen.q0[lane()];
           t.q_len = seen.q_len[lane()];
@@ -219,8 +231,7 @@ struct Walk {
           t.head = i % slots;
           t.line = {seen.head, seen.sequence[lane()]};
         }
-        __syncwarp();
-        return;
+        return go_to(level, base, turn + 1, before);
       }
       before += __popc(all) * slots;
       base += 32;
@@ -228,7 +239,7 @@ struct Walk {
         base = 0;
         --level;
       }
-      if (p.sequences > 32) read(true);
+      if (p.sequences > 32) read(base, true);
     }
     t.s = -1;
     __syncwarp();
@@ -324,7 +335,10 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
     const Tile& t = sh.tile[turn];  // read again where it is needed: registers are short
     if (t.s < 0) return;
     __syncwarp();
-    if (lane() == 0) barrier_arrive(&sh.noticed);  // the next tile may be said to be found
+    if (lane() == 0) {
+      barrier_arrive(&sh.noticed);  // the next tile may be said to be found
+      sh.left = t.count;
+    }
 #pragma unroll 1
     for (int member = 0; member < (kByKey ? p.heads / p.kv_heads : 1); ++member) {
       const Passing& passing = sh.passing[turn][member];
@@ -339,6 +353,7 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
             int before = block * (block + 1) / 2 - passing.begin * (passing.begin + 1) / 2;
             sh.square[stage] = passing.square + before * p.kv_heads + (block - passing.begin) * t.head;
             sh.place[stage] = block - t.first / kBlock;
+            sh.last[stage] = --sh.left == 0;
           }
           barrier_expect(full, bytes);
         }
@@ -509,34 +524,37 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
   constexpr int stages = Shared<kDim, true>::stages, rows = Shared<kDim, true>::rows, sums = kDim / 2;
   constexpr int steps = kDim / 16, half_step = kBlock * kHalf * 2 >> 4, other = kBlock * kDim * 2 >> 4;
   constexpr int stays_half_step = rows * kHalf * 2 >> 4, stays_other = rows * kDim * 2 >> 4;
-  int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   auto arrive = [](uint64_t* b) {
     if (thread_again() % 32 == 0) barrier_arrive(b);
   };
   auto group_again = [] { return static_cast<int>(thread_again() / 128) - 1; };
-  uint64_t k0 = operand<false>(sh.stays[0]) + group * (64 * kHalf * 2 >> 4);
   uint64_t q0 = operand<false>(sh.passes[0][0]);
   constexpr uint64_t by_row = (64 * 128 / 16 - 1) << 16;  // makes operand<true> of an operand<false>
   float s[32], dp[32], dk[sums], dv[sums];
   uint32_t probability[4][4], ds[4][4];
-  int stage = 0, phase = 0, turn = 0;
+  int stage = 0, phase = 0;
+  auto turn = [&]() -> int& { return sh.turn[thread_again() / 32]; };  // of the warp
+  if (thread_again() % 32 == 0) turn() = 0;
+  __syncwarp();
   for (;;) {
-    barrier_wait(&sh.tile_full, turn);
-    const Tile& t = sh.tile[turn];  // read again where it is needed: registers are short
-    turn ^= 1;
-    if (t.s < 0) return;
+    barrier_wait(&sh.tile_full, turn());
+    auto tile = [&]() -> const Tile& { return sh.tile[turn()]; };  // read again where it is needed: registers are short
+    if (tile().s < 0) return;
+    int group = __shfl_sync(~0u, static_cast<int>(thread_again() / 128), 0) - 1;
+    uint64_t k0 = operand<false>(sh.stays[0]) + group * (64 * kHalf * 2 >> 4);
 
-    int left = t.count, offset = 0;
+    int offset = 0;
     // The next block of queries that sees a key of this group.
     auto next = [&] {
-#pragma unroll 1
-      for (; left; --left, step<stages>(stage, phase)) {
+      for (;;) {
         barrier_wait(&sh.full[stage], phase);
         if (sh.place[stage] >= group_again()) return true;
+        bool last = sh.last[stage];
         __syncwarp();  // all have read it
         arrive(&sh.empty[stage]);
+        step<stages>(stage, phase);
+        if (last) return false;
       }
-      return false;
     };
     auto multiply_next = [&] {  // begins the scores, and the product of the values and the result's gradient
       offset = stage * 2 * other;
@@ -555,14 +573,15 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
     };
     // Where sums wait for the next chunk: fours of a thread, each 128 behind the other.
     auto parked = [&] {
+      const Tile& t = tile();
       int64_t block = t.q0 / kBlock + t.s + t.first / kBlock + group_again();
       int64_t at = t.head * (int64_t{p.tokens} / kBlock + p.sequences + 1) + block;
       return reinterpret_cast<float4*>(p.parked) + at * (kDim / 4) * 128 + thread_again() % 128;
     };
 #pragma unroll
     for (int i = 0; i < sums / 4; ++i) {
-      load_or_zero(&dk[4 * i], parked() + i * 128, t.goes_on);
-      load_or_zero(&dv[4 * i], parked() + (sums / 4 + i) * 128, t.goes_on);
+      load_or_zero(&dk[4 * i], parked() + i * 128, tile().goes_on);
+      load_or_zero(&dv[4 * i], parked() + (sums / 4 + i) * 128, tile().goes_on);
     }
     int before = -1;  // the stage of the block before
     if (next()) {
@@ -626,9 +645,8 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
         }
         before = stage;
         step<stages>(stage, phase);
-        --left;
         products_wait<1>();  // for the registers of the probabilities
-        if (!next()) break;
+        if (sh.last[before] || !next()) break;
         multiply_next();
       }
       products_wait<0>();
@@ -636,12 +654,17 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
       products_taken(dv);
       arrive(&sh.empty[before]);
     }
+    const Tile& t = tile();
     bool breaks_off = t.breaks_off;  // what is read of the tile now, before there is another
     int here = t.q_len - t.first - group_again() * 64;  // keys of this group
     int64_t out = (int64_t{t.q0} + t.first + group_again() * 64) * p.kv_heads + t.head;
     float4* to = parked();
     __syncwarp();
-    arrive(&sh.tile_empty);
+    if (thread_again() % 32 == 0) {
+      turn() ^= 1;
+      barrier_arrive(&sh.tile_empty);
+    }
+    __syncwarp();
     if (breaks_off) {
       if (here > 0) {
 #pragma unroll
