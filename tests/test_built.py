@@ -146,6 +146,7 @@ def structs():
         "AlignkitInts": (cuda, attention._Ints),
         "AlignkitHeads": (cuda, attention._Heads),
         "AlignkitAttention": (cuda, attention.Arguments),
+        "AlignkitAttentionBackward": (cuda, attention.Gradients),
         "AlignkitNormRows": (cuda, norm._Rows),
         "AlignkitNorm": (cuda, norm._Norm),
         "AlignkitNormGrad": (cuda, norm._NormGrad),

@@ -51,7 +51,8 @@ namespace alignkit {
 namespace {
 
 struct Problem : AlignkitAttentionBackward {
-  int from;  // the chunk: blocks of queries whose squares begin from here on, before from + room
+  int group;  // heads of queries for one of keys
+  int from;   // the chunk: blocks of queries whose squares begin from here on, before from + room
 };
 
 constexpr int kBlock = 64;                        // rows of a block
@@ -124,7 +125,9 @@ __device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / k
 struct Seen {
   int q0[32], q_len[32], levels[32], sequence[32];  // the latter: see Line
   int head, squares;  // see Line; squares of the sequences before those of the lanes, and then of these too
-  int level, base, turn, before;  // where the walk is
+  int level, base, before, target;  // where the walk is, and which tile is next
+  int steps[2];                     // from there to the one after it, and from that to the next, in turn
+  int turn;                         // which of two is the tile to bring
 };
 
 // kByKey: keys and values stay, and queries and the result's gradients pass by; else the other way round.
@@ -169,16 +172,12 @@ struct Walk {
 #pragma unroll 1
     for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
     read(0, true);
-    go_to(top - 1, 0, 0, 0);
-  }
-
-  __device__ void go_to(int level, int base, int turn, int before) {
-    __syncwarp();
     if (lane() == 0) {
-      seen.level = level;
-      seen.base = base;
-      seen.turn = turn;
-      seen.before = before;
+      seen.level = top - 1;
+      seen.base = seen.before = seen.turn = 0;
+      seen.target = blockIdx.x;
+      seen.steps[0] = 2 * (gridDim.x - 1 - blockIdx.x) + 1;
+      seen.steps[1] = 2 * blockIdx.x + 1;
     }
     __syncwarp();
   }
@@ -201,7 +200,7 @@ struct Walk {
     int end = sum + (base ? seen.squares : 0), levels = end > p.squares ? 0 : (q_len + kRows - 1) / kRows;
     if (choose && levels) {
       int member = end > p.from ? 0 : (p.from - end) / seen.head + 1;  // the first that does not end before
-      if (member >= p.heads / p.kv_heads || member * seen.head + end - own - p.from >= p.room) levels = 0;
+      if (member >= p.group || member * seen.head + end - own - p.from >= p.room) levels = 0;
     }
     __syncwarp();
     seen.q0[lane()] = q0;
@@ -214,14 +213,13 @@ struct Walk {
 
   // The next tile, to shared memory.
   __device__ void next(Tile& t) {
-    int level = seen.level, base = seen.base, turn = seen.turn, before = seen.before;
-    int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    int level = seen.level, base = seen.base, before = seen.before;
     int slots = kByKey ? p.kv_heads : p.heads;
 #pragma unroll 1
     while (level >= 0) {
       bool here = level < seen.levels[lane()];
       unsigned all = __ballot_sync(~0u, here);
-      int i = target - before;
+      int i = seen.target - before;
       if (i < __popc(all) * slots) {
         if (here && __popc(all & ((1u << lane()) - 1)) == i / slots) {
           t.s = base + lane();
@@ -231,7 +229,18 @@ struct Walk {
           t.head = i % slots;
           t.line = {seen.head, seen.sequence[lane()]};
         }
-        return go_to(level, base, turn + 1, before);
+        __syncwarp();
+        if (lane() == 0) {
+          int step = seen.steps[0];
+          seen.level = level;
+          seen.base = base;
+          seen.before = before;
+          seen.target += step;
+          seen.steps[0] = seen.steps[1];
+          seen.steps[1] = step;
+        }
+        __syncwarp();
+        return;
       }
       before += __popc(all) * slots;
       base += 32;
@@ -241,7 +250,8 @@ struct Walk {
       }
       if (p.sequences > 32) read(base, true);
     }
-    t.s = -1;
+    __syncwarp();
+    if (lane() == 0) t.s = -1;
     __syncwarp();
   }
 };
@@ -254,7 +264,7 @@ __device__ __forceinline__ Passing passing_by(const Problem& p, const Tile& t, i
 
 // Whether a block of queries is of the chunk.
 __device__ __forceinline__ bool is_here(const Problem& p, const Tile& t, int block) {
-  int square = t.line.at(p, t.head % (p.heads / p.kv_heads), block);
+  int square = t.line.at(p, t.head % p.group, block);
   return block * kBlock < t.q_len && square >= 0 && square < p.room;
 }
 
@@ -264,7 +274,7 @@ __device__ __forceinline__ int count(const Problem& p, const Tile& t) {
   int count = 0;
   if constexpr (kByKey) {
 #pragma unroll 1
-    for (int member = thread_again() % 32; member < p.heads / p.kv_heads; member += 32) {
+    for (int member = thread_again() % 32; member < p.group; member += 32) {
       Passing passing = passing_by(p, t, member);
       count += passing.end - passing.begin;
     }
@@ -284,28 +294,31 @@ __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUte
                                             const Problem& p) {
   constexpr int rows = Shared<kDim, kByKey>::rows;
   Walk<rows, kByKey> walk(p, sh.seen);
-  for (int turn = 0;; turn ^= 1) {
-    barrier_wait(&sh.noticed, turn ^ 1);
-    Tile& t = sh.tile[turn];
+  auto turn = [&] { return sh.seen.turn; };
+#pragma unroll 1
+  for (;;) {
+    barrier_wait(&sh.noticed, turn() ^ 1);
+    Tile& t = sh.tile[turn()];
     int passing = 0;
+#pragma unroll 1
     do {
       walk.next(t);
       if (t.s >= 0) passing = count<rows / 64, kByKey>(p, t);
     } while (t.s >= 0 && passing == 0);
     if (kByKey && t.s >= 0) {
 #pragma unroll 1
-      for (int member = thread_again() % 32; member < p.heads / p.kv_heads; member += 32)
-        sh.passing[turn][member] = passing_by(p, t, member);
+      for (int member = thread_again() % 32; member < p.group; member += 32)
+        sh.passing[turn()][member] = passing_by(p, t, member);
     }
     __syncwarp();
     if (thread_again() % 32 == 0) {
       t.count = passing;
       if (kByKey && t.s >= 0) {
         t.goes_on = t.line.at(p, 0, t.first / kBlock) < 0;
-        t.breaks_off = t.line.at(p, p.heads / p.kv_heads - 1, blocks(t.q_len) - 1) >= p.room;
+        t.breaks_off = t.line.at(p, p.group - 1, blocks(t.q_len) - 1) >= p.room;
       }
       barrier_arrive(&sh.found);
-      barrier_wait(&sh.tile_empty, turn ^ 1);
+      barrier_wait(&sh.tile_empty, turn() ^ 1);
       if (t.s < 0) {
         barrier_arrive(&sh.tile_full);
       } else {
@@ -319,6 +332,9 @@ __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUte
     }
     __syncwarp();
     if (t.s < 0) return;
+    __syncwarp();
+    if (thread_again() % 32 == 0) sh.seen.turn ^= 1;
+    __syncwarp();
   }
 }
 
@@ -340,7 +356,7 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
       sh.left = t.count;
     }
 #pragma unroll 1
-    for (int member = 0; member < (kByKey ? p.heads / p.kv_heads : 1); ++member) {
+    for (int member = 0; member < (kByKey ? p.group : 1); ++member) {
       const Passing& passing = sh.passing[turn][member];
 #pragma unroll 1
       for (int block = kByKey ? passing.begin : 0; block < (kByKey ? passing.end : t.count);
@@ -359,11 +375,11 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
         }
         __syncwarp();
         if (lane() < 2 * halves) {
-          int half = lane() % halves, group = p.heads / p.kv_heads;
+          int half = lane() % halves, group = p.group;
           copy_box(sh.passes[stage][lane() / halves] + half * kBlock * kHalf, lane() < halves ? a : b, half * kHalf,
                    kByKey ? t.head * group + member : t.head / group, t.q0 + block * kBlock, 0, full);
         } else if (kByKey && lane() < 2 * halves + 2) {
-          int head = t.head * (p.heads / p.kv_heads) + member, which = lane() - 2 * halves;
+          int head = t.head * p.group + member, which = lane() - 2 * halves;
           int64_t at = (int64_t{head} * p.pads + t.q0 / kStatistics + t.s) * kStatistics + block * kBlock;
           copy_bytes(sh.statistics[stage][which], (which ? p.delta : p.shift) + at, kBlock * 4, full);
         }
@@ -711,7 +727,7 @@ __device__ __forceinline__ void bring_squares(SumShared<kDim>& sh, const CUtenso
   constexpr int groups = SumShared<kDim>::groups, stages = SumShared<kDim>::stages, halves = SumShared<kDim>::halves;
   constexpr int rows = SumShared<kDim>::rows, key_bytes = kBlock * kDim * 2;
   Walk<rows, false> walk(p, sh.seen);
-  int lane = threadIdx.x % 32, group = p.heads / p.kv_heads, stage = 0, phase = 0, waited = 0;
+  int lane = threadIdx.x % 32, group = p.group, stage = 0, phase = 0, waited = 0;
   for (int turn = 0, tile_phase = 0;; step<2>(turn, tile_phase)) {
     SumTile t;
     int head, all;
@@ -981,7 +997,7 @@ cudaError_t launch_all(const AlignkitAttentionBackward& given, cudaStream_t stre
   int device, processors;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  Problem p = {given, 0};
+  Problem p = {given, given.heads / given.kv_heads, 0};
   for (int chunk = 0; chunk < p.chunks; ++chunk, p.from += p.room) {
     if (cudaError_t e = launch<kDim, true>(p, processors, stream)) return e;
     if (cudaError_t e = launch_sum<kDim>(p, processors, stream)) return e;
