@@ -332,10 +332,27 @@ def test_backward(backward, dim, heads, kv, lens, squares, chunks):
             assert_bitwise_equal(got[rows], want, f"{name}, sequence {s}")
 
 
-def test_backward_of_wrong_starts(backward):
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_backward_of_wrong_starts(backward, most):
     q, statistics = draw(50, 2, 64, 1), torch.zeros(2, 8 * PAD)
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         grads = [torch.zeros_like(q) for _ in range(3)]
         a = gradients(q, q, q, q, statistics, statistics, grads, torch.tensor(starts), 1.0)
+        memory = keep(a, most, q.device)
         assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+        del memory
         assert all(t.isnan().all() for t in grads)
+
+
+def test_backward_of_starts_that_decrease(backward):
+    """Rows hold anything; nothing is written elsewhere, for which there is more memory than it is told of."""
+    q, statistics = draw(200, 2, 64, 1), torch.zeros(2, 16 * PAD)
+    for starts in ([0, 200, 0, 200, 0, 200], [0, 150, 100, 200], [0, -5, 300, 200]):
+        grads = [torch.zeros_like(q) for _ in range(3)]
+        a = gradients(q, q, q, q, statistics, statistics, grads, torch.tensor(starts), 1.0)
+        for t in (memory := keep(a, 20 * SQUARE, q.device)):
+            t.view(torch.uint8).fill_(255)
+        beyond = torch.zeros(2 * memory[0].numel(), dtype=torch.uint8)
+        a.kept = beyond.data_ptr()
+        assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+        assert not beyond[memory[0].numel() :].any()

@@ -162,8 +162,8 @@ def keep(g: Gradients, most: int, device: torch.device, chunks: int = CHUNKS) ->
         return []
     blocks, total = g.tokens // BLOCK, g.squares * (g.heads // g.kv_heads)
     last = (blocks + 1) * g.kv_heads  # that a chunk's last block of queries may have beyond its room
-    g.room = min(total, max(most // SQUARE - last, last))
-    need = -(-total // g.room)
+    g.room = max(min(total, max(most // SQUARE - last, last)), 1)
+    need = max(-(-total // g.room), 1)  # one where starts name no sequence, which makes NaN of all
     g.chunks = need if g.sequences == 1 else min(need, chunks)
     g.rest = g.chunks < need
     kept = torch.empty((g.room + last) * SQUARE, dtype=torch.uint8, device=device)
