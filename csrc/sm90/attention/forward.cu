@@ -1,11 +1,11 @@
 // Causal attention, forward: packed sequences of a training batch, and sequences of a paged cache that have many
 // queries.
 //
-// A tile is 64 rows for each of two or three groups of warps: positions of one head, or fewer positions of the heads of
+// A tile is 64 rows for each of three or four groups of warps: positions of one head, or fewer positions of the heads of
 // a group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of
-// 64 positions; the other groups keep their queries in registers. While a group computes the probabilities of a block,
-// the tensor core has two products of it to do: the scores of the block after, and the sums of values of the one
-// before. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
+// 64 positions. Of a block, the scores are computed while the block before is still to be multiplied by its values, and
+// the probabilities while that product is under way; there are enough groups that others keep the tensor core busy
+// meanwhile. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -71,18 +71,19 @@ constexpr int kStatistics = 128;  // a sequence's begin at a multiple
 constexpr float kInfinity = __builtin_huge_valf();
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
-// and registers of threads that bring them and that compute.
+// registers of threads that bring them and that compute, and how many 16 of the dimensions of queries the latter hold;
+// the tensor core reads the others from shared memory.
 template <int kDim>
 struct Plan;
 
 template <>
 struct Plan<128> {
-  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
+  static constexpr int groups = 3, stages = 2, few = 32, many = 160, held = 4;
 };
 
 template <>
 struct Plan<64> {
-  static constexpr int groups = 3, stages = 8, few = 32, many = 160;
+  static constexpr int groups = 4, stages = 8, few = 32, many = 112, held = 1;
 };
 
 struct Tile {
@@ -411,8 +412,8 @@ __device__ __forceinline__ void store_row(const float (&x)[kCount], int h, __nv_
 // A group of four warps and its 64 rows of each tile.
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
-  constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
-  constexpr int stage_step = kKeys * kDim * 2 >> 4, half_step = kKeys * kHalf * 2 >> 4;
+  constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, held = Plan<kDim>::held;
+  constexpr int stage_step = kKeys * kDim * 2 >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   // Of the rows of the tile that a thread has, the first; the other is 8 further.
@@ -420,12 +421,12 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     uint32_t thread = thread_again();
     return static_cast<int>(group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4);
   };
-  uint64_t k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
+  uint64_t q0 = operand<false>(sh.q + group * 64 * kHalf), k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
   float factor = p.factor;
   uint32_t visited = 0;  // blocks of the tiles before
   int q_phase = 0;
-  float even[32], odd[32], acc[sums];
-  uint32_t q[steps][4], probability[4][4];
+  float s[32], acc[sums];
+  uint32_t q[held ? held : 1][4], probability[4][4];
 #pragma unroll
   for (int i = 0; i < sums; ++i) acc[i] = 0;
   for (;;) {
@@ -436,10 +437,8 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     int lane = thread_again() % 32, matrix_row = group * 64 + thread_again() % 128 / 32 * 16 + lane % 16;
     uint32_t q_row = shared_address(sh.q) + matrix_row * kHalf * 2 + (lane / 16 ^ matrix_row % 8) * 16;  // swizzled
 #pragma unroll
-    for (int i = 0; i < steps; ++i)
+    for (int i = 0; i < held; ++i)
       load_matrices<false>(q[i], (q_row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2);
-    __syncwarp();
-    if (leads) barrier_arrive(&sh.q_empty);
 
     int n = blocks_of(p, t, group);
     int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
@@ -453,15 +452,22 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     auto wait_for_values = [&](int i) { barrier_wait(&sh.v_full[stage_of(i)], phase_of(i)); };
     auto keys_taken = [&](int i) {
       if (leads) barrier_arrive(&sh.k_empty[stage_of(i)]);
+      if (leads && i + 1 == n) barrier_arrive(&sh.q_empty);  // the queries too
     };
     auto values_taken = [&](int i) {
       if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
     };
-    auto score = [&](int i, float (&s)[32]) {  // begins
+    auto score = [&](int i) {  // begins
       uint64_t k = k0 + stage_of(i) * stage_step;
+      constexpr int q_half = rows * kHalf * 2 >> 4, k_half = kKeys * kHalf * 2 >> 4;
 #pragma unroll
-      for (int j = 0; j < steps; ++j)
-        multiply<false, false>(__nv_bfloat16(), s, q[j], k + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
+      for (int j = 0; j < kDim / 16; ++j) {
+        uint64_t k_j = k + j / 4 * k_half + j % 4 * kNext<false>;
+        if (j < held)
+          multiply<false, false>(__nv_bfloat16(), s, q[j], k_j, j > 0);
+        else
+          multiply<false, false>(s, q0 + j / 4 * q_half + j % 4 * kNext<false>, k_j, j > 0);
+      }
     };
     auto sum = [&](int i) {  // begins
       uint64_t v = v0 + stage_of(i) * stage_step;
@@ -469,7 +475,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       for (int j = 0; j < 4; ++j)
         multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, i % kLeaf > 0 || j > 0);
     };
-    auto weigh = [&](int i, float (&s)[32]) {
+    auto weigh = [&](int i) {
       if (i >= plain) {
         int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
@@ -482,7 +488,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       // Branches, across which the assembler moves no wait for products, up to before the probabilities.
       wait_for_values(i);
     };
-    auto round = [&](float (&s)[32]) {
+    auto round = [&] {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -524,87 +530,53 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         }
       }
     };
-    // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the one
-    // before, in `other`, are multiplied by its values.
-    bool ready = false;
-    auto block = [&](int i, float (&s)[32], float (&other)[32]) {
-      if (!ready) wait_for_keys(i + 1);
-      round(other);
-      products_begin();
-      score(i + 1, other);
-      products_end();
-      make_room(i - 1);
-      products_begin();
-      sum(i - 1);
-      products_end();
-      if (i % kLeaf == 0) end_leaf(i);
-      weigh(i, s);
-      ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
-      products_wait<0>();
-      products_taken(acc);
-      products_taken(other);
-      values_taken(i - 1);
-      keys_taken(i + 1);
-    };
-
     if (n) {
       wait_for_keys(0);
       products_begin();
-      score(0, even);
+      score(0);
       products_end();
       products_wait<0>();
-      products_taken(even);
+      products_taken(s);
       keys_taken(0);
-      if (n == 1) {
-        weigh(0, even);
-        round(even);
-      } else {
-        wait_for_keys(1);
-        products_begin();
-        score(1, odd);
-        products_end();
-        weigh(0, even);
-        products_wait<0>();
-        products_taken(odd);
-        keys_taken(1);
-        int i = 1;
+      weigh(0);
+      round();
+      bool ready = false;
 #pragma unroll 1
-        for (; i + 2 < n; i += 2) {
-          block(i, odd, even);
-          block(i + 1, even, odd);
-        }
-        if (i + 1 < n) {
-          block(i, odd, even);
-          round(odd);
-#pragma unroll
-          for (int x = 0; x < 32; ++x) odd[x] = even[x];
-        } else {
-          round(even);
-        }
-        make_room(n - 2);
+      for (int i = 1; i < n; ++i) {
+        if (!ready) wait_for_keys(i);
         products_begin();
-        sum(n - 2);
+        score(i);
         products_end();
-        if ((n - 1) % kLeaf == 0) end_leaf(n - 1);
-        weigh(n - 1, odd);
+        make_room(i - 1);
+        products_begin();
+        sum(i - 1);
+        products_end();
+        if (i % kLeaf == 0) end_leaf(i);
+        products_wait<1>();
+        products_taken(s);
+        keys_taken(i);
+        weigh(i);
+        ready = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
         products_wait<0>();
         products_taken(acc);
-        values_taken(n - 2);
-        round(odd);
-        make_room(n - 1);
+        values_taken(i - 1);
+        round();
       }
+      make_room(n - 1);
       products_begin();
       sum(n - 1);
       products_end();
       products_wait<0>();
       products_taken(acc);
       values_taken(n - 1);
+    } else if (leads) {
+      barrier_arrive(&sh.q_empty);
     }
     int all = blocks_of_any<Shared<kDim>::groups>(p, t);
 #pragma unroll 1
     for (int i = n; i < all; ++i) {  // other groups' blocks
       wait_for_keys(i);
-      keys_taken(i);
+      if (leads) barrier_arrive(&sh.k_empty[stage_of(i)]);
       wait_for_values(i);
       values_taken(i);
     }

@@ -57,7 +57,8 @@ alignas(1024) inline uint8_t shared[kSharedBytes];
 struct Product {
   float* d;
   int columns;
-  const uint32_t* a;
+  const uint32_t* a;  // of a thread; null: it lies in shared memory, at `shared_a`
+  uint64_t shared_a;
   uint64_t b;
   bool transposed, add;
 };
