@@ -452,7 +452,6 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     auto wait_for_values = [&](int i) { barrier_wait(&sh.v_full[stage_of(i)], phase_of(i)); };
     auto keys_taken = [&](int i) {
       if (leads) barrier_arrive(&sh.k_empty[stage_of(i)]);
-      if (leads && i + 1 == n) barrier_arrive(&sh.q_empty);  // the queries too
     };
     auto values_taken = [&](int i) {
       if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
@@ -562,6 +561,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         values_taken(i - 1);
         round();
       }
+      if (leads) barrier_arrive(&sh.q_empty);
       make_room(n - 1);
       products_begin();
       sum(n - 1);
@@ -576,7 +576,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll 1
     for (int i = n; i < all; ++i) {  // other groups' blocks
       wait_for_keys(i);
-      if (leads) barrier_arrive(&sh.k_empty[stage_of(i)]);
+      keys_taken(i);
       wait_for_values(i);
       values_taken(i);
     }
