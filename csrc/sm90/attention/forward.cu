@@ -446,6 +446,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
     float alpha[2];
 
+    auto begins_leaf = [](int i) { return static_cast<uint32_t>(i) % kLeaf == 0; };
     auto stage_of = [&](int i) { return static_cast<int>((visited + i) % stages); };
     auto phase_of = [&](int i) { return static_cast<int>((visited + i) / stages % 2); };
     auto wait_for_keys = [&](int i) { barrier_wait(&sh.k_full[stage_of(i)], phase_of(i)); };
@@ -472,7 +473,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       uint64_t v = v0 + stage_of(i) * stage_step;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, i % kLeaf > 0 || j > 0);
+        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, !begins_leaf(i) || j > 0);
     };
     auto weigh = [&](int i) {
       if (i >= plain) {
@@ -511,7 +512,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
     // What is there before block i is added.
     auto make_room = [&](int i) {
-      if (i % kLeaf) {
+      if (!begins_leaf(i)) {
 #pragma unroll
         for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
       } else if (i == kLeaf) {
@@ -550,7 +551,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         products_begin();
         sum(i - 1);
         products_end();
-        if (i % kLeaf == 0) end_leaf(i);
+        if (begins_leaf(i)) end_leaf(i);
         products_wait<1>();
         products_taken(s);
         keys_taken(i);
