@@ -59,6 +59,7 @@ struct Problem : AlignkitAttention {
   int part_rows;   // rows of keys that lie in one page
   int positions;   // of a tile
   int reciprocal;  // of `together`, times 2^16
+  int shared;      // heads of q that share one of k
 
   // The position of a tile's row; there are few rows.
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
@@ -135,10 +136,10 @@ __device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
 // which is about the number of its keys; tiles are counted level by level, the last one first.
 struct Walk {
   const Problem& p;
-  int lane, slots, level = -1, base = 0, turn = 0, before = 0;
+  int slots, level = -1, base = 0, turn = 0, before = 0;
   int q0, q_len, context, low, high;  // of the lane's sequence, the latter two its levels
 
-  __device__ Walk(const Problem& p) : p(p), lane(threadIdx.x % 32), slots(p.heads / p.together) {
+  __device__ Walk(const Problem& p) : p(p), slots(p.heads / p.together) {
     int top = 0;
 #pragma unroll 1
     for (base = 0; base < p.sequences; base += 32) {
@@ -151,9 +152,11 @@ struct Walk {
     read();
   }
 
+  __device__ int lane() const { return static_cast<int>(thread_again() % 32); }  // registers are short
+
   // The sequence base + lane.
   __device__ void read() {
-    int s = base + lane;
+    int s = base + lane();
     low = high = 0;
     if (s >= p.sequences) return;
     q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
@@ -179,9 +182,9 @@ struct Walk {
       int behind = before + __popc(all) * slots;
       if (target < behind) {
         int i = target - before, wanted = i / slots;
-        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane) - 1)) == wanted)) - 1;
+        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
         Tile t;
-        t.s = __shfl_sync(~0u, base + lane, from);
+        t.s = base + from;
         t.q0 = __shfl_sync(~0u, q0, from);
         t.q_len = __shfl_sync(~0u, q_len, from);
         t.context = __shfl_sync(~0u, context, from);
@@ -233,50 +236,53 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
                                            const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
   int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
-  int half = lane / parts, first = lane % parts * part_rows;
-  int to = (half * kKeys + first) * kHalf, stage = 0, phase = 0, waited = 0;
-  for (int turn = 0;; turn ^= 1) {
-    barrier_wait(&sh.found, turn);
-    const Tile& t = sh.tile[turn];
+  int first = lane % parts * part_rows, to = (lane / parts * kKeys + first) * kHalf;
+  uint32_t visited = 0;  // blocks
+  int phases = 0;        // of the tile, and times 2 that of `on_its_way`: one register
+  auto leads = [] { return thread_again() % 32 == 0; };
+  auto half = [&] { return to / (kKeys * kHalf); };
+  for (;; phases ^= 1) {
+    barrier_wait(&sh.found, phases % 2);
+    const Tile& t = sh.tile[phases % 2];
     if (t.s < 0) return;
-    int n = blocks_of_any<Shared<kDim>::groups>(p, t), end = t.context + t.q_len, q0 = t.q0;
-    int head = t.head / (p.heads / p.kv_heads);
-    int64_t table = t.s * p.table_row;
+    int n = blocks_of_any<Shared<kDim>::groups>(p, t), head = t.head / p.shared;
+    auto end = [&] { return t.context + t.q_len; };  // read again, while registers are short
     __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
+    if (leads()) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
     auto row_of = [&](int position) {
-      if (!p.page) return q0 + position;
-      if (position >= end) return 0;
-      int64_t page = at(p.table, table + position / p.page);
+      if (!p.page) return t.q0 + position;
+      if (position >= end()) return 0;
+      int64_t page = at(p.table, t.s * p.table_row + position / p.page);
       page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
       return static_cast<int>(page) * p.page + position % p.page;
     };
     int row = row_of(first);
 #pragma unroll 1
-    for (int i = 0; i < n; ++i, step<stages>(stage, phase)) {
-      int left = end - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
-      bool here = half < halves && first < left, whole = left >= kKeys;
+    for (int i = 0; i < n; ++i, ++visited) {
+      uint32_t stage = visited % stages, phase = visited / stages % 2;
+      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
+      bool here = half() < halves && first < left, whole = left >= kKeys;
       int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
       barrier_wait(&sh.k_empty[stage], phase ^ 1);
-      if (lane == 0) barrier_expect(&sh.k_full[stage], bytes);
+      if (leads()) barrier_expect(&sh.k_full[stage], bytes);
       __syncwarp();
-      if (here) copy_box(sh.k[stage] + to, k, half * kHalf, head, row, 0, &sh.k_full[stage]);
+      if (here) copy_box(sh.k[stage] + to, k, half() * kHalf, head, row, 0, &sh.k_full[stage]);
       barrier_wait(&sh.v_empty[stage], phase ^ 1);
       uint64_t* full = whole ? &sh.v_full[stage] : &sh.on_its_way;
-      if (lane == 0) barrier_expect(full, bytes);
+      if (leads()) barrier_expect(full, bytes);
       __syncwarp();
-      if (here) copy_box(sh.v[stage] + to, v, half * kHalf, head, row, 0, full);
+      if (here) copy_box(sh.v[stage] + to, v, half() * kHalf, head, row, 0, full);
       if (!whole) {  // rows that are not the sequence's may be anything, which 0 times is no 0
-        barrier_wait(full, waited);
-        waited ^= 1;
+        barrier_wait(full, phases / 2);
+        phases ^= 2;
 #pragma unroll 1
-        for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
+        for (int x = left * kHalf + static_cast<int>(thread_again() % 32 * 8); x < kKeys * kHalf; x += 32 * 8)
 #pragma unroll
           for (int h = 0; h < halves; ++h)
             *reinterpret_cast<uint4*>(sh.v[stage] + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
         shared_written();
         __syncwarp();
-        if (lane == 0) barrier_arrive(&sh.v_full[stage]);
+        if (leads()) barrier_arrive(&sh.v_full[stage]);
       }
       row = next_row;
     }
@@ -687,7 +693,8 @@ inline int part_rows_of(const AlignkitAttention& p) {
 template <int kDim>
 cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
-  Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1};
+  Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1,
+               given.heads / given.kv_heads};
   int device, processors;
   CUtensorMap q, k, v;
   if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
