@@ -1,6 +1,7 @@
 """Inside one engine, in process: what a request can ask for, and weights that change under it."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -247,7 +248,25 @@ def _worker(state):
     return state.llm.llm_engine.model_executor.driver_worker.worker
 
 
+def dummy_batch(state):
+    """What attention reserves in a batch such as vLLM measures memory by: rows, heads of keys, positions; and its result."""
+    from alignkit.vllm import attention
+
+    layers = _worker(state).vllm_config.compilation_config.static_forward_context.values()
+    impl = next(layer.impl for layer in layers)
+    q = torch.ones(3, impl.num_heads, impl.head_size)
+    with mock.patch.object(attention, "reserve") as reserve:
+        out = impl.forward(None, q, q, q, torch.empty(0), None, torch.ones_like(q))
+    ((query, *of_keys), _) = reserve.call_args
+    return query.shape[0], *of_keys, impl.num_kv_heads, not out.any()
+
+
 # What is asked of it.
+
+
+def test_a_batch_that_measures_memory_has_what_attention_needs(engine):
+    rows, kv_heads, positions, has, zeros = engine(dummy_batch)
+    assert (rows, kv_heads, positions) == (3, has, ENGINE["max_model_len"]) and zeros
 
 
 def test_status(engine):

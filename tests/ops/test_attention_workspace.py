@@ -1,0 +1,37 @@
+"""What decoding leaves in memory for the join: no more than an engine's trial is told. Of shapes alone, so without a GPU."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from alignkit.ops.attention import reserve
+from alignkit.ops.attention import triton as backend
+
+BF16, PAGE = torch.bfloat16, 16
+
+
+def taken(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int) -> int:
+    """Numbers of the states of one call."""
+    q = torch.empty(tokens, heads, dim, dtype=BF16, device="meta")
+    k = torch.empty(PAGE, kv, dim, dtype=BF16, device="meta")
+    table, starts = (
+        torch.empty(size, dtype=torch.int32, device="meta") for size in ((seqs, positions // PAGE), seqs + 1)
+    )
+    with mock.patch.object(backend, "_run") as run, mock.patch.object(backend, "launch"):
+        backend.few(q, k, k, table, starts, starts, PAGE, 1.0, q, all_of_them=tokens <= seqs)
+    return run.call_args.args[2][4].numel()
+
+
+@pytest.mark.parametrize("heads,kv,dim", [(32, 8, 128), (28, 4, 128), (64, 8, 128), (40, 40, 128), (16, 1, 64)])
+@pytest.mark.parametrize("positions", [512, 1024, 40960, 131072, 1 << 20])
+def test_no_call_takes_more_than_was_reserved(positions, heads, kv, dim):
+    most = 8192
+    trial = torch.empty(most, heads, dim, dtype=BF16, device="meta")
+    with mock.patch.object(torch, "empty") as empty:
+        reserve(trial, kv, positions)
+    ((reserved,), _) = empty.call_args
+    calls = [taken(t, s, positions, heads, kv, dim) for t in (1, 2, 5, 64, 256, most) for s in (1, 7, 256)]
+    assert max(calls) <= reserved
+    assert reserved <= 2 * max(calls)
