@@ -163,8 +163,8 @@ def visit(
     SPLIT: tl.constexpr,
 ):
     """The state of queries q at positions context + pos, from context + first on, after the keys [begin, end); begin is where a
-    leaf does. K and V point at their head, TABLE at the sequence's pages; `at`, `page`: the first `block`. Leaves are joined from position 0 on: if SPLIT and
-    begin is not 0, the state of each goes to memory instead, from STATES on."""
+    leaf does. K and V point at their head, TABLE at the sequence's pages; `at`, `page`: the first `block`. Leaves are joined from
+    position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on."""
     M = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     L = tl.zeros((BLOCK_M,), tl.float32)
     A = tl.zeros((BLOCK_M, DP), tl.float32)
