@@ -210,8 +210,9 @@ __global__ void __launch_bounds__(kMostColumns / (kVectors * kColumns), 2)
   }
 }
 
-// Backward: a team takes one run of 1, 2, 4 or 8 chains and joins their sums, each thread those of its columns. The sums of
-// runs are joined by a second kernel. A zero is added to a chain's sum, which makes a negative zero a positive one: so sums of
+// Backward: a team takes runs of 1, 2, 4 or 8 chains and joins their sums, each thread those of its columns. Where a team is a
+// block, which may have a multiprocessor to itself, runs are dealt to blocks as these are done, and the copies of a run begin
+// during the last steps of the one before; else a block takes one for each team. The sums of runs are joined by another kernel. A zero is added to a chain's sum, which makes a negative zero a positive one: so sums of
 // absent rows and chains, which are zero, can be added or left out.
 
 constexpr int kMostLevels = 3;  // a run is of 2^level chains
@@ -231,6 +232,7 @@ struct Plan {
   float* parts;   // the sums of runs
   float* joined;  // of groups
   int* arrived;   // blocks of the second kernel, for each of its slices of columns
+  int* dealt;     // runs, beyond the first of each block
 
   // The segment that has a block or a chain, by where each begins.
   template <uint32_t Segment::*kBegin>
@@ -247,6 +249,7 @@ struct Plan {
 template <int kLanes_, int kOfRow_>
 struct Narrow {
   static constexpr int kLanes = kLanes_, kOfRow = kOfRow_, kRows = kVectors / kOfRow, kOfBlock = kBlock / kLanes;
+  static constexpr bool kDealt = false;
   static constexpr int kShared = 1;  // nothing
 
   uint32_t first, id;  // of the block's teams, this warp's first and this
@@ -279,6 +282,7 @@ struct Narrow {
 template <int kOfRow_>
 struct Wide {
   static constexpr int kOfRow = kOfRow_, kRows = kVectors / kOfRow, kOfBlock = 1;
+  static constexpr bool kDealt = true;
   static constexpr int kShared = 2 * kRows * kMostWarps;  // two lines for what warps have of each row
   static constexpr int kOfSum = 32 / kRows;               // lanes that join a row's sum; its first has it
   static constexpr int kEach = kMostWarps / kOfSum;       // warps of such a lane; there must be more than half as many
@@ -345,23 +349,34 @@ __global__ void __maxnreg__(kRegisters)
   using OwnRing = BackwardRing<kTotal>;
   constexpr int kTensors = 2 + kTotal;
   constexpr int kSteps = kChain / Team::kRows;  // of a chain
+  static_assert(!Team::kDealt || kSteps >= OwnRing::kDepth + 2);
   extern __shared__ uint4 shared[];
   __shared__ __align__(16) float between[Team::kShared];
   let_next_kernel_begin();
   if (blockIdx.x == 0)
     for (int i = threadIdx.x; i * kSlice < p.h; i += blockDim.x) plan.arrived[i] = 0;
+  __shared__ uint32_t dealt;
+  constexpr uint32_t kNone = 1u << 31;  // a row beyond all
   Team team;
-  const Segment segment = plan.of<&Segment::block>(blockIdx.x);
-  const uint32_t block_run = (blockIdx.x - segment.block) * Team::kOfBlock;  // of the segment's
-  const uint32_t chain = segment.chain + ((block_run + team.id) << segment.level);
+  uint32_t run = blockIdx.x;  // of the block, whose teams have as many
+  Segment segment = plan.of<&Segment::block>(run);
+  // The first row of a team in a run.
+  auto row_of_run = [&](const Segment& s, uint32_t run, uint32_t team) {
+    return (s.chain + (((run - s.block) * Team::kOfBlock + team) << s.level)) * kChain;
+  };
   // This team's first row, and that of the warp's first team, which has the first rows.
-  const uint32_t own = chain * kChain, first = (segment.chain + ((block_run + team.first) << segment.level)) * kChain;
-  const int steps = kSteps << segment.level;
+  uint32_t own = row_of_run(segment, run, team.id), first = row_of_run(segment, run, team.first);
+  int steps = kSteps << segment.level;
+  uint32_t next_run = 0, next_own = kNone;
   OwnRing ring(shared);
   uint32_t rows = p.rows;
+  // Of a step, of which those beyond the run are the next run's.
+  auto row_at = [&](int n) {
+    return Team::kDealt && n >= steps ? next_own + (n - steps) * Team::kRows : own + n * Team::kRows;
+  };
   auto copy = [&](int stage, int n) {
-    if (n < steps && first + n * Team::kRows < rows) {
-      uint32_t row = own + n * Team::kRows;
+    if (Team::kDealt ? row_at(n) < rows : n < steps && first + n * Team::kRows < rows) {
+      uint32_t row = row_at(n);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         uint32_t r = row + v / Team::kOfRow;
@@ -378,7 +393,7 @@ __global__ void __maxnreg__(kRegisters)
   for (int i = 0; i < OwnRing::kDepth; ++i) copy(i, i);
   float next_rstd[Team::kRows];
   auto load_rstd = [&](int n) {
-    uint32_t row = own + n * Team::kRows;
+    uint32_t row = row_at(n);
 #pragma unroll
     for (int i = 0; i < Team::kRows; ++i) next_rstd[i] = row + i < rows ? __ldg(p.rstd + row + i) : 0.0f;
   };
@@ -387,9 +402,21 @@ __global__ void __maxnreg__(kRegisters)
   team.begin(between);
   float dw[Team::kOfRow][kColumns] = {};
   float waits[kLevels][Team::kOfRow][kColumns];  // the sums of 2^level chains, for their neighbours
-  int stage = 0, line = 0;
+  int stage = 0, line = 0, taken = 0;
 #pragma unroll 1
-  for (int n = 0; n < steps; ++n) {
+  for (int n = 0;; ++n) {
+    if (Team::kDealt) {
+      // The next run is asked for in a run's first step, told in its second, and known to all when its first copy begins.
+      if (n == 0 && threadIdx.x == 0) {
+        wait_for_kernel_before();
+        taken = plan.blocks > gridDim.x ? atomicAdd(plan.dealt, 1) : 0;
+      }
+      if (n == 1 && threadIdx.x == 0) dealt = gridDim.x + taken;
+      if (n == steps - OwnRing::kDepth) {
+        next_run = dealt;
+        next_own = next_run < plan.blocks ? row_of_run(plan.of<&Segment::block>(next_run), next_run, 0) : kNone;
+      }
+    }
     uint32_t row = own + n * Team::kRows;
     float rstd[Team::kRows];
 #pragma unroll
@@ -460,40 +487,47 @@ __global__ void __maxnreg__(kRegisters)
           *reinterpret_cast<uint4*>(static_cast<bf16*>(p.dx) + int64_t{r} * p.h + column) = out;
       }
     }
+    if (Team::kDealt && first + n * Team::kRows >= rows) __syncthreads();  // as where there are rows
     if (!kKept || first + n * Team::kRows >= rows) copy(stage, n + OwnRing::kDepth);
     stage ^= 1;
-    if (n % kSteps != kSteps - 1 || n == steps - 1) continue;
-    // A chain but the last is done: it joins those that wait, and waits itself.
-    const int joins = __ffs(~(n / kSteps)) - 1;
+    if (n % kSteps != kSteps - 1) continue;
+    // A chain is done. All but a run's last join those that wait, and wait themselves; the last joins all.
+    const bool last = n == steps - 1;
+    const int joins = last ? segment.level : __ffs(~(n / kSteps)) - 1;
 #pragma unroll
-    for (int i = 0; i < Team::kOfRow; ++i)
+    for (int i = 0; i < Team::kOfRow; ++i) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        float done = dw[i][j] + 0.0f;
+        dw[i][j] += 0.0f;
 #pragma unroll
         for (int l = 0; l < kLevels; ++l) {
-          if (l < joins) done = waits[l][i][j] + done;
-          if (l == joins) waits[l][i][j] = done;
+          if (l < joins) dw[i][j] = waits[l][i][j] + dw[i][j];
+          if (l == joins) waits[l][i][j] = dw[i][j];
         }
-        dw[i][j] = 0.0f;
       }
-  }
-  if (chain >= plan.chains) return;
+      const int column = team.column + i * kAcross;
+      if (last && own < rows && column < p.h) {
+        const uint32_t part = segment.run + (run - segment.block) * Team::kOfBlock + team.id;
+        float4* at = reinterpret_cast<float4*>(plan.parts + int64_t{part} * p.h + column);
+        __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
+        __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
+      }
 #pragma unroll
-  for (int i = 0; i < Team::kOfRow; ++i) {
-    int column = team.column + i * kAcross;
-    if (column >= p.h) continue;
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      dw[i][j] += 0.0f;
-#pragma unroll
-      for (int l = 0; l < kLevels; ++l)
-        if (l < segment.level) dw[i][j] = waits[l][i][j] + dw[i][j];
+      for (float& f : dw[i]) f = 0.0f;
     }
-    float4* at = reinterpret_cast<float4*>(plan.parts + int64_t{segment.run + block_run + team.id} * p.h + column);
-    __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
-    __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
+    if (!last) continue;
+    if (!Team::kDealt || next_own == kNone) return;
+    run = next_run, own = first = next_own;
+    segment = plan.of<&Segment::block>(run);
+    steps = kSteps << segment.level;
+    n = -1;
   }
+}
+
+// Nothing is dealt yet.
+__global__ void rms_norm_grad_begin(int* dealt) {
+  let_next_kernel_begin();
+  *dealt = 0;
 }
 
 __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
@@ -664,6 +698,7 @@ cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
   uint32_t slots, chains = up(p.rows, kChain);
   if (cudaError_t e = held<kernel>(threads, bytes, &slots)) return e;
   while (p.chains && 1 << most > std::abs(p.chains)) --most;
+  const uint32_t held_blocks = slots;
   if (p.chains < 0) slots = 1;
   uint32_t blocks = up(chains, Team::kOfBlock << most), waves = up(blocks, slots);
   // Measured: where the last of several waves is all but full, short runs gain nothing, unless threads have one vector.
@@ -672,8 +707,16 @@ cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
   plan.parts = p.workspace;
   plan.joined = plan.parts + int64_t{chains} * p.h;
   plan.arrived = reinterpret_cast<int*>(plan.joined + int64_t{plan.groups} * p.h);
-  kernel<<<plan.blocks, threads, bytes, stream>>>(p, plan, Divisor(p.heads));
-  if (cudaError_t e = cudaGetLastError()) return e;
+  plan.dealt = plan.arrived + up(p.h, kSlice);
+  uint32_t blocks_at_once = Team::kDealt ? std::min(plan.blocks, held_blocks) : plan.blocks;
+  if (blocks_at_once < plan.blocks) {
+    rms_norm_grad_begin<<<1, 1, 0, stream>>>(plan.dealt);
+    if (cudaError_t e = cudaGetLastError()) return e;
+    if (cudaError_t e = launch_early(kernel, dim3(blocks_at_once), threads, bytes, stream, p, plan, Divisor(p.heads))) return e;
+  } else {
+    kernel<<<plan.blocks, threads, bytes, stream>>>(p, plan, Divisor(p.heads));
+    if (cudaError_t e = cudaGetLastError()) return e;
+  }
   return launch_early(rms_norm_join, dim3(up(p.h, kSlice), plan.groups), kJoinWarps * 32, 0, stream, plan, p.h, p.dweight,
                       p.rounded);
 }
@@ -709,7 +752,7 @@ extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {
   return launch_norm(*p, stream);
 }
 
-// The workspace: h floats for each 16 rows, for each 2048, and for each 128 of h one.
+// The workspace: h floats for each 16 rows, for each 2048, and for each 128 of h one, and one.
 extern "C" int alignkit_rms_norm_grad(const AlignkitNormGrad* p, cudaStream_t stream) {
   using namespace alignkit;
   if (!fits(p->h, p->rows, 32)) return cudaErrorInvalidValue;
