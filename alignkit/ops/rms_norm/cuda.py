@@ -101,7 +101,7 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)
     sums = -(-len(rstd) // triton.DW_ROWS)
-    workspace = torch.empty((sums + -(-sums // 128)) * h + -(-h // 128) + 1, dtype=torch.float32, device=x.device)
+    workspace = torch.empty((sums + -(-sums // 1024)) * h + -(-h // 32) + 1, dtype=torch.float32, device=x.device)
     _kept, x_rows, heads = _rows(x)
     p = _NormGrad(
         x_rows,

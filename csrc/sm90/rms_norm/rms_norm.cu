@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kMostColumns / (kVectors * kColumns), 2)
 // absent rows and chains, which are zero, can be added or left out.
 
 constexpr int kMostLevels = 3;  // a run is of 2^level chains
-constexpr int kSlice = 128;     // columns of a block of the second kernel
+constexpr int kSlice = 32;      // columns of a block of the second kernel
 constexpr int kMostGroups = 256;
 
 // Runs of one length, of whole blocks: the first of them, its block and its first chain.
@@ -227,7 +227,7 @@ struct Segment {
 struct Plan {
   Segment segments[kMostLevels + 1];
   uint32_t count, chains, blocks;
-  int each;       // chains of a warp of the second kernel, a multiple of 16
+  int each;       // chains of a team of the second kernel, a multiple of 16
   int groups;     // of so many chains as a block of it has
   float* parts;   // the sums of runs
   float* joined;  // of groups
@@ -534,18 +534,22 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-constexpr int kJoinWarps = 8;
-constexpr int kJoinLevels = 9;  // a warp joins at most 16 * 2^8 chains: of kMostRows rows there are 2^23
+// In the second kernel teams of 8 lanes take four columns a lane, so that a block has many teams. Where there are slices of columns
+// for all multiprocessors, one block joins all runs of its columns, and no other block waits for sums of its.
+constexpr int kJoinThreads = 512, kJoinWarps = kJoinThreads / 32, kJoinLanes = kSlice / 4;
+constexpr int kJoinTeams = kJoinThreads / kJoinLanes;
+constexpr int kJoinLevels = 6;  // a team joins at most 16 * 2^5 chains: of kMostRows rows there are 2^23, of kMostGroups groups
+static_assert(int64_t{kMostRows} / kChain <= int64_t{kMostGroups} * kJoinTeams * (16 << (kJoinLevels - 1)));
 
-// The balanced tree of kJoinWarps times `batches` times kOf leaves, in the first warp. fetch(batch, v) gets a batch's.
+// The balanced tree of kJoinTeams times `batches` times kOf leaves, in the first warp. fetch(batch, v) gets a batch's.
 template <int kOf, class Fetch>
-__device__ __forceinline__ float4 join_leaves(int batches, const Fetch& fetch, float4 (&shared)[kJoinWarps][32]) {
+__device__ __forceinline__ float4 join_leaves(int batches, const Fetch& fetch, float4 (&shared)[kJoinWarps][kJoinLanes]) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float4 sum, waits[kJoinLevels];
 #pragma unroll 1
   for (int batch = 0; batch < batches; ++batch) {
     float4 v[kOf];
-    fetch(warp * batches + batch, v);
+    fetch(threadIdx.x / kJoinLanes * batches + batch, v);
 #pragma unroll
     for (int apart = 1; apart < kOf; apart *= 2)
 #pragma unroll
@@ -556,33 +560,41 @@ __device__ __forceinline__ float4 join_leaves(int batches, const Fetch& fetch, f
     for (; batch >> l & 1; ++l) sum = add(waits[l], sum);
     if (batches > 1) waits[l] = sum;
   }
-  shared[warp][lane] = sum;
+  auto join_teams = [&] {
+#pragma unroll
+    for (int apart = kJoinLanes; apart < 32; apart *= 2)
+      sum = add(sum, make_float4(__shfl_xor_sync(~0u, sum.x, apart), __shfl_xor_sync(~0u, sum.y, apart),
+                                 __shfl_xor_sync(~0u, sum.z, apart), __shfl_xor_sync(~0u, sum.w, apart)));
+  };
+  join_teams();
+  if (lane < kJoinLanes) shared[warp][lane] = sum;
   __syncthreads();
   if (warp == 0) {
-    float4 v[kJoinWarps];
+    constexpr int each = kJoinWarps / (32 / kJoinLanes);
+    float4 v[each];
 #pragma unroll
-    for (int i = 0; i < kJoinWarps; ++i) v[i] = shared[i][lane];
+    for (int i = 0; i < each; ++i) v[i] = shared[lane / kJoinLanes * each + i][lane % kJoinLanes];
 #pragma unroll
-    for (int apart = 1; apart < kJoinWarps; apart *= 2)
+    for (int apart = 1; apart < each; apart *= 2)
 #pragma unroll
-      for (int i = 0; i < kJoinWarps; i += 2 * apart) v[i] = add(v[i], v[i + apart]);
+      for (int i = 0; i < each; i += 2 * apart) v[i] = add(v[i], v[i + apart]);
     sum = v[0];
+    join_teams();
   }
   __syncthreads();
   return sum;
 }
 
 // The sums of runs to dweight. Of the blocks of a slice of columns, the last to be done joins what all have.
-__global__ void __launch_bounds__(kJoinWarps * 32, 3)
+__global__ void __launch_bounds__(kJoinThreads, 1)
     rms_norm_join(const __grid_constant__ Plan plan, int h, void* dweight, int rounded) {
-  __shared__ float4 shared[kJoinWarps][32];
+  __shared__ float4 shared[kJoinWarps][kJoinLanes];
   __shared__ bool last;
+  int column = blockIdx.x * kSlice + threadIdx.x % kJoinLanes * 4, batches = plan.each / 16;
   wait_for_kernel_before();
-  int column = blockIdx.x * kSlice + threadIdx.x % 32 * 4;
   // Of a run, the first chain has the sum and the others are zero, which changes nothing.
-  int batches = plan.each / 16;
   auto of_chains = [&](int batch, float4 (&v)[16]) {
-    uint32_t chain = (blockIdx.y * kJoinWarps * batches + batch) * 16;
+    uint32_t chain = (blockIdx.y * kJoinTeams * batches + batch) * 16;
     const Segment segment = plan.of<&Segment::chain>(chain);
     const uint32_t inside = (1u << segment.level) - 1;
     const float4* at = reinterpret_cast<const float4*>(
@@ -599,7 +611,8 @@ __global__ void __launch_bounds__(kJoinWarps * 32, 3)
   float4 sum = join_leaves<16>(batches, of_chains, shared);
   if (gridDim.y > 1) {
     if (threadIdx.x < 32) {
-      if (column < h) __stcg(reinterpret_cast<float4*>(plan.joined + int64_t{blockIdx.y} * h + column), sum);
+      if (threadIdx.x < kJoinLanes && column < h)
+        __stcg(reinterpret_cast<float4*>(plan.joined + int64_t{blockIdx.y} * h + column), sum);
       __threadfence();
       __syncwarp();
       if (threadIdx.x == 0) last = atomicAdd(plan.arrived + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
@@ -607,18 +620,19 @@ __global__ void __launch_bounds__(kJoinWarps * 32, 3)
     __syncthreads();
     if (!last) return;
     __threadfence();
-    auto of_groups = [&](int batch, float4 (&v)[8]) {
+    constexpr int some = kMostGroups / kJoinTeams;
+    auto of_groups = [&](int batch, float4 (&v)[some]) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        uint32_t group = batch * 8 + i;
+      for (int i = 0; i < some; ++i) {
+        uint32_t group = batch * some + i;
         v[i] = group < gridDim.y && column < h
                    ? __ldcg(reinterpret_cast<const float4*>(plan.joined + int64_t{group} * h + column))
                    : float4();
       }
     };
-    sum = join_leaves<8>(max(1, padded(gridDim.y) / (8 * kJoinWarps)), of_groups, shared);
+    sum = join_leaves<some>(1, of_groups, shared);
   }
-  if (threadIdx.x >= 32 || column >= h) return;
+  if (threadIdx.x >= kJoinLanes || column >= h) return;
   if (rounded) {
     bf16* to = static_cast<bf16*>(dweight) + column;
     to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
@@ -629,10 +643,15 @@ __global__ void __launch_bounds__(kJoinWarps * 32, 3)
 
 // Host.
 
-// Blocks of `threads` threads of a kernel that the device holds at a time.
+// The device's multiprocessors, and how many blocks of `threads` threads of a kernel one holds at a time.
+struct Room {
+  uint32_t processors, blocks;
+};
+
 template <auto kKernel>
-cudaError_t held(int threads, int bytes, uint32_t* blocks) {
-  static thread_local int prepared = -1, kept[kMostWarps + 1];
+cudaError_t room_of(int threads, int bytes, Room* room) {
+  static thread_local int prepared = -1;
+  static thread_local Room kept[kMostWarps + 1];
   int device;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (prepared != device) {
@@ -640,18 +659,18 @@ cudaError_t held(int threads, int bytes, uint32_t* blocks) {
     if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                              cudaSharedmemCarveoutMaxShared))
       return e;
-    std::fill(kept, kept + kMostWarps + 1, 0);
+    std::fill(kept, kept + kMostWarps + 1, Room());
     prepared = device;
   }
-  int& found = kept[threads / 32];
-  if (!found) {
-    int each, processors;
-    if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, threads, bytes)) return e;
+  Room& found = kept[threads / 32];
+  if (!found.blocks) {
+    int blocks, processors;
+    if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, bytes)) return e;
     if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-    if (!each) return cudaErrorInvalidConfiguration;
-    found = each * processors;
+    if (!blocks) return cudaErrorInvalidConfiguration;
+    found = {static_cast<uint32_t>(processors), static_cast<uint32_t>(blocks)};
   }
-  *blocks = found;
+  *room = found;
   return cudaSuccess;
 }
 
@@ -685,9 +704,6 @@ Plan plan_of(uint32_t chains, uint32_t of_block, uint32_t slots, int most, bool 
     plan.segments[plan.count++] = {plan.blocks, run, chain, static_cast<uint32_t>(level)};
     plan.blocks += blocks, run += blocks * of_block, chain += blocks * of;
   }
-  plan.each = 16;
-  while (up(chains, plan.each * kJoinWarps) > kMostGroups) plan.each *= 2;
-  plan.groups = up(chains, plan.each * kJoinWarps);
   return plan;
 }
 
@@ -695,20 +711,24 @@ template <class Team, bool kTotal, int kLevels, int kRegisters, bool kKept = fal
 cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
   constexpr auto kernel = rms_norm_grad<Team, kTotal, kLevels, kRegisters, kKept>;
   int threads = Team::threads(p.h), bytes = threads * BackwardRing<kTotal>::kBytes, most = kLevels;
-  uint32_t slots, chains = up(p.rows, kChain);
-  if (cudaError_t e = held<kernel>(threads, bytes, &slots)) return e;
+  uint32_t chains = up(p.rows, kChain), slices = up(p.h, kSlice);
+  Room room;
+  if (cudaError_t e = room_of<kernel>(threads, bytes, &room)) return e;
   while (p.chains && 1 << most > std::abs(p.chains)) --most;
-  const uint32_t held_blocks = slots;
-  if (p.chains < 0) slots = 1;
+  const uint32_t held = room.blocks * room.processors, slots = p.chains < 0 ? 1 : held;
   uint32_t blocks = up(chains, Team::kOfBlock << most), waves = up(blocks, slots);
   // Measured: where the last of several waves is all but full, short runs gain nothing, unless threads have one vector.
   bool alike = p.chains ? p.chains > 0 : Team::kOfRow > 1 && waves > 3 && 16 * blocks >= 15 * waves * slots;
   Plan plan = plan_of(chains, Team::kOfBlock, slots, most, alike);
+  auto groups = [&] { return up(chains, plan.each * kJoinTeams); };
+  plan.each = 16;
+  while (groups() > 1 && groups() * slices > room.processors && plan.each < 16 << (kJoinLevels - 1)) plan.each *= 2;
+  plan.groups = groups();
   plan.parts = p.workspace;
   plan.joined = plan.parts + int64_t{chains} * p.h;
   plan.arrived = reinterpret_cast<int*>(plan.joined + int64_t{plan.groups} * p.h);
-  plan.dealt = plan.arrived + up(p.h, kSlice);
-  uint32_t blocks_at_once = Team::kDealt ? std::min(plan.blocks, held_blocks) : plan.blocks;
+  plan.dealt = plan.arrived + slices;
+  uint32_t blocks_at_once = Team::kDealt ? std::min(plan.blocks, held) : plan.blocks;
   if (blocks_at_once < plan.blocks) {
     rms_norm_grad_begin<<<1, 1, 0, stream>>>(plan.dealt);
     if (cudaError_t e = cudaGetLastError()) return e;
@@ -717,7 +737,7 @@ cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
     kernel<<<plan.blocks, threads, bytes, stream>>>(p, plan, Divisor(p.heads));
     if (cudaError_t e = cudaGetLastError()) return e;
   }
-  return launch_early(rms_norm_join, dim3(up(p.h, kSlice), plan.groups), kJoinWarps * 32, 0, stream, plan, p.h, p.dweight,
+  return launch_early(rms_norm_join, dim3(slices, plan.groups), kJoinThreads, 0, stream, plan, p.h, p.dweight,
                       p.rounded);
 }
 
@@ -752,7 +772,7 @@ extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {
   return launch_norm(*p, stream);
 }
 
-// The workspace: h floats for each 16 rows, for each 2048, and for each 128 of h one, and one.
+// The workspace: h floats for each 16 rows, for each 16384, for each 32 of h one, and one.
 extern "C" int alignkit_rms_norm_grad(const AlignkitNormGrad* p, cudaStream_t stream) {
   using namespace alignkit;
   if (!fits(p->h, p->rows, 32)) return cudaErrorInvalidValue;

@@ -71,7 +71,7 @@ constexpr int cudaFuncAttributePreferredSharedMemoryCarveout = 9, cudaSharedmemC
 namespace machine {
 
 constexpr int kSharedBytes = 232448, kStackBytes = 256 << 10;
-inline int processors = 3;
+inline int processors = 5;
 alignas(1024) inline uint8_t shared[kSharedBytes];
 
 struct Product {
