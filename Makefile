@@ -34,7 +34,7 @@ lint: setup
 fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
-# The gpu-* targets are for a machine with Hopper GPUs that already holds torch, triton, pytest and the engines (vLLM 0.26,
+# The gpu-* targets are for a machine with Hopper GPUs that already holds torch, triton, pytest and the engines (vLLM 0.24 to 0.26,
 # Megatron-core 0.19.2): no network, no virtual environment. Each leaves JSON under $(RESULTS). Where the checkout has no
 # history with it, ALIGNKIT_COMMIT says which commit it is.
 RESULTS = benchmarks/results/h200

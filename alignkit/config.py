@@ -139,7 +139,7 @@ class Config:
         ("<number>",),
         {"": 1, **{str(n): n for n in range(1, 9)}}.get,
         1,
-        "How many ranks of a training in the check and the benchmarks share a GPU, for a machine with fewer GPUs than ranks. "
+        "How many ranks of an engine in the check and the benchmarks share a GPU, for a machine with fewer GPUs than ranks. "
         "NCCL 2.30 or later does so, with NCCL_MULTI_RANK_GPU_ENABLE=1: slow, but the same kernels and bits.",
         "when the check or a benchmark plans its engines",
         workers=False,

@@ -8,8 +8,9 @@ the rows' ``run``, what they were made on. A row:
     and its schedule made beforehand; "cudnn", torch's scaled_dot_product_attention by cuDNN; "cudnn-deterministic", that under
     deterministic algorithms. One that is not installed or fails is named, and the others go on.
 ``pass``
-    "decode": one query of each request, from a cache in pages of 16 in drawn order, as a CUDA graph. "forward"; "forward_backward":
-    of packed sequences of equal length, or where ``drawn`` of drawn ones.
+    "decode": one query of each request, from a cache in pages of 16 in drawn order, as a CUDA graph. "forward"; "backward",
+    alone, of one forward pass that came before; "forward_backward": of packed sequences of equal length, or where ``drawn`` of
+    drawn ones.
 ``batch``, ``context``, ``heads``, ``kv_heads``, ``head_dim``, ``drawn``
     Requests or sequences, and positions of each; of drawn lengths, of all together.
 ``us``, ``tb_s``, ``tflops``
@@ -48,8 +49,8 @@ COPIES = 16
 SPLITS = 32
 """vLLM's bound of FlashAttention 3's splits in CUDA graphs."""
 KEY = ("impl", "pass", "batch", "context", "heads", "kv_heads", "head_dim", "drawn")
-PEER = {"decode": "fa3", "forward": "fa3", "forward_backward": "cudnn"}
-OPERATIONS = {"forward": 4, "forward_backward": 14}
+PEER = {"decode": "fa3", "forward": "fa3", "backward": "cudnn", "forward_backward": "cudnn"}
+OPERATIONS = {"forward": 4, "backward": 10, "forward_backward": 14}
 """Of a score that is seen, times the head's dimension."""
 
 
@@ -175,26 +176,32 @@ class Decode:
 
 
 class Packed:
-    def __init__(self, case: Case, device: torch.device, gradients: bool):
+    """Of a pass other than decoding."""
+
+    def __init__(self, case: Case, device: torch.device, which: str = "forward"):
         torch.manual_seed(case.context)
-        self.case, self.gradients, self.lengths = case, gradients, case.lengths()
+        self.case, self.which, self.gradients, self.lengths = case, which, which != "forward", case.lengths()
         total = sum(self.lengths)
 
         def draw(heads: int) -> torch.Tensor:
             t = torch.randn(total, heads, case.head_dim, dtype=torch.bfloat16, device=device)
-            return t.requires_grad_(gradients)
+            return t.requires_grad_(self.gradients)
 
         self.q, self.k, self.v = draw(case.heads), draw(case.kv_heads), draw(case.kv_heads)
         self.g = torch.randn_like(self.q.detach())
         self.starts = torch.tensor([0, *self.lengths], device=device).cumsum(0).int()
 
     def run(self, call: Callable, g: torch.Tensor) -> Callable[[], object]:
-        def both():
-            out = call()
-            return torch.autograd.grad(out, (self.q, self.k, self.v), g) if self.gradients else out
+        kept = call() if self.which == "backward" else None
 
-        both()
-        return both
+        def timed():
+            out = call() if kept is None else kept
+            if not self.gradients:
+                return out
+            return torch.autograd.grad(out, (self.q, self.k, self.v), g, retain_graph=kept is not None)
+
+        timed()
+        return timed
 
     def ours(self):
         return self.run(lambda: ops.attention(self.q, self.k, self.v, self.starts), self.g)
@@ -274,13 +281,14 @@ IMPLS = {
 OF = {
     "decode": ("alignkit", "alignkit-triton", "fa3"),
     "forward": ("alignkit", "alignkit-triton", "fa3", "cudnn"),
+    "backward": ("alignkit", "alignkit-triton", "cudnn", "cudnn-deterministic"),
     "forward_backward": ("alignkit", "alignkit-triton", "cudnn", "cudnn-deterministic"),
 }
 
 
 def measure(case: Case, which: str, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
     decode = which == "decode"
-    problem = Decode(case, watch.device) if decode else Packed(case, watch.device, which == "forward_backward")
+    problem = Decode(case, watch.device) if decode else Packed(case, watch.device, which)
     calls = {}
     for name in OF[which]:
         if name in impls:

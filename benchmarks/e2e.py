@@ -4,7 +4,7 @@ Real vLLM and Megatron-core engines, each in a process of its own, on random-wei
 of 5 to 1500 tokens, 128 tokens sampled for each, bf16. The rows go to benchmarks/results/h200/e2e.json as they are
 made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
 
-The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``training_tp``, ``sequence_parallel``, of the training
+The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``rollout_dp``, ``training_tp``, ``sequence_parallel``, of the training
 too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``ep``, ``pp`` and ``cp``, and ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
 """
 
@@ -42,7 +42,7 @@ MODES, GPU_MODES = ("batch", "one", "prompt_logprobs", "prefix", "chunked"), ("e
 LAYOUTS = {
     1: ("tp1-te",),
     2: ("tp2-sp-te", "tp1-pp2", "tp1-te-pp2", "tp1-cp2", "tp1-te-cp2"),
-    4: ("tp2-sp-te-pp2", "tp2-sp-te-cp2", "tp1-te-pp2-cp2"),
+    4: ("tp4-sp-te", "tp2-sp-te-pp2", "tp2-sp-te-cp2", "tp1-te-pp2-cp2"),
 }
 """Those of the trainings, by the GPUs that they need."""
 STOCK_LAYOUTS = {1: ("tp1-te-padded", "tp1-te-packed"), 2: ("tp1-pp2-padded", "tp1-te-pp2-packed")}
@@ -90,7 +90,8 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
 
 
 def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row]:
-    """`rows` of the mixture: on up to `ranks` ranks, that have whole experts each or parts of all. On a GPU some rollouts, named
+    """`rows` of the mixture: on up to `ranks` ranks, that have whole experts each or parts of all, and of replicas (vLLM's data
+    parallelism). On a GPU some rollouts, named
     ``routed``, are there for what their routers choose."""
     sizes = [n for n in (2, 4) if n <= ranks]
     modes = ("one", "padded", "packed")
@@ -101,6 +102,7 @@ def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row
         chosen += [(r, f"tp1-{mode}", True) for r in rollouts for mode in modes]
     if "tp" in parts and sizes:
         rollouts = ["batch"] + [f"tp{n}{ep}" for n in sizes for ep in ("", "-ep")]
+        replicas = ["dp2", *(f"dp{n}-ep" for n in sizes), *(["tp2-dp2-ep"] if 4 in sizes else [])]
         trainings = [
             "tp1",
             *(f"tp1-ep{n}" for n in sizes),
@@ -110,6 +112,8 @@ def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row
             *(f"tp2-sp-ep{n}" for n in sizes),
         ]
         chosen += [(r, f"{t}-{mode}", True) for r in rollouts for t in trainings for mode in modes[1:]]
+        few = ("tp1", "tp1-ep2", "tp2-sp")
+        chosen += [(r, f"{t}-{mode}", True) for r in replicas for t in few for mode in modes[1:]]
         chosen += [(r, f"{t}-{mode}", True) for r in routed for t in trainings for mode in modes[1:]]
         chosen += [(f"tp{n}-ep-{r}", f"{t}-padded", True) for r in routed for n in sizes for t in ("tp1", f"tp1-ep{n}")]
     if "stock" in parts:
@@ -135,6 +139,7 @@ def to_json(model: str, compared: Compared) -> dict:
     return {
         "model": model,
         "rollout_tp": row.rollout_tp,
+        "rollout_dp": row.rollout_dp,
         "training_tp": row.training_tp,
         "sequence_parallel": row.sequence_parallel,
         "spec": row.spec,

@@ -49,6 +49,7 @@ TESTS = [
         "linear_logp_sm90",
         "attention_cuda",
         "attention_forward_cuda",
+        "attention_backward_cuda",
         "gated_delta_rule",
         "moe_sm90",
         "rms_norm_cuda",

@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from lib import spread
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = ("README.md", "docs/*.md")
@@ -529,8 +531,9 @@ def _ratio(x: float | None) -> str:
 
 def matmul(results: dict) -> str:
     """alignkit's times over stock's, a line for each case; then the geometric mean and the largest of each implementation.
-    A table each for few rows, for many, and for the gradients."""
-    rows = [r for r in results["rows"] if r["x"] is not None and r["impl"] != "cublas"]
+    A table each for few rows, for many, and for the gradients. Of each draw how alignkit's are spread."""
+    compared = [r for r in results["rows"] if r["x"] is not None and r["impl"] != "cublas"]
+    rows = [r for r in compared if r.get("draw") is None]
     forward = [r for r in rows if r["pass"] == "forward"]
     groups = {
         "rows": [r for r in forward if r["m"] <= MATMUL_FEW],
@@ -554,6 +557,9 @@ def matmul(results: dict) -> str:
             cells = [f"{join(by[label][column]):.2f}" if column in by[label] else "" for column in columns]
             lines.append(f"| {label} | {' | '.join(cells)} |")
         lines.append("")
+    for seed in sorted({r["draw"] for r in compared if r.get("draw") is not None}):
+        found = [r for r in compared if r.get("draw") == seed and r["impl"] == "alignkit"]
+        lines += [f"Drawn, seed {seed}:", "", spread.tables(found), ""] if found else []
     return "\n".join(lines).rstrip()
 
 

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     info = made_on(max_tokens=options.max_tokens, prompts=len(prompts))
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
-        _, failures = execute(jobs, out, options.timeout, progress, keep_going=True)
+        _, failures = execute(jobs, out, options.timeout, progress, keep_going=True, per_gpu=3)
     made = [r for r in rows if plan.rollout_file(out, r).exists() and plan.training_file(out, r).exists()]
     # The last line of a failure is that of the engine's log which says what was raised.
     failed = {name: why.splitlines()[-1].removeprefix("  | ") for name, why in failures.items()}

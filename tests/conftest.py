@@ -77,6 +77,7 @@ LONGEST = (
     "e2e/test_grpo.py",
     "integrations/test_verl.py",
     "vllm/test_serve.py",
+    "vllm/test_replicas.py",
     "fuzz/test_fuzz.py",
     "test_sm90_build.py",
     "test_package.py",

@@ -31,12 +31,12 @@ def gpus() -> list[str]:
 
 
 def most_ranks() -> int:
-    """Ranks of a training that the GPUs here can hold; 0 without one."""
+    """Ranks of an engine that the GPUs here can hold; 0 without one."""
     return len(gpus()) * config.ranks_per_gpu
 
 
 def gpu_of(rank: int) -> torch.device:
-    """The GPU of a rank of a training. Where there are fewer than ranks, they share them (`most_ranks`)."""
+    """The GPU of a rank of an engine. Where there are fewer than ranks, they share them (`most_ranks`)."""
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 

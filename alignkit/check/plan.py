@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +32,7 @@ class Row:
 
     rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``; on more than
     one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others; ``tp2-ep``: each rank has whole experts.
+    ``dp2``, ``dp2-ep``, ``tp2-dp2-ep``, ...: of two replicas of so many ranks (vLLM's data parallelism), which share experts.
     ``routed``, ``tp2-routed``, ``tp2-ep-routed``: as the batch, and on a GPU too the choices of the routers are saved.
     training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ``tp1-ep2`` and ``tp2-sp-ep2`` (expert parallelism), ..., then
     of ``-te`` (TransformerEngine's layer spec), ``-pp2`` (pipeline stages) and ``-cp2`` (context parallelism) what there is, in
@@ -55,12 +58,17 @@ class Row:
 
     @property
     def rollout_tp(self) -> int:
-        return _rollout(self.rollout)[0]
+        return _rollout(self.rollout).tp
+
+    @property
+    def rollout_dp(self) -> int:
+        """Replicas of the rollout."""
+        return _rollout(self.rollout).dp
 
     @property
     def rollout_ep(self) -> bool:
         """Whether each rank of the rollout has whole experts."""
-        return _rollout(self.rollout)[1].startswith("ep")
+        return _rollout(self.rollout).kind.startswith("ep")
 
     @property
     def training_tp(self) -> int:
@@ -118,7 +126,8 @@ class Job:
     @property
     def slots(self) -> int:
         """Processes it computes in."""
-        return max(self.spec["tp"] * self.spec.get("pp", 1) * self.spec.get("cp", 1), self.spec.get("ep", 1))
+        sizes = [self.spec.get(name, 1) for name in ("tp", "dp", "pp", "cp")]
+        return max(math.prod(sizes), self.spec.get("ep", 1))
 
     @property
     def outputs(self) -> list[Path]:
@@ -136,7 +145,7 @@ def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
         ["batch", "one", "chunked", "prefix", "prompt_logprobs"]
         + (["eager"] if gpu else [])
         + ([f"tp{tp}"] if tp > 1 else [])
-        + ([f"tp{tp}-ep"] if tp > 1 and experts else [])
+        + ([f"tp{tp}-ep", f"dp{tp}-ep"] if tp > 1 and experts else [])
     )
 
 
@@ -165,7 +174,7 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: boo
         for patched in (False, True)
         for dtype, rollout, training in pairs
         # On the CPU stock vLLM's workers die of an illegal instruction where they share experts.
-        if patched or gpu or not experts or _rollout(rollout)[0] == 1
+        if patched or gpu or not experts or _rollout(rollout).ranks == 1
     ]
 
 
@@ -200,13 +209,13 @@ def training_file(out: Path, row: Row) -> Path:
 
 def routed(row: Row, gpu: bool) -> bool:
     """Whether the choices of both sides' routers are saved, in a model that has any."""
-    _, kind, mode = _rollout(row.rollout)
-    return _watched(kind, gpu) and _routed(mode) and row.training_pp == row.training_cp == 1
+    rollout = _rollout(row.rollout)
+    return _watched(rollout, gpu) and _routed(rollout.mode) and row.training_pp == row.training_cp == 1
 
 
-def _watched(kind: str, gpu: bool) -> bool:
-    """Whether an engine of this kind is one whose routers can be looked at: eager, and of vLLM's V1 runner."""
-    return not gpu or "routed" in kind
+def _watched(rollout: _Rollout, gpu: bool) -> bool:
+    """Whether an engine is one whose routers can be looked at: eager, of vLLM's V1 runner, and of one replica."""
+    return rollout.dp == 1 and (not gpu or "routed" in rollout.kind)
 
 
 def _routed(mode: str) -> bool:
@@ -250,17 +259,19 @@ def jobs(
 
         engines: dict[str, dict[str, str]] = {}
         for name in dict.fromkeys(row.rollout for row in mine):
-            tp, kind, mode = _rollout(name)
-            runs = engines.setdefault(f"tp{tp}" + (f"-{kind}" if kind else ""), {})
+            asked = _rollout(name)
+            tp, mode = asked.tp, asked.mode
+            runs = engines.setdefault(asked.engine, {})
             if mode == "prompt_logprobs":  # it evaluates the tokens sampled there
                 batch = replace(mine[0], rollout=f"tp{tp}" if tp > 1 else "batch")
                 runs.setdefault("batch", str(rollout_file(out, batch)))
             runs[mode] = str(rollout_file(out, replace(mine[0], rollout=name)))
         for engine, runs in engines.items():
-            tp, kind, _ = _rollout(engine)
-            watched = experts and _watched(kind, gpu)
+            made = _rollout(engine)
+            kind, watched = made.kind, experts and _watched(made, gpu)
             spec = common | {
-                "tp": tp,
+                "tp": made.tp,
+                "dp": made.dp,
                 "expert_parallel": kind.startswith("ep"),
                 "eager": not gpu or kind == "eager",
                 "runner": "v2" if gpu and kind != "v1" else "v1",
@@ -315,8 +326,25 @@ def _state(patched: bool) -> str:
     return "patched" if patched else "stock"
 
 
-def _rollout(name: str) -> tuple[int, str, str]:
-    """(tp, kind of engine or "", mode of the run) of a rollout's name."""
-    tp, rest = re.fullmatch(r"(?:tp(\d+)(?:-|$))?(.*)", name).groups()
+class _Rollout(NamedTuple):
+    """What a rollout's name says. kind: of engine, or ""; mode: of the run."""
+
+    tp: int
+    dp: int
+    kind: str
+    mode: str
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def engine(self) -> str:
+        replicas = f"-dp{self.dp}" if self.dp > 1 else ""
+        return f"tp{self.tp}{replicas}" + (f"-{self.kind}" if self.kind else "")
+
+
+def _rollout(name: str) -> _Rollout:
+    tp, dp, rest = re.fullmatch(r"(?:tp(\d+)(?:-|$))?(?:dp(\d+)(?:-|$))?(.*)", name).groups()
     kind = rest if rest in _KINDS else ""
-    return int(tp or 1), kind, "batch" if kind or not rest else rest
+    return _Rollout(int(tp or 1), int(dp or 1), kind, "batch" if kind or not rest else rest)

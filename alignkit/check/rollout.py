@@ -1,7 +1,8 @@
 """One vLLM engine in this process: ``python -m alignkit.check.rollout JOB.json`` writes logprob files.
 
 JOB: ``model`` (HF directory), ``dtype`` ("bfloat16" | "float32"), ``patched`` (bool), ``tp`` (int),
-``expert_parallel`` (optional: false; true gives each of the ``tp`` ranks whole experts),
+``dp`` (optional: 1; replicas, of ``tp`` ranks each, to which the prompts go in turn), ``expert_parallel`` (optional: false;
+true gives each rank whole experts),
 ``eager`` (optional: true; false is vLLM's default, torch.compile and CUDA graphs), ``runner`` (optional: "v1",
 or "v2"; vLLM's model runner), ``max_num_batched_tokens`` (int, so that longer prompts are prefilled in chunks, or
 null), ``prompts`` (token ids), ``max_tokens``, ``temperature``, ``seed``, ``tokens_from`` (a logprob file, for
@@ -26,6 +27,8 @@ from typing import Any
 
 import torch
 
+from alignkit.check.machine import gpu_of, gpus
+from alignkit.check.replicas import Replicas
 from alignkit.check.routing import file_of
 from alignkit.convert import read_architecture
 from alignkit.drift import Logprobs, load, save
@@ -56,7 +59,7 @@ def run(job: dict) -> None:
 
     Raises InputError naming the job's field, UnsupportedError for a model that alignkit refuses (patched).
     """
-    job = {"eager": True, "runner": "v1", "expert_parallel": False} | job
+    job = {"eager": True, "runner": "v1", "dp": 1, "expert_parallel": False} | job
     _check(job)
     prepare(job)
     routing = any(spec.get("routing") for spec in job["runs"])
@@ -78,7 +81,7 @@ def run(job: dict) -> None:
 
 
 def shut_down(llm) -> None:
-    """Ends the processes of a ``vllm.LLM``. vLLM gives them five seconds, then kills them, and raises if one ends just
+    """Ends the processes of an `engine`. vLLM gives them five seconds, then kills them, and raises if one ends just
     then: on a busy machine an engine takes longer than that, so it gets a minute."""
     llm.llm_engine.engine_core.shutdown(timeout=60)
 
@@ -88,7 +91,7 @@ def prepare(job: dict) -> None:
     for name, value in (ENVIRON | (EAGER if job["eager"] else {})).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[job["runner"]]
-    if job["tp"] == 1:
+    if job["tp"] * job["dp"] == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.pop(ENV, None)  # a stock row stays stock whatever the user's environment asks for
     if job["patched"]:
@@ -108,7 +111,7 @@ def _check(job: dict) -> None:
 
 
 def engine(job: dict, **overrides):
-    """The job's engine; `overrides` are arguments of ``vllm.LLM``."""
+    """The job's engine, a ``vllm.LLM`` or `Replicas`; `overrides` are arguments of ``vllm.LLM``."""
     from vllm import LLM
 
     longest = max(len(p) for p in job["prompts"]) + job["max_tokens"] + 1
@@ -130,7 +133,23 @@ def engine(job: dict, **overrides):
         )
         | overrides
     )
+    if (ranks := job["tp"] * job["dp"]) > torch.cuda.device_count() > 0:
+        arguments = shared_gpus(ranks) | arguments
+    if job["dp"] > 1:
+        return Replicas(job["model"], data_parallel_size=job["dp"], **arguments)
     return LLM(job["model"], **arguments)
+
+
+def shared_gpus(ranks: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` for ranks that share GPUs (`most_ranks`). vLLM's own option for which rank has which GPU
+    (``device_ids``) takes none twice, so what it is resolved to is said instead."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    ids = [current_platform.device_control_id_to_physical_device_id(name) for name in gpus()]
+    EngineArgs._resolve_device_ids = lambda self: [ids[gpu_of(rank).index] for rank in range(ranks)]
+    # What vLLM has of its own for sums reads the other GPU's memory.
+    return {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
 
 
 def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:
@@ -193,7 +212,10 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
     ]
     meta = {
         "engine": f"vllm {vllm.__version__}",
-        **{k: str(job[k]) for k in ("dtype", "tp", "expert_parallel", "eager", "runner", "max_num_batched_tokens")},
+        **{
+            k: str(job[k])
+            for k in ("dtype", "tp", "dp", "expert_parallel", "eager", "runner", "max_num_batched_tokens")
+        },
     }
     # vLLM hands out Python floats that were fp32: the way back is exact. The contract is the workers' word.
     return Logprobs(

@@ -25,7 +25,7 @@ from ..errors import AlignkitError, InputError, UnsupportedError
 from . import forks, plan
 from . import routing as routed
 from .forks import Fork
-from .machine import family, gpus, installed, machine
+from .machine import family, gpus, installed, machine, most_ranks
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
 from .train import check_layout
@@ -66,7 +66,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.tp is None:
-            self.tp = min(2, len(gpus()) or 2)
+            self.tp = min(2, most_ranks() or 2)
 
 
 @dataclass
@@ -201,7 +201,9 @@ def bisect_command(options: Options, result: Result) -> str | None:
     taken = [
         row
         for row in unequal
-        if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"} and not row.rollout_ep
+        if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"}
+        and row.rollout_dp == 1
+        and not row.rollout_ep
     ]
     if not taken:
         return None
@@ -256,8 +258,8 @@ def _check_options(options: Options) -> Architecture | None:
         raise InputError(f"dtype: {options.dtypes}, expected some of {', '.join(plan.DTYPES)}")
     if options.tp < 1:
         raise InputError(f"tp: {options.tp} is not positive")
-    if gpus() and options.tp > len(gpus()):
-        raise InputError(f"tp: {options.tp} ranks need as many GPUs, there are {len(gpus())}")
+    if gpus() and options.tp > most_ranks():
+        raise InputError(f"tp: {options.tp} ranks need as many GPUs, there is room for {most_ranks()}")
     if options.max_tokens < 1:
         raise InputError(f"max_tokens: {options.max_tokens} is not positive")
     if not 0 <= options.temperature < math.inf:
@@ -382,8 +384,8 @@ def execute(
 
 
 def needed(job: Job) -> int:
-    """GPUs that a job holds. Ranks of Megatron may share one, those of vLLM have one each."""
-    return -(-job.slots // (config.ranks_per_gpu if job.module == plan.TRAINING else 1))
+    """GPUs that a job holds."""
+    return -(-job.slots // config.ranks_per_gpu)
 
 
 class _Running:

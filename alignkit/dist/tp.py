@@ -61,6 +61,11 @@ class TP:
         _all_gather(out.view(-1), t.view(-1), group=self.group)
         return out
 
+    def height(self, rows: int) -> int:
+        """How many rows each rank brings to a `gather` if this one has `rows`: as many, where shapes agree. Ranks of an engine
+        with other numbers pad theirs."""
+        return rows
+
     def begin_gather(self, t: torch.Tensor) -> Callable[[], torch.Tensor]:
         """`gather`, of which the result is asked for later: what is computed until then takes place beside the transfer."""
         if self.size == 1:

@@ -9,6 +9,7 @@ could differ between two calls, shapes and types, and leaves the rest of its che
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -192,22 +193,26 @@ def _chosen(logits, top_k, *_):
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-def _moe_experts(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather):
+def _moe_experts(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, rows):
     if x is None or ids is None or weights is None or gate_up is None or down is None:
         _refuse_none(x=x, ids=ids, weights=weights, gate_up=gate_up, down=down)
+    sharing = {"tp": _group(tp, "tp"), "ep": _group(ep, "ep")}
+    given = {"num_experts": num_experts, "first_expert": first_expert, **sharing}
+    owners = _group(rows, "rows")
     with torch.no_grad():
-        return _experts(
-            x,
-            ids,
-            weights,
-            gate_up,
-            down,
-            num_experts=num_experts,
-            first_expert=first_expert,
-            tp=_group(tp, "tp"),
-            ep=_group(ep, "ep"),
-            gather=gather,
-        )
+        if owners is None:
+            return _experts(x, ids, weights, gate_up, down, **given)
+        own, height = x.shape[0], owners.height(x.shape[0])
+        batch = [_to_height(t, height, fill) for t, fill in ((x, 0.0), (ids, -1), (weights, 0.0))]
+        if owners.size == math.prod(group.size for group in sharing.values() if group is not None):
+            return _experts(*batch, gate_up, down, gather=True, **given)[:own]
+        everywhere = _experts(*(owners.gather(t) for t in batch), gate_up, down, **given)
+        return owners.shard(everywhere)[:own]
+
+
+def _to_height(t: torch.Tensor, height: int, fill: float) -> torch.Tensor:
+    """With as many more rows, of `fill`."""
+    return t if len(t) == height else torch.cat((t, t.new_full((height - len(t), *t.shape[1:]), fill)))
 
 
 def _sigmoid_mul(gate, x):
@@ -262,10 +267,12 @@ moe_router = _define(
 )
 moe_experts = _define(
     "moe_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, int? num_experts, "
-    "int first_expert, str tp, str ep, bool gather) -> Tensor",
+    "int first_expert, str tp, str ep, str rows) -> Tensor",
     _moe_experts,
     _like,
 )
+"""rows: the ranks that have rows of their own, all that share the experts or one of each set that has the same rows; ``""``:
+all have the same. Their numbers may differ (`TP.height`)."""
 sigmoid_mul = _define("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _sigmoid_mul, lambda gate, x: _like(x))
 add = _define("add(Tensor x, Tensor y) -> Tensor", _add, _like)
 """``T(x + y)``, torch's own sum, which a compiler would be free to round later."""

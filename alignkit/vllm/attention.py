@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from vllm import _custom_ops as vllm_ops
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,7 +20,7 @@ from vllm.v1.attention.backend import (
 
 from alignkit import ops
 from alignkit.errors import UnsupportedError
-from alignkit.ops.attention import attend
+from alignkit.ops.attention import attend, reserve
 from alignkit.vllm import versions
 
 
@@ -88,6 +89,7 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.longest = get_current_vllm_config().model_config.max_model_len
 
     def do_kv_cache_update(
         self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -121,6 +123,7 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("attention with a quantized output")
         if attn_metadata is None:  # a dummy batch: nobody reads what comes out, but it must be finite
+            reserve(query, self.num_kv_heads, self.longest)  # by such a one vLLM measures how much memory a step takes
             return output.zero_()
         n = attn_metadata.num_tokens
         k_cache, v_cache = _split(kv_cache)

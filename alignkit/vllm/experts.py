@@ -1,7 +1,8 @@
 """vLLM's mixture of experts with alignkit's ops inside: its weights, their loading and their layout over ranks stay.
 
 Of a rank, `w13_weight` has the rows of each expert's gate, then those of up, and `w2_weight` the down projection: all
-features of some experts (expert parallelism), or some features of all.
+features of some experts (expert parallelism), or some features of all. With data parallelism the ranks of all replicas
+share them, and each replica has a batch of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
-from alignkit.vllm.parallel import GROUP
+from alignkit.vllm.parallel import EXPERTS, GROUP, REPLICAS
 
 ROUTERS = ("FusedTopKRouter", "CPURouter")
 """Those of vLLM that may be the plain choice of the best, by softmax or by sigmoid with a bias and groups."""
@@ -67,7 +68,9 @@ class AlignedMoERunner(MoERunner):
         ranks, experts = self.moe_config.moe_parallel_config, self.routed_experts
         self._experts = experts.global_num_experts
         self._first = ranks.ep_rank * experts.local_num_experts
-        self._tp, self._ep = (GROUP if size > 1 else "" for size in (ranks.tp_size, ranks.ep_size))
+        group = EXPERTS if ranks.dp_size > 1 else GROUP
+        self._tp, self._ep = (group if size > 1 else "" for size in (ranks.tp_size, ranks.ep_size))
+        self._rows = _whose_rows(ranks)
 
     def forward(self, hidden_states, router_logits, input_ids=None, shared_experts_input=None):
         if self.gate is not None:  # else the model has called it
@@ -95,7 +98,7 @@ class AlignedMoERunner(MoERunner):
             self._first,
             self._tp,
             self._ep,
-            False,  # all ranks have all rows
+            self._rows,
         )
         return output if self._shared is None else library.add(output, self._of_all_tokens(hidden_states))
 
@@ -106,6 +109,14 @@ class AlignedMoERunner(MoERunner):
         output, _ = shared.down_proj(shared.act_fn(shared.gate_up_proj(x)[0]))
         gate = getattr(shared, "expert_gate", None)
         return output if gate is None else library.sigmoid_mul(gate(x)[0], output)
+
+
+def _whose_rows(ranks: Any) -> str:
+    """Who has rows of their own: nobody, of one replica; each rank, if each is a replica or vLLM has divided the rows of
+    a replica among its ranks (sequence parallelism); else the replicas."""
+    if ranks.dp_size == 1:
+        return ""
+    return EXPERTS if ranks.dp_size * ranks.sp_size == max(ranks.tp_size, ranks.ep_size) else REPLICAS
 
 
 def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
@@ -141,7 +152,6 @@ def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
     yield "two scales of the routed output", 1.0 not in (runner.routed_scaling_factor, experts.routed_scaling_factor)
     yield "redundant experts", config.num_experts != config.num_logical_experts or ranks.enable_eplb
     yield f"{placement.placement_strategy} placement", placement.placement_strategy != "linear"
-    yield "data parallel attention", ranks.dp_size > 1
     yield "context parallelism", ranks.pcp_size > 1
-    yield "sequence parallelism", ranks.is_sequence_parallel
+    yield "sequence parallelism without data parallelism", ranks.is_sequence_parallel and ranks.dp_size == 1
     yield "sums over ranks left to later", getattr(config, "skip_final_all_reduce", False)  # not in 0.24

@@ -17,7 +17,7 @@ from alignkit.vllm.versions import Version
 VOCAB_SIZE = "alignkit_vocab_size"
 """In vLLM's ``additional_config``: how many ids the model's vocabulary has, if that is fewer than its config.json says."""
 ALL2ALL = "allgather_reducescatter"
-"""vLLM's default for exchanging rows between expert-parallel ranks. Without data parallelism there is nothing to exchange."""
+"""vLLM's default for exchanging rows between ranks that share experts. Others bring memory and processes of their own."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 EXECUTORS = (None, "uni", "mp", "external_launcher", "ray")
 """Who calls the workers. What one of somebody's own calls, the worker or what is in it, nobody knows here."""
@@ -38,6 +38,12 @@ class Asked:
     def captures(self) -> bool:
         graphs = self.config.compilation_config.cudagraph_mode
         return graphs is not None and graphs.name != "NONE"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether vLLM gets ready to exchange rows between ranks that share experts."""
+        parallel = self.config.parallel_config
+        return parallel.enable_expert_parallel or parallel.data_parallel_size > 1
 
 
 def fusions(pass_config) -> list[str]:
@@ -135,9 +141,9 @@ MODEL = Policy(
 )
 
 PARALLEL = Policy(
-    # Ranks, hosts and processes; what only speaks to data parallelism.
+    # Ranks, replicas, hosts and processes.
     free="""
-        tensor_parallel_size world_size rank node_rank nnodes master_addr master_port
+        tensor_parallel_size data_parallel_size world_size rank node_rank nnodes master_addr master_port
         data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
         data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port data_parallel_backend
         data_parallel_external_lb data_parallel_hybrid_lb _data_parallel_master_port_list dp_sync_interval
@@ -145,7 +151,7 @@ PARALLEL = Policy(
         dbo_prefill_token_threshold disable_nccl_for_dp_synchronization disable_custom_all_reduce
         dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size
         _allow_auto_resolve_cp_interleave_size
-        max_parallel_loading_workers enable_shm_tensor_arena enable_fault_tolerance fault_tolerance_config
+        max_parallel_loading_workers enable_shm_tensor_arena fault_tolerance_config
         ray_workers_use_nsight ray_runtime_env placement_group
         worker_cls sd_worker_cls worker_extension_cls numa_bind numa_bind_nodes numa_bind_cpus
         assigned_physical_gpu_ids distributed_timeout_seconds cpu_distributed_timeout_seconds
@@ -154,23 +160,19 @@ PARALLEL = Policy(
     rows=(
         Row("distributed_executor_backend", lambda name, _: name in EXECUTORS, "executor {value}"),
         Row("pipeline_parallel_size", lambda size, _: size <= 1, "pipeline parallelism"),
-        Row(
-            "data_parallel_size",
-            lambda size, _: size <= 1,
-            "data parallelism inside vLLM (start one engine per replica)",
-        ),
         Row("decode_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         Row("prefill_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         _off("enable_batch_sharded_sampling", "batch-sharded sampling"),
         _off("enable_eplb", "load balancing of experts (EPLB)"),
         Row("eplb_config", lambda eplb, _: eplb.num_redundant_experts == 0, "redundant experts"),
         Row("expert_placement_strategy", lambda name, _: name == "linear", "{value} placement of experts"),
-        Row(
-            "all2all_backend",
-            lambda name, asked: name == ALL2ALL or not asked.config.parallel_config.enable_expert_parallel,
-            "all2all_backend {value}",
-        ),
+        Row("all2all_backend", lambda name, asked: name == ALL2ALL or not asked.exchanges, "all2all_backend {value}"),
         _off("enable_elastic_ep", "elastic expert parallelism"),
+        Row(
+            "enable_fault_tolerance",
+            lambda on, asked: not (on and asked.config.parallel_config.data_parallel_size > 1),
+            "replicas that go on without one that failed (enable_fault_tolerance)",
+        ),
     ),
 )
 

@@ -111,19 +111,22 @@ def _reading_reasons(model_config, parallel) -> list[str]:
 
 def _expert_reasons(read: Architecture, parallel) -> list[str]:
     """Ranks that cannot share the sums that the contract makes of an expert's features, or of the experts."""
-    ranks = parallel.tensor_parallel_size
+    ranks, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
+    by_rank = f"tensor_parallel_size {ranks}"
+    by_all = by_rank + (f" of {replicas} replicas" if replicas > 1 else "")
     if parallel.enable_expert_parallel:
-        cuts = {f"{read.experts} experts": ExpertTree.of(read.experts).groups}
+        cuts = [(by_all, ranks * replicas, f"{read.experts} experts", ExpertTree.of(read.experts).groups)]
     else:
-        cuts = {f"{read.intermediate} features of an expert": k_leaves(read.intermediate)}
-    if read.shared_intermediate:
-        cuts[f"{read.shared_intermediate} features of a shared expert"] = k_leaves(read.shared_intermediate)
-    if read.dense_layers:
-        cuts[f"{read.dense_intermediate} features of a layer without experts"] = k_leaves(read.dense_intermediate)
+        features = f"{read.intermediate} features of an expert"
+        cuts = [(by_all, ranks * replicas, features, k_leaves(read.intermediate))]
+    for width, of in (
+        (read.shared_intermediate, "a shared expert"),
+        (read.dense_intermediate if read.dense_layers else 0, "a layer without experts"),
+    ):
+        if width:
+            cuts.append((by_rank, ranks, f"{width} features of {of}", k_leaves(width)))
     return [
-        f"tensor_parallel_size {ranks} (the contract cuts {what} into {parts} parts)"
-        for what, parts in cuts.items()
-        if parts % ranks
+        f"{asked} (the contract cuts {what} into {parts} parts)" for asked, size, what, parts in cuts if parts % size
     ]
 
 

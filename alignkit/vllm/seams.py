@@ -85,8 +85,15 @@ COMMON = (
     ),
     *(
         Seam(_LAYERS + "fused_moe/config.py", f"FusedMoEParallelConfig.{field}")
-        for field in ("tp_size", "ep_size", "ep_rank", "dp_size", "pcp_size", "is_sequence_parallel", "enable_eplb")
+        for field in (
+            *("tp_size", "ep_size", "ep_rank", "dp_size", "sp_size", "pcp_size", "is_sequence_parallel", "enable_eplb"),
+        )
     ),
+    # Of replicas that share experts: who they are, how many rows each has, and what one without requests does.
+    *(Seam("distributed/parallel_state.py", name) for name in ("get_dp_group", "get_ep_group")),
+    Seam("forward_context.py", "DPMetadata.num_tokens_across_dp_cpu"),
+    Seam("forward_context.py", "ForwardContext.dp_metadata"),
+    Seam("v1/worker/gpu_worker.py", "Worker.execute_dummy_batch"),
     *(
         Seam(_LAYERS + "fused_moe/config.py", f"FusedMoEConfig.{field}")
         for field in ("num_experts", "num_logical_experts", "activation", "has_bias", "is_lora_enabled")

@@ -34,7 +34,7 @@ def serve(arguments: Sequence[str]) -> None:
     args: Any = parser.parse_args([command.name, *arguments])
     _configure_logging(args)
     command.validate(args)
-    _refuse(args)
+    _one_front_end(args)
     try:
         command.cmd(args)
     except RuntimeError as e:
@@ -43,12 +43,19 @@ def serve(arguments: Sequence[str]) -> None:
         raise BackendError("vLLM's engine did not start: its error stands in the lines above") from e
 
 
-def _refuse(args: argparse.Namespace) -> None:
-    """Front ends in processes that this one does not patch would let requests through that must be refused."""
+def _one_front_end(args: argparse.Namespace) -> None:
+    """Front ends in processes that this one does not patch would let requests through that must be refused. vLLM starts one
+    for each replica (data parallelism) unless it is told how many."""
     if (args.api_server_count or 1) > 1:
         raise UnsupportedError(
             f"--api-server-count {args.api_server_count}: only the front end in this process is known to be aligned"
         )
+    if args.data_parallel_multi_port_external_lb:
+        raise UnsupportedError(
+            "--data-parallel-multi-port-external-lb: only the front end in this process is known to be aligned"
+        )
+    if args.api_server_count is None and not args.headless:
+        args.api_server_count = 1
 
 
 def _configure_logging(args: argparse.Namespace) -> None:

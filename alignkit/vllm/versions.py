@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alignkit.engines.versions import Row, Versions
 from alignkit.runtime import families
@@ -35,22 +35,23 @@ class Version:
         return f".x on {self.family.device_type}"
 
 
+_CUDA = Version(
+    family=families.SM90,
+    worker="vllm.v1.worker.gpu_worker:Worker",
+    attention="CUSTOM",
+    client_error="builtins:ValueError",
+    graphs=True,
+    without={"Glm4MoeForCausalLM": "routers that are torch's own Linear"},
+)
+
 VERSIONS: Versions[Version] = Versions(
     "vLLM",
     {
-        "0.24": Row(COMMON + CUDA + UNTIL_0_25 + UNTIL_0_26),
-        "0.25": Row(COMMON + CUDA + SINCE_0_25 + UNTIL_0_25 + UNTIL_0_26),
-        "0.26": Row(
-            COMMON + CUDA + SINCE_0_25 + SINCE_0_26 + UNTIL_0_26,
-            Version(
-                family=families.SM90,
-                worker="vllm.v1.worker.gpu_worker:Worker",
-                attention="CUSTOM",
-                client_error="builtins:ValueError",
-                graphs=True,
-                without={"Glm4MoeForCausalLM": "routers that are torch's own Linear"},
-            ),
+        "0.24": Row(COMMON + CUDA + UNTIL_0_25 + UNTIL_0_26, replace(_CUDA, scores="compute_topk_logprobs")),
+        "0.25": Row(
+            COMMON + CUDA + SINCE_0_25 + UNTIL_0_25 + UNTIL_0_26, replace(_CUDA, scores="compute_topk_logprobs")
         ),
+        "0.26": Row(COMMON + CUDA + SINCE_0_25 + SINCE_0_26 + UNTIL_0_26, _CUDA),
         "0.32": Row(
             COMMON + CPU + SINCE_0_25 + SINCE_0_26 + SINCE_0_32,
             Version(

@@ -7,18 +7,17 @@ from contextlib import nullcontext
 
 import torch
 import vllm
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_ep_group, get_tp_group
 from vllm.logger import init_logger
 
 from alignkit.contract import contract_id
 from alignkit.dist import TP, symmetric
 from alignkit.errors import UnsupportedError
-from alignkit.ops import library
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
 from alignkit.vllm.layers import aligned_layers
 from alignkit.vllm.live import Watch
-from alignkit.vllm.parallel import GROUP, EngineTP
+from alignkit.vllm.parallel import name_groups
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.sampler import AlignedSampler
 from alignkit.vllm.versions import installed, resolve
@@ -32,7 +31,7 @@ class AlignedWorker(resolve(installed().worker)):
         refuse_config(self.vllm_config)
         super().init_device()
         dispatch.name(self.device)  # raises where the device has none
-        library.name_group(GROUP, EngineTP())
+        name_groups(self._replicated)
         if self.vllm_config.use_v2_model_runner:  # it makes its sampler when it loads the model
             return
         runner = self.model_runner
@@ -45,7 +44,7 @@ class AlignedWorker(resolve(installed().worker)):
             super().load_model(**kwargs)
         self._watch = Watch(self.model_runner, self.vllm_config)
         # Ranks that differ would still exchange tensors, of other bits.
-        TP(get_tp_group().cpu_group).check_same("vLLM worker", self._inspect)
+        TP(self._ranks.cpu_group).check_same("vLLM worker", self._inspect)
         logger.info("aligned: contract %s", dispatch.family(self.device).contract_id)
 
     def compile_or_warm_up_model(self):
@@ -58,6 +57,10 @@ class AlignedWorker(resolve(installed().worker)):
     def execute_model(self, scheduler_output):
         self._watch.step()
         return super().execute_model(scheduler_output)
+
+    def execute_dummy_batch(self) -> None:
+        self._watch.step()  # it has a part in what the experts give the other replicas
+        super().execute_dummy_batch()
 
     def apply_model(self, fn):
         result = super().apply_model(fn)
@@ -92,7 +95,17 @@ class AlignedWorker(resolve(installed().worker)):
             facts = self._inspect()
         except UnsupportedError as e:
             return {"patched": False, "replaced": str(e), "vllm": vllm.__version__}
-        return {"patched": True, **facts, "symmetric_memory": symmetric.used(get_tp_group().device_group)}
+        return {"patched": True, **facts, "symmetric_memory": symmetric.used(self._ranks.device_group)}
+
+    @property
+    def _replicated(self) -> bool:
+        """Whether replicas share experts. Those of a dense model share nothing."""
+        return self.parallel_config.data_parallel_size > 1 and bool(self.model_config.is_moe)
+
+    @property
+    def _ranks(self):
+        """All ranks that compute one model together."""
+        return get_ep_group() if self._replicated else get_tp_group()
 
     def _sampling(self):
         if not self.vllm_config.use_v2_model_runner:

@@ -1,8 +1,12 @@
-"""The random-weight models that whole engines are measured with, and their prompts."""
+"""The random-weight models that whole engines are measured with, and their prompts; the widths of published models."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+from alignkit.contract import k_leaves
 
 SIZES = {
     "large": {
@@ -52,6 +56,68 @@ MIXTURES = {
     "small-moe": SIZES["small"] | {"arch": "qwen3_moe", "intermediate": 128, "experts": 16, "top_k": 4},
 }
 """Sizes of mixtures of experts, of which `intermediate` is the width of each."""
+
+
+class Layer(NamedTuple):
+    """Of a linear layer what a rank of tensor parallelism has: weight [n, k], and the leaves of k."""
+
+    n: int
+    k: int
+    leaves: int = 1
+    bias: bool = False
+
+
+class Dense(NamedTuple):
+    """The widths of a published dense model."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    qkv_bias: bool = False
+
+    def shares(self, ranks: int) -> bool:
+        """Whether so many tensor-parallel ranks can share it."""
+        row_parallel = self.heads * self.head_dim, self.intermediate
+        return all(
+            size % ranks == 0 for size in (self.heads, self.kv_heads, self.intermediate, *map(k_leaves, row_parallel))
+        )
+
+    def layers(self, ranks: int) -> dict[str, Layer]:
+        """The linear layers of a decoder layer, as one of `ranks` has them."""
+        attention, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "qkv": Layer((attention + 2 * kv) // ranks, self.hidden, bias=self.qkv_bias),
+            "o": Layer(self.hidden, attention // ranks, k_leaves(attention) // ranks),
+            "gate_up": Layer(2 * self.intermediate // ranks, self.hidden),
+            "down": Layer(self.hidden, self.intermediate // ranks, k_leaves(self.intermediate) // ranks),
+        }
+
+
+DENSE = {
+    "qwen2.5-0.5b": Dense(896, 14, 2, 64, 4864, True),
+    "qwen2.5-1.5b": Dense(1536, 12, 2, 128, 8960, True),
+    "qwen2.5-3b": Dense(2048, 16, 2, 128, 11008, True),
+    "qwen2.5-7b": Dense(3584, 28, 4, 128, 18944, True),
+    "qwen2.5-14b": Dense(5120, 40, 8, 128, 13824, True),
+    "qwen2.5-32b": Dense(5120, 40, 8, 128, 27648, True),
+    "qwen2.5-72b": Dense(8192, 64, 8, 128, 29568, True),
+    "qwen3-0.6b": Dense(1024, 16, 8, 128, 3072),
+    "qwen3-1.7b": Dense(2048, 16, 8, 128, 6144),
+    "qwen3-4b": Dense(2560, 32, 8, 128, 9728),
+    "qwen3-8b": Dense(4096, 32, 8, 128, 12288),
+    "qwen3-14b": Dense(5120, 40, 8, 128, 17408),
+    "qwen3-32b": Dense(5120, 64, 8, 128, 25600),
+    "llama2-7b": Dense(4096, 32, 32, 128, 11008),
+    "llama2-13b": Dense(5120, 40, 40, 128, 13824),
+    "llama2-70b": Dense(8192, 64, 8, 128, 28672),
+    "llama3-1b": Dense(2048, 32, 8, 64, 8192),
+    "llama3-3b": Dense(3072, 24, 8, 128, 8192),
+    "llama3-8b": Dense(4096, 32, 8, 128, 14336),
+    "llama3-70b": Dense(8192, 64, 8, 128, 28672),
+}
+"""All sizes of dense Qwen2.5, Qwen3, Llama 2 and Llama 3 up to 72B, by their config.json."""
 
 
 def draw_lengths(count: int, longest: int) -> tuple[int, ...]:

@@ -140,6 +140,10 @@ def test_e2e_of_a_mixture(e2e, tmp_path):
         trainings = {"tp1"} | ({"tp2", "tp2-sp"} if sizes else set())
         trainings |= {f"{t}-ep{m}" for m in sizes for t in ("tp1", "tp2-sp")}
         assert {(r, f"{t}-{m}") for r in rollouts for t in trainings for m in ("padded", "packed")} <= aligned
+        replicas = {1: set(), 2: {"dp2", "dp2-ep"}, 4: {"dp2", "dp2-ep", "dp4-ep", "tp2-dp2-ep"}}[n]
+        assert {r.rollout for r in rows if r.rollout_dp > 1} == replicas
+        few = ("tp1", "tp1-ep2", "tp2-sp")
+        assert {(r, f"{t}-{m}") for r in replicas for t in few for m in ("padded", "packed")} <= aligned
         assert {(r, f"tp1-{m}") for r in ("one", "prefix", "chunked") for m in ("one", "padded", "packed")} <= aligned
         stock = pairs(rows, False)
         assert ("routed", "tp1-padded") in stock and not [t for _, t in stock if t.endswith("packed")]
@@ -208,7 +212,7 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
     monkeypatch.setattr(versions, "gpus", list)
     lost, off = [], [0.0]
 
-    def execute(jobs, out, timeout, progress, keep_going):
+    def execute(jobs, out, timeout, progress, keep_going, per_gpu):
         for job in jobs:
             rollout = job.module == "alignkit.check.rollout"
             for run in job.spec["runs"]:
@@ -864,7 +868,7 @@ def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "without vllm: ImportError: no such peer" in out and out.count("deep_gemm: RuntimeError: it broke") == 4
     rows = {tuple(r[k] for k in matmul.KEY): r for r in json.loads(path.read_text())["rows"]}
-    assert {(*key[:1], *key[2:]) for key in rows if key[1] == "alignkit"} == {
+    assert {(key[0], *key[2:4]) for key in rows if key[1] == "alignkit"} == {
         ("8b.qkv", "forward", 1),
         ("8b.qkv", "forward", 3),
         ("8b.qkv", "dgrad", 5),
@@ -873,7 +877,7 @@ def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
         ("8b.o/8", "forward", 3),
         ("8b.o/8", "forward", 300),
     }
-    ours, stock = (rows["8b.o/8", impl, "forward", 300] for impl in ("alignkit", "cublas"))
+    ours, stock = (rows["8b.o/8", impl, "forward", 300, None] for impl in ("alignkit", "cublas"))
     assert stock["x"] == 1 and ours["x"] == ours["ms"] / stock["ms"] and (ours["n"], ours["k"]) == (16, 128)
 
     assert matmul.main(["--json", str(path), "--seconds", "0.001", "--resume", "--impl", "cublas", "alignkit"]) == 0
@@ -906,6 +910,59 @@ def test_matmul_without_a_workspace(matmul, tmp_path, monkeypatch):
     rows = {(r["impl"], r["pass"]): r for r in json.loads(path.read_text())["rows"]}
     starved, stock = rows["cublas-starved", "forward"], rows["cublas", "forward"]
     assert starved["x"] == starved["ms"] / stock["ms"] and ("alignkit", "forward") in rows
+
+
+def test_matmul_draws_published_layers(module):
+    matmul, models = module("matmul"), module("lib.models")
+    assert not models.DENSE["qwen2.5-7b"].shares(8) and models.DENSE["llama3-70b"].shares(8)
+    layers = models.DENSE["qwen2.5-7b"].layers(4)
+    assert layers["qkv"] == (1152, 3584, 1, True) and layers["down"] == (3584, 4736, 2, False)
+    drawn = matmul.draw(1, 300)
+    assert drawn == matmul.draw(1, 400)[:300] and len(set(drawn)) == 300 and drawn != matmul.draw(2, 300)
+    assert {which for _, _, which in drawn} == set(matmul.PASSES)
+    few = [m for _, m, which in drawn if which == "forward" and m <= 256]
+    assert 100 < len(few) < 170 and min(few) < 4 and max(m for _, m, _ in drawn) > 8192
+    assert all(m > 256 for _, m, which in drawn if which != "forward")
+    assert all(f"/{case.leaves}" in case.name and case.k % (16 * case.leaves) == 0 for case, *_ in drawn)
+
+
+@pytest.fixture
+def tiny(module, monkeypatch):
+    matmul, models = module("matmul"), module("lib.models")
+    monkeypatch.setattr(matmul, "DENSE", {"tiny-1b": models.Dense(64, 4, 2, 16, 128, True)})
+    monkeypatch.setattr(matmul, "MANY", (300,))
+    return matmul
+
+
+def test_matmul_drawn(tiny, tmp_path, capsys):
+    path = tmp_path / "matmul.json"
+    command = ["--json", str(path), "--seconds", "0.001", "--draw", "3", "--cells", "12"]
+    assert tiny.main(command) == 0
+    out = capsys.readouterr().out
+    assert "| drawn | products | geometric mean |" in out and "\n12 of 12 products" in out
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 24 and {r["draw"] for r in rows} == {3}
+    assert {r.get("by") for r in rows} == {None, "cpu"}
+    assert tiny.main([*command, "--cells", "3"]) == 0
+    again = json.loads(path.read_text())
+    assert len(again["rows"]) == 24 and len(again["runs"]) <= 2
+
+
+def test_matmul_candidates(tiny, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "ways.json"
+    command = ["--json", str(tmp_path / "none.json"), "--seconds", "0.001", "--candidates", str(path)]
+    with pytest.raises(SystemExit):
+        tiny.main(command)
+    command += ["--draw", "3", "--cells", "12"]
+    assert tiny.main(command) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 12 and all(list(r["ways"]) == ["cpu"] == [r["by"]] and r["cublas"] > 0 for r in rows)
+    assert "the fastest way: " in capsys.readouterr().out
+
+    ways = tiny.ways
+    monkeypatch.setattr(tiny, "ways", lambda p: ways(p) | {"other": lambda a, b, bias, out: out.fill_(3.0)})
+    assert tiny.main(command) == 1
+    assert "OTHER BITS: tiny-1b." in capsys.readouterr().out
 
 
 # Tables and plots
@@ -1056,6 +1113,15 @@ def test_tables(tables):
     matmul = tables.matmul(matmul_sample())
     assert "| rows | 1 | 256 |\n" in matmul and "| 8b.qkv | 0.50 | 1.25 |\n| 8b.o/8 | 2.00 |  |\n" in matmul
     assert "| alignkit: mean | 1.00 | 1.25 |\n| alignkit: largest | 2.00 | 1.25 |\n| vllm: mean |  | 4.00 |" in matmul
+    drawn = matmul_sample()
+    drawn["rows"] += [
+        row | {"draw": 7, "case": "qwen3-8b.o@1/8", "m": m, "by": "tree parts=4", "x": x, "impl": "alignkit"}
+        for row, m, x in ((drawn["rows"][0], 100, 1.0), (drawn["rows"][0], 300, 1.21))
+    ]
+    spread = tables.matmul(drawn)
+    assert spread.startswith(matmul) and "\n\nDrawn, seed 7:\n\n| drawn | products |" in spread
+    assert "| k-trees | 1 | 1.210 | 1.21 | 1.21 | 0% at most 1.10 |" in spread
+    assert "| k-tree | 1.00 (1.00) | 1.21 (1.21) |" in spread and "| 1.21 | 1000.0 | tree parts=4 |" in spread
     assert "| more rows | 512 |" in matmul and "| gradients | dgrad, 2048 |" in matmul
     for made in (
         text,

@@ -97,7 +97,7 @@ def test_on_a_cpu_every_engine_is_eager(tmp_path):
 
 def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, gpu=True, experts=True)
-    assert {r.rollout for r in rows} == ROLLOUTS | {"eager", "tp2-ep"}
+    assert {r.rollout for r in rows} == ROLLOUTS | {"eager", "tp2-ep", "dp2-ep"}
     jobs = plan.jobs(
         rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True, experts=True
     )
@@ -114,9 +114,29 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
         "tp1-ep2": (1, 2, 2),
         "tp2-sp-ep2": (2, 2, 2),
     }
-    assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep"}
-    assert not [r for r in plan.rows(["bfloat16"], 2, True, experts=True) if r.rollout_tp == 2 and not r.patched]
-    assert rollouts["tp2-ep"]["tp"] == 2 and [run["mode"] for run in rollouts["tp2-ep"]["runs"]] == ["batch"]
+    assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep", "tp1-dp2-ep"}
+    on_cpu = plan.rows(["bfloat16"], 2, True, experts=True)
+    assert not [r for r in on_cpu if r.rollout_tp * r.rollout_dp == 2 and not r.patched]
+    for name, sizes in {"tp2-ep": (2, 1), "tp1-dp2-ep": (1, 2)}.items():
+        spec = rollouts[name]
+        assert (spec["tp"], spec["dp"]) == sizes and [run["mode"] for run in spec["runs"]] == ["batch"]
+
+
+@pytest.mark.parametrize(
+    "rollout, sizes, slots",
+    [
+        ("dp2", (1, 2, False), 2),
+        ("dp4-ep", (1, 4, True), 4),
+        ("tp2-dp2-ep", (2, 2, True), 4),
+        ("tp2-ep", (2, 1, True), 2),
+        ("dp2-one", (1, 2, False), 2),
+    ],
+)
+def test_replicas_of_a_rollout(tmp_path, rollout, sizes, slots):
+    row = plan.Row("bfloat16", rollout, "tp1-padded", True)
+    assert (row.rollout_tp, row.rollout_dp, row.rollout_ep) == sizes
+    job = plan.jobs([row], tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0)[0]
+    assert (job.spec["tp"], job.spec["dp"], job.spec["expert_parallel"]) == sizes and job.slots == slots
 
 
 def test_choices_of_routers_are_saved_where_both_sides_have_all_tokens(tmp_path):
@@ -131,7 +151,7 @@ def test_choices_of_routers_are_saved_where_both_sides_have_all_tokens(tmp_path)
     for gpu, experts in ((False, True), (True, True), (False, False)):
         jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], gpu=gpu, experts=experts, **common)
         saved = {out["out"] for job in jobs for out in job.spec["runs"] if out.get("routing")}
-        known = [r for r in rows if r.rollout != "prefix" and r.training_pp == 1] if not gpu else routed
+        known = [r for r in rows if r.rollout not in ("prefix", "dp2-ep") and r.training_pp == 1] if not gpu else routed
         expected = {str(of(tmp_path, r)) for r in known for of in (plan.rollout_file, plan.training_file)}
         assert saved == (expected if experts else set())
         engines = {job.name.rpartition("rollout-")[2]: job.spec for job in jobs if "rollout-" in job.name}
@@ -288,14 +308,14 @@ def test_each_job_gets_gpus_of_its_own(tmp_path, job, monkeypatch):
     assert sorted((tmp_path / "c").read_text().split(",")) == ["3", "5", "7"]
 
 
-def test_ranks_of_a_training_share_gpus_where_asked(monkeypatch):
+def test_ranks_share_gpus_where_asked(monkeypatch):
     def wide(module, **sizes):
         return run.needed(Job("wide", module, {"tp": 1, "runs": []} | sizes))
 
     assert wide(plan.TRAINING, tp=2, pp=2) == 4
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "2")
     assert [wide(plan.TRAINING, **sizes) for sizes in ({}, {"tp": 2}, {"cp": 3}, {"tp": 2, "ep": 4})] == [1, 1, 2, 2]
-    assert wide(plan.ROLLOUT, tp=2) == 2
+    assert [wide(plan.ROLLOUT, tp=n) for n in (1, 2, 4)] == [1, 1, 2]
     monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0", "1"])
     assert most_ranks() == 4
 
@@ -310,11 +330,14 @@ def test_gpus(monkeypatch):
 
 def test_one_gpu_has_no_tensor_parallel_rows(tmp_path, monkeypatch):
     assert run.Options(out=tmp_path).tp == 2
-    monkeypatch.setattr(run, "gpus", lambda: ["0"])
+    for module in ("run", "machine"):
+        monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
     assert run.Options(out=tmp_path).tp == 1
     if installed("vllm") and installed("megatron.core"):
-        with pytest.raises(InputError, match="tp: 2 ranks need as many GPUs, there are 1"):
+        with pytest.raises(InputError, match="tp: 2 ranks need as many GPUs, there is room for 1"):
             run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
+    monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "4")
+    assert run.Options(out=tmp_path).tp == 2
 
 
 def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
@@ -331,7 +354,8 @@ def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
         for name, why in (("tp1-pp3-padded", "pp: 3 stages do not divide 4 layers"), ("tp1-cp3-one", "cp: 3 ranks")):
             with pytest.raises(InputError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
-        monkeypatch.setattr(run, "gpus", lambda: ["0"])
+        for module in ("run", "machine"):
+            monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
         with pytest.raises(InputError, match="training: an engine needs 2 GPUs, there are 1"):
             run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
 

@@ -75,7 +75,7 @@ def test_each_op_has_a_kernel_on_each_family():
         "moe_combine": ["rows=4", "h=2048", "top_k=8"],
     }
     fused = {"rms_norm", "rms_norm_backward", "head_statistics", "head_gradient", "head_products", "gated_delta_rule"}
-    fused |= {"attention", "paged_attention"}
+    fused |= {"attention", "attention_backward", "paged_attention"}
     for op in dispatch.OPS:
         for family in ("cpu", "sm90"):
             (runs,) = kernels(explain(op, [*needed.get(op, []), f"family={family}"]), "runs")
@@ -98,6 +98,8 @@ def test_each_op_has_a_kernel_on_each_family():
         ("attention", ["heads=65", "kv_heads=1"], "groups of 65 heads, of at most 64"),
         ("attention", ["rows=67108864"], "67108864 rows of 16 heads"),
         ("attention", ["rows=64", "heads=2"], None),
+        ("attention_backward", ["head_dim=96"], "heads of 96, of 64 or 128"),
+        ("attention_backward", ["rows=64", "heads=2"], None),
         ("paged_attention", ["page=1"], "pages of 1 rows, not of a multiple of 16"),
         ("paged_attention", ["page=48"], None),
         ("paged_attention", ["page=16", "head_dim=256"], "heads of 256"),

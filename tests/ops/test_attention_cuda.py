@@ -156,7 +156,9 @@ def test_long_contexts(dim, heads, kv, dtype):
             if max(take) == 1 or programs == 132:
                 out = torch.full_like(got, float("nan"))
                 flat = (c.flatten(0, 1) for c in (k_cache, v_cache))
-                options = {"programs": programs, "all_of_them": programs == 5}
+                options = {"programs": programs, "all_of_them": programs == 5, "overlap": programs != 132}
+                if programs == 1021:
+                    options |= {"SEQS": 2, "MORE": True}  # sequences that it looks at at a time
                 backend.paged(q[rows], *flat, table, starts, length, 16, dim**-0.5, out, short=options)
                 assert_bitwise_equal(out, got, f"queries {take}, {programs} programs")
     for s, longest in enumerate(lens):  # each alone, at an earlier time

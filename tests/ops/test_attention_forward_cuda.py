@@ -54,9 +54,7 @@ def test_packed(kernels, dim, heads, kv):
         q, k, v, _, cu = packed(lens, heads, kv, dim, seed=seed)
         want = triton.forward(q, k, v, cu, dim**-0.5)
         for together in {1, heads // kv}:
-            for turns in (False, True):
-                got = cuda.forward(q, k, v, cu, dim**-0.5, together, turns)
-                same(got, want, f"{lens}, together {together}, turns {turns}")
+            same(cuda.forward(q, k, v, cu, dim**-0.5, together), want, f"{lens}, together {together}")
         same(cuda.forward(q, k, v, cu.long(), dim**-0.5), want, f"{lens}, int64 starts")
         joint = torch.cat([q, k, v], 1)
         parts = joint.split([heads, kv, kv], 1)
@@ -82,8 +80,7 @@ def test_long_contexts(kernels, dim):
     q, k, v, _, cu = packed([33000, 7000], 8, 2, dim)
     want = triton.forward(q, k, v, cu, dim**-0.5)
     for _ in range(5):  # a race shows as a difference of two runs
-        for turns in (False, True):
-            same(cuda.forward(q, k, v, cu, dim**-0.5, turns=turns), want, f"turns {turns}")
+        same(cuda.forward(q, k, v, cu, dim**-0.5), want, "again")
 
 
 @pytest.mark.parametrize("dim,heads,kv,page", PAGED)
@@ -104,12 +101,11 @@ def test_paged(kernels, dim, heads, kv, page):
         ints = torch.int64 if page == 16 and x == 0 else torch.int32
         arguments = table.to(ints), starts.to(ints), torch.tensor(lens, dtype=ints), page, dim**-0.5
         for together in {1, heads // kv}:
-            for turns in (False, True):
-                out = torch.full_like(queries, float("nan"))
-                cuda.paged(queries, *flat, *arguments, out, together, turns)
-                what = f"{take} of {lens}, together {together}, turns {turns}"
-                assert_bitwise_equal(out[: len(rows)], want[rows], what)
-                assert not out[len(rows) :].any(), what
+            out = torch.full_like(queries, float("nan"))
+            cuda.paged(queries, *flat, *arguments, out, together)
+            what = f"{take} of {lens}, together {together}"
+            assert_bitwise_equal(out[: len(rows)], want[rows], what)
+            assert not out[len(rows) :].any(), what
 
 
 def test_chosen(kernels):

@@ -33,14 +33,22 @@ for s, n in enumerate(lens):
         cache[order[s][at // page], at % page] = t[starts[s] : starts[s + 1]]
 for take in ((1, 1, 1, 1), (1, 0, 3, 2)):
     rows = torch.cat([torch.arange(int(end) - n, int(end)) for end, n in zip(starts[1:], take)])
-    for programs in (1, 3, 20) if take[0] == take[1] else (7,):
+    for options in ({"programs": 1}, {"programs": 3}, {"programs": 20}, {"programs": 7, "SEQS": 2, "MORE": True}):
         out = torch.full((len(rows) + 2, heads, dim), float("nan"))
         queries = torch.cat([q[rows], out[-2:]])
         integers = torch.tensor([0, *take]).cumsum(0).int(), torch.tensor(lens).int()
         flat = [c.flatten(0, 1) for c in caches]
-        triton.paged(queries, *flat, table, *integers, page, 0.25, out, short={"programs": programs}, BLOCK_M=64)
-        assert_bitwise_equal(out[:-2], want[rows], f"{programs} programs")
+        triton.paged(queries, *flat, table, *integers, page, 0.25, out, short=options, BLOCK_M=64)
+        assert_bitwise_equal(out[:-2], want[rows], f"{options}")
         assert not out[-2:].any()
+n = 37 * leaf + 5  # joined 32 leaves at a time, then 8
+k, v, q = torch.randn(n, 1, dim), torch.randn(n, 1, dim), torch.randn(1, 3, dim)
+integers = torch.arange(n // leaf + 1).int()[None], torch.tensor([0, 1]).int(), torch.tensor([n]).int()
+k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, leaf - 5)) for t in (k, v))
+results = [torch.empty_like(q) for _ in range(4)]
+for programs, out in zip((1, 2, 19, 38), results):
+    triton.paged(q, k, v, *integers, leaf, 0.25, out, short={"programs": programs})
+    assert_bitwise_equal(out, results[0], f"{programs} programs")
 print("done")
 """
 

@@ -1,4 +1,4 @@
-"""The forward kernel of csrc/sm90/attention on a CPU: compiled against tests/ops/cuda_on_cpu, which has a stand-in for each
+"""The kernels of csrc/sm90/attention on a CPU: compiled against tests/ops/cuda_on_cpu, which has a stand-in for each
 instruction, and compared by bytes with the formula of the contract. What the real tensor core and ex2 round differently
 has no part in it; which rows, keys, leaves and columns go where has, and who waits for whom."""
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import _Ints, arguments
+from alignkit.ops.attention.cuda import _Ints, arguments, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -21,24 +21,34 @@ BLOCK, LEAF, PAD = SM90.kv_block, SM90.kv_leaf, 128
 F32, F64 = np.float32, np.float64
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    """The kernel for the CPU."""
-    folder = tmp_path_factory.mktemp("on_cpu")
-    (folder / "sm90/attention").mkdir(parents=True)
+def compiled(name: str, folder: Path) -> ctypes.CDLL:
+    """csrc/sm90/attention/{name}.cu for the CPU."""
+    to = folder / "sm90/attention"
+    to.mkdir(parents=True)
     shutil.copy(SOURCE / "interface.h", folder)
+    shutil.copy(SOURCE / "sm90/attention/heads.cuh", to)
     shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
-    text = (SOURCE / "sm90/attention/forward.cu").read_text()
+    text = (SOURCE / f"sm90/attention/{name}.cu").read_text()
     declared = "extern __shared__ __align__(1024) uint8_t raw[];"
     assert declared in text
-    source = folder / "sm90/attention/forward.cpp"
+    source = to / f"{name}.cpp"
     source.write_text(text.replace(declared, "uint8_t* raw = machine::shared;"))
-    library = folder / "kernel.so"
+    library = folder / f"{name}.so"
     options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"  # that forbids jumps to other stacks
     subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
     lib = ctypes.CDLL(str(library))
-    lib.alignkit_attention_forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    getattr(lib, f"alignkit_attention_{name}").argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return lib
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    return compiled("forward", tmp_path_factory.mktemp("on_cpu"))
+
+
+@pytest.fixture(scope="module")
+def backward(tmp_path_factory):
+    return compiled("backward", tmp_path_factory.mktemp("on_cpu"))
 
 
 libm = ctypes.CDLL("libm.so.6")
@@ -130,18 +140,19 @@ def wanted(q, k, v, context, factor):
     return torch.from_numpy(np.stack([o for o, _ in heads], 1)).bfloat16(), np.stack([s for _, s in heads])
 
 
-@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize(
     "dim,heads,kv,together,lens",
     [
         (128, 2, 1, 1, [1, 64, 0, 130, 3]),
         (128, 3, 1, 3, [65, 70]),
         (128, 1, 1, 1, [600]),
+        (128, 1, 1, 1, [1100]),
         (64, 2, 2, 1, [193, 1, 100]),
         (64, 5, 1, 5, [40, 530]),
+        (64, 1, 1, 1, [1090]),
     ],
 )
-def test_packed(kernel, dim, heads, kv, together, lens, turns):
+def test_packed(kernel, dim, heads, kv, together, lens):
     total = sum(lens)
     q, k, v = draw(total, heads, dim, 1), draw(total, kv, dim, 2), draw(total, kv, dim, 3)
     starts = torch.tensor([0, *lens]).cumsum(0)
@@ -151,7 +162,7 @@ def test_packed(kernel, dim, heads, kv, together, lens, turns):
     v[-1, 0, 5] = float("inf")  # of a sequence that no other's zeros may meet
     out, pads = torch.full_like(q, 7.0), total // PAD + len(lens) + 1
     shift = torch.full((heads, pads * PAD), float("-inf"))
-    a = arguments(q, k, v, out, starts, dim**-0.5, together, turns)
+    a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.shift, a.pads = shift.data_ptr(), pads
     assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
     expected = torch.full_like(shift, float("-inf"))
@@ -196,7 +207,7 @@ def test_paged(kernel, dim, heads, kv, page, together, shapes):
     q = draw(total + 3, heads, dim, 5)
     starts, seq_lens = torch.tensor([0, *takes]).cumsum(0).int(), torch.tensor(lens)
     out = torch.full_like(q, 7.0)
-    a = arguments(q, k, v, out, starts, dim**-0.5, together, True)
+    a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.kv_len, a.table, a.table_row = _Ints(seq_lens.data_ptr(), 1), _Ints(table.data_ptr(), 0), table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, 4, 18, 1 << 20
     assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
@@ -219,7 +230,7 @@ def test_division(kernel):
     v[40:, 1, ::3] = 0.0
     starts = torch.tensor([0, *lens]).cumsum(0)
     out, shift = torch.zeros_like(q), torch.zeros(heads, (total // PAD + len(lens) + 1) * PAD)
-    a = arguments(q, k, v, out, starts, dim**-0.5, 1, True)
+    a = arguments(q, k, v, out, starts, dim**-0.5, 1)
     a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
     assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
     for s, n in enumerate(lens):
@@ -235,7 +246,91 @@ def test_wrong_starts(kernel):
     q = draw(50, 2, 64, 1)
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         out, shift = torch.zeros_like(q), torch.zeros(2, 8 * PAD)
-        a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1, True)
+        a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1)
         a.shift, a.pads = shift.data_ptr(), 8
         assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
         assert out.isnan().all() and not shift.any()
+
+
+def statistics(q, k, v, g, lens, pads, factor):
+    """shift and delta [heads, pads * PAD], as the forward pass and the sums before the backward one leave them."""
+    heads = q.shape[1]
+    shift, delta = torch.full((heads, pads * PAD), float("-inf")), torch.zeros(heads, pads * PAD)
+    begin = 0
+    for s, n in enumerate(lens):
+        rows, at = slice(begin, begin + n), (begin // PAD + s) * PAD
+        if n:
+            out, own = wanted(q[rows], k[rows], v[rows], 0, factor)
+            shift[:, at : at + n] = torch.from_numpy(own)
+            delta[:, at : at + n] = (g[rows].float() * out.float()).sum(-1).t()
+        begin += n
+    return shift, delta
+
+
+def differentiate(q, k, v, g, shift, delta, factor, scale):
+    """Gradients of a sequence: q, g [n, heads, D], k, v [n, kv, D], shift, delta [heads, n]."""
+    n, group = q.shape[0], q.shape[1] // k.shape[1]
+    factor, scale = F32(factor), F32(scale)
+    q, k, v, g = (t.float().numpy() for t in (q, k, v, g))
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    zeros, seen = np.zeros((n, n), F32), np.tri(n, dtype=bool)
+    for h in range(q.shape[1]):
+        hk = h // group
+        p = ex2(fma(chain(q[:, h], k[:, hk], zeros), factor, shift[h, :, None]))
+        p = np.where(seen, p, F32(0))
+        ds = p * (chain(g[:, h], v[:, hk], zeros) - delta[h, :, None])
+        p, ds = (torch.from_numpy(t).bfloat16().float().numpy() for t in (p, ds))
+        dq[:, h] = chain(ds, k[:, hk].T, dq[:, h]) * scale
+        dv[:, hk] = chain(p.T, g[:, h].T, dv[:, hk])
+        dk[:, hk] = chain(ds.T, q[:, h].T, dk[:, hk])
+    return [torch.from_numpy(t).bfloat16() for t in (dq, dk * scale, dv)]
+
+
+@pytest.mark.parametrize(
+    "dim,heads,kv,lens",
+    [
+        (128, 2, 1, [1, 64, 0, 130, 3]),
+        (128, 3, 3, [65, 128, 127]),
+        (128, 1, 1, [600]),
+        (64, 4, 2, [193, 1, 100]),
+        (64, 5, 1, [40, 530]),
+        (64, 1, 1, [5] * 40 + [260]),
+    ],
+)
+def test_backward(backward, dim, heads, kv, lens):
+    total = sum(lens)
+    q, g = draw(total, heads, dim, 1), draw(total, heads, dim, 4, 1.0)
+    k, v = draw(total, kv, dim, 2), draw(total, kv, dim, 3)
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    if kv > 1:
+        starts = starts.int()
+        k, q = (torch.cat([t, t], -1)[..., :dim] for t in (k, q))  # strided
+    scale, pads = dim**-0.5, total // PAD + len(lens) + 1
+    grads = [torch.full(t.shape, 7.0, dtype=t.dtype) for t in (q, k, v)]
+    shift, delta = torch.zeros(heads, pads * PAD), torch.zeros(heads, pads * PAD)
+    a = gradients(q, k, v, g, shift, delta, grads, starts, scale)
+    known = statistics(q, k, v, g, lens, pads, a.factor)
+    shift.copy_(known[0])
+    delta.copy_(known[1])
+    last = int(starts[-2])
+    for t in (q, k, v, g):  # the last sequence is all NaN, which no other may meet
+        if len(lens) > 1:
+            t[last:] = float("nan")
+    assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+    for s, n in enumerate(lens):
+        rows, at = slice(int(starts[s]), int(starts[s]) + n), (int(starts[s]) // PAD + s) * PAD
+        if n == 0 or (s and s == len(lens) - 1):
+            continue
+        of_queries, sums = (t[:, at : at + n].numpy() for t in (shift, delta))
+        expected = differentiate(q[rows], k[rows], v[rows], g[rows], of_queries, sums, a.factor, a.scale)
+        for name, got, want in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+            assert_bitwise_equal(got[rows], want, f"{name}, sequence {s}")
+
+
+def test_backward_of_wrong_starts(backward):
+    q, statistics = draw(50, 2, 64, 1), torch.zeros(2, 8 * PAD)
+    for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
+        grads = [torch.zeros_like(q) for _ in range(3)]
+        a = gradients(q, q, q, q, statistics, statistics, grads, torch.tensor(starts), 1.0)
+        assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+        assert all(t.isnan().all() for t in grads)

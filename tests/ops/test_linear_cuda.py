@@ -209,6 +209,16 @@ def test_decisions(fresh, monkeypatch):
     assert calls == [(a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), 7)] * 3
 
 
+def trials(monkeypatch, passes):
+    """Trials have no operands; `passes` is asked of the algorithm and the problem."""
+
+    class Trial:
+        def __init__(self, p, chain):
+            self.passes = lambda algorithm: passes(algorithm, p)
+
+    monkeypatch.setattr(cublaslt, "_Trial", Trial)
+
+
 def test_admission(fresh, monkeypatch, caplog):
     """Splits of k are not tried; a failure is named, remembered, and the next suggestion taken."""
     caplog.set_level(logging.INFO, cublaslt.__name__)
@@ -222,7 +232,7 @@ def test_admission(fresh, monkeypatch, caplog):
     }
     tried = []
     monkeypatch.setattr(cublaslt, "configuration", says.__getitem__)
-    monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, *_: tried.append(algorithm) or algorithm == b"right")
+    trials(monkeypatch, lambda algorithm, _: tried.append(algorithm) or algorithm == b"right")
     for _ in range(2):
         assert list(cublaslt._admitted(p, list(says), None)) == [b"right"]
     assert tried == [b"wrong", b"right"]
@@ -237,7 +247,7 @@ def test_an_algorithm_is_tried_once_at_each_k(fresh, monkeypatch):
     p = asked_of(a, b, None, torch.empty(40, 24), False)
     tried = []
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
-    monkeypatch.setattr(cublaslt, "_passes", lambda algorithm, trial, chain: tried.append(trial.k) or trial.k < 5000)
+    trials(monkeypatch, lambda algorithm, p: tried.append(p.k) or p.k < 5000)
     for k in (1024, 4096, 4096 + 64, 8192, 4096, 1024, 8192):
         assert list(cublaslt._admitted(p._replace(k=k), [b"one"], None)) == ([b"one"] if k < 5000 else [])
     assert tried == [1024, 4096, 4096 + 64, 8192]
@@ -471,16 +481,20 @@ def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
     pytest.importorskip("triton")
     from alignkit.ops.linear.cuda import deal
 
-    assert [deal(m, 4096, 8, 66) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
-    assert deal(64, 4288, 8, 66) == 2  # more tiles than clusters
-    assert deal(64, 4096, 2, 66) is None
-    assert deal(128, 5120, 8, 66) == 8 and deal(128, 4096, 4, 66) == 4 and deal(128, 4096, 2, 66) == 2
+    def parts(m, n, leaves):
+        how = deal(m, n, leaves, 66)
+        return how and how.parts
+
+    assert [parts(m, 4096, 8) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
+    assert parts(64, 4288, 8) == 2  # more tiles than clusters
+    assert parts(64, 4096, 2) is None
+    assert parts(128, 5120, 8) == 8 and parts(128, 4096, 4) == 4 and parts(128, 4096, 2) == 2
     assert all(
-        parts <= leaves <= 4 * parts
+        chosen <= leaves <= 4 * chosen
         for leaves in (2, 4, 8)
         for n in range(1, 20000, 777)
         for m in (65, 129)
-        for parts in [deal(m, n, leaves, 66)]
+        for chosen in [parts(m, n, leaves)]
     )
 
 
@@ -494,9 +508,9 @@ def cuda_kernels():
 
 @gpu
 @given(
-    m=st.integers(1, 256),
+    m=st.integers(1, 600),
     n=st.integers(1, 700),
-    leaf=st.integers(1, 6).map(lambda i: 64 * i),
+    leaf=st.integers(1, 24).map(lambda i: 16 * i),
     leaves=st.sampled_from([2, 4, 8]),
     pad=st.sampled_from([0, 8]),
     has_bias=st.booleans(),
@@ -512,11 +526,10 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
     want = torch.empty(m, n, dtype=out_dtype)
     tiles(a, b, leaves, bias, want, False)
-    for parts in (1, 2, 4, 8):
-        if m <= kernels.QUARTERED_ROWS and leaves >= 4 if parts == 1 else parts <= leaves <= 4 * parts:
-            got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-            kernels.tree(leaves, parts, a, b, bias, got)
-            assert_bitwise_equal(got, want, f"{parts} parts")
+    for how in kernels.deals(m, leaves):
+        got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
+        kernels.tree(leaves, how, a, b, bias, got)
+        assert_bitwise_equal(got, want, str(how))
     assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=out_dtype), want, "by choice")
 
 
@@ -526,17 +539,18 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     n=st.integers(1, 2112),
     k=st.integers(256, 600).map(lambda n: 8 * n),
     pad=st.sampled_from([0, 8]),
+    has_bias=st.booleans(),
     out_dtype=st.sampled_from([FP32, BF16]),
     seed=seeds,
 )
-def test_narrow_chains(m, n, k, pad, out_dtype, seed):
+def test_narrow_chains(m, n, k, pad, has_bias, out_dtype, seed):
     kernels = cuda_kernels()
     torch.manual_seed(seed)
-    a, b = operands(m, n, k, pad=pad)
+    (a, b), bias = operands(m, n, k, pad=pad), randn(n, dtype=BF16) if has_bias else None
     got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-    assert kernels.narrow_refuses(Product.of(families.CUDA, a, b, 1, None, got, False)) is None
-    kernels.narrow(a, b, None, got)
-    assert_bitwise_equal(got, by_triton(a, b, out_dtype))
+    assert kernels.narrow_refuses(Product.of(families.CUDA, a, b, 1, bias, got, False)) is None
+    kernels.narrow(a, b, bias, got)
+    assert_bitwise_equal(got, by_triton(a, b, out_dtype, bias=bias))
 
 
 @gpu
@@ -544,7 +558,7 @@ def test_narrow_chains(m, n, k, pad, out_dtype, seed):
 def test_trees_that_are_left_to_triton(case):
     kernels = cuda_kernels()
     m, n, leaves = 40, 64, 8
-    a, b = operands(300 if case == "rows" else m, n, 8 * (48 if case == "leaf" else 64), pad=8 * (case == "address"))
+    a, b = operands(300 if case == "rows" else m, n, 8 * (40 if case == "leaf" else 64), pad=8 * (case == "address"))
     bias = randn(n) if case == "bias" else None
     if case == "address":
         a = a.as_strided(a.shape, a.stride(), 4)
@@ -555,12 +569,15 @@ def test_trees_that_are_left_to_triton(case):
 
 
 @gpu
-@pytest.mark.parametrize("m,leaves,parts", [(65, 8, 1), (40, 2, 1), (40, 8, 3), (40, 4, 8)])
-def test_trees_that_cannot_be_dealt_out_so(m, leaves, parts):
+@pytest.mark.parametrize(
+    "m,leaves,how",
+    [(65, 8, (1,)), (40, 2, (1,)), (40, 8, (3,)), (40, 4, (8,)), (40, 8, (8, 80)), (40, 8, (8, 64, True))],
+)
+def test_trees_that_cannot_be_dealt_out_so(m, leaves, how):
     kernels = cuda_kernels()
     a, b = operands(m, 64, 64 * leaves)
     with pytest.raises(BackendError, match="alignkit_few_tree: .*invalid argument"):
-        kernels.tree(leaves, parts, a, b, None, torch.empty(m, 64))
+        kernels.tree(leaves, kernels.Deal(*how), a, b, None, torch.empty(m, 64))
 
 
 @gpu

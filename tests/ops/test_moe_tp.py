@@ -7,6 +7,7 @@ import torch.distributed as dist
 from alignkit import ops
 from alignkit.dist import TP
 from alignkit.errors import InputError
+from alignkit.ops import library
 from alignkit.testing import Failed, assert_bitwise_equal
 
 from .helpers import CPU, UNIT, assert_within, gamma, randn
@@ -160,6 +161,46 @@ def test_numbers_of_ranks(grids):
     ):
         for outcome in grids.outcomes(sizes[0] * sizes[1], call, *sizes, {}, timeout=20):
             assert isinstance(outcome, Failed) and outcome.message.startswith(message), outcome
+
+
+class Padded(TP):
+    """Ranks of an engine, each of which knows how many rows the others have."""
+
+    def __init__(self, group, most):
+        super().__init__(group, agreed=True)
+        self.most = most
+
+    def height(self, rows):
+        return self.most
+
+
+def uneven(world, counts, share, dtype):
+    """The op of engines that compile, on four ranks, that share experts or their features (`share`) and are as many replicas as
+    there are `counts` of rows."""
+    own, place = divmod(world.rank, 4 // len(counts))
+    owners = Padded(_made[tuple(range(place, 4, 4 // len(counts)))], max(counts))
+    library.name_group("all", TP(_made[0, 1, 2, 3], agreed=True))
+    library.name_group("owners", owners)
+    x, ids, weights, gate_up, down, _ = inputs(12, dtype)
+    x, ids, weights = (t.split(counts)[own] for t in (x, ids, weights))
+    if share == "ep":
+        gate_up, down = gate_up.chunk(4)[world.rank], down.chunk(4)[world.rank]
+    else:
+        gate_up = torch.cat([t.chunk(4, 1)[world.rank] for t in gate_up.chunk(2, 1)], 1)
+        down = down.chunk(4, 2)[world.rank]
+    first, groups = (3 * world.rank, ("", "all")) if share == "ep" else (0, ("all", ""))
+    return library.moe_experts(x, ids, weights, gate_up, down, 12, first, *groups, "owners")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", ["ep", "tp"])
+@pytest.mark.parametrize("counts", [(7, 0, 3, 6), (1, 15)])
+def test_replicas_with_rows_of_their_own(grids, counts, share, dtype):
+    """As many as they like; ranks of one replica have the same."""
+    x, ids, weights, gate_up, down, _ = inputs(12, dtype)
+    want = ops.moe_experts(x, ids, weights, gate_up, down).split(counts)
+    for rank, got in enumerate(grids.run(4, uneven, counts, share, dtype)):
+        assert_bitwise_equal(got, want[rank // (4 // len(counts))], f"rank {rank}")
 
 
 def without_rows(world):

@@ -6,6 +6,8 @@ import torch
 from hypothesis import given, settings
 
 from alignkit.ops.linear import matmul
+from alignkit.ops.linear.problem import Product
+from alignkit.runtime import families
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, by_hopper, randn, seeds
@@ -62,7 +64,8 @@ def test_matmul(m, n, k, leaves, dtype):
 
 
 def assert_hopper(a, b, leaves, bias, dtype):
-    """hopper.py takes the product, and gives the bytes of tiles."""
+    """hopper.py takes the product, and gives the bytes of tiles, however it deals out the leaves."""
+    from alignkit.ops.linear import hopper
     from alignkit.ops.linear.triton import tiles
 
     want = torch.empty(a.shape[0], b.shape[0], dtype=dtype)
@@ -71,6 +74,12 @@ def assert_hopper(a, b, leaves, bias, dtype):
         got = torch.full_like(want, float("nan"))
         assert by_hopper(a, b, leaves, bias, got)
         assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves")
+    p = Product.of(families.TRITON, a, b, leaves, bias, want, False)
+    for parts in hopper.ways(p):
+        for behind in (0, 2):
+            got = torch.full_like(want, float("nan"))
+            hopper.prepare_parts(p, parts, behind)(a, b, bias, got)
+            assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves, {parts} parts")
     return want
 
 
@@ -78,15 +87,15 @@ def assert_hopper(a, b, leaves, bias, dtype):
 @given(
     m=st.integers(1, 3000),
     n=st.integers(1, 300),
-    steps=st.integers(1, 7),
+    slices=st.integers(1, 28),
     leaves=st.sampled_from([1, 2, 4, 8]),
     bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     pad=st.sampled_from([0, 8]),
     seed=seeds,
 )
-def test_hopper(m, n, steps, leaves, bias, dtype, pad, seed):
-    n, k = 8 * n, 64 * steps * leaves
+def test_hopper(m, n, slices, leaves, bias, dtype, pad, seed):
+    n, k = 8 * n, 16 * slices * leaves
     torch.manual_seed(seed)
     a, b = (randn(rows, k + pad, dtype=torch.bfloat16)[:, :k] for rows in (m, n))
     bias = randn(n, dtype=torch.bfloat16) if bias else None
@@ -119,7 +128,7 @@ def test_more_than_2_31_elements():
     "case", ["fp32", "mixed", "leaf", "odd rows", "odd out", "address", "expanded", "by column", "no k"]
 )
 def test_operands_that_are_left_to_tiles(case):
-    m, n, k = 300, 100 if case == "odd out" else 264, 8 * (32 if case == "leaf" else 64)
+    m, n, k = 300, 100 if case == "odd out" else 264, 8 * (24 if case == "leaf" else 64)
     a, b = randn(m, k, dtype=torch.bfloat16), randn(n, k, dtype=torch.bfloat16)
     if case == "fp32":
         a, b = a.float(), b.float()

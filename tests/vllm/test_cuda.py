@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from alignkit.check.machine import most_ranks
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from tests.vllm.conftest import ENGINE
@@ -32,7 +33,7 @@ ENGINES = {  # name: environment, options of the engine
     "multiprocess": ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": ""}, {}),
     "processed": ({}, {"logprobs_mode": "processed_logprobs"}),
 }
-if torch.cuda.device_count() > 1:
+if most_ranks() > 1:
     ENGINES["tp2"] = ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {"tensor_parallel_size": 2})
 
 
@@ -83,6 +84,8 @@ def expected(engines, prompts):
 def start(state, model, options):
     from vllm import LLM
 
+    from alignkit.check.replicas import Replicas
+    from alignkit.check.rollout import shared_gpus
     from alignkit.vllm import patch_vllm
 
     patch_vllm()
@@ -97,7 +100,10 @@ def start(state, model, options):
         }
         | options
     )
-    state.llm = LLM(model, dtype="bfloat16", **options)
+    replicas = options.get("data_parallel_size", 1)
+    if (ranks := replicas * options.get("tensor_parallel_size", 1)) > torch.cuda.device_count():
+        options |= shared_gpus(ranks)
+    state.llm = (Replicas if replicas > 1 else LLM)(model, dtype="bfloat16", **options)
     state.late = watch()
 
 

@@ -401,7 +401,6 @@ def test_a_shared_expert(spare, small, prompts):
         ("round_robin placement of experts", "parallel_config", "expert_placement_strategy", "round_robin"),
         ("all2all_backend deepep_low_latency", "parallel_config", "all2all_backend", "deepep_low_latency"),
         ("elastic expert parallelism", "parallel_config", "enable_elastic_ep", True),
-        ("data parallelism", "parallel_config", "data_parallel_size", 2),
         ("micro-batches that overlap", "parallel_config", "enable_dbo", True),
         ("return of routed experts", "aux_output_config", "enable_return_routed_experts", True),
         ("quantization .fp8.", "model_config", "quantization", "fp8"),

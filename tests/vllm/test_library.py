@@ -66,10 +66,7 @@ def test_compiled_is_eager_is_ops(backend):
         (library.silu_mul, tuple(drawn(3, 128).chunk(2, dim=-1))),
         (library.linear_fp32, (drawn(3, 64).bfloat16(), drawn(8, 64).bfloat16(), None)),
         (library.moe_router, (drawn(2, 3, 8), 2, "sigmoid", True, drawn(8), 4, 2, 2.5)),
-        (
-            library.moe_experts,
-            (drawn(3, 64), IDS, drawn(3, 2), drawn(4, 32, 64), drawn(4, 64, 16), 4, 0, "", "", False),
-        ),
+        (library.moe_experts, (drawn(3, 64), IDS, drawn(3, 2), drawn(4, 32, 64), drawn(4, 64, 16), 4, 0, "", "", "")),
         (library.sigmoid_mul, (drawn(3, 1), drawn(3, 64).bfloat16())),
         (library.add, (drawn(3, 64).bfloat16(), drawn(4, 64)[1:].bfloat16())),
     ],
@@ -84,9 +81,9 @@ def test_unknown_ranks():
     with pytest.raises(InputError, match="no ranks are named 'mine'"):
         library.row_parallel_linear(drawn(3, 64), drawn(8, 64), None, "mine")
     given = drawn(3, 64), IDS, drawn(3, 2), drawn(4, 32, 64), drawn(4, 64, 16), 4, 0
-    for argument, groups in (("tp", ("mine", "")), ("ep", ("", "mine"))):
+    for argument, groups in (("tp", ("mine", "", "")), ("ep", ("", "mine", "")), ("rows", ("", "", "mine"))):
         with pytest.raises(InputError, match=f"^{argument}: no ranks are named 'mine'"):
-            library.moe_experts(*given, *groups, False)
+            library.moe_experts(*given, *groups)
 
 
 def test_rotated_together():

@@ -80,7 +80,6 @@ def build_with_an_extra_layer(state, model):
         ("alignkit_vocab_size '7'", {"additional_config": {"alignkit_vocab_size": "7"}}),
         ("pipeline parallelism", {"pipeline_parallel_size": 2}),
         ("context parallelism", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
-        ("data parallelism", {"data_parallel_size": 2}),
         ("weight offloading", {"cpu_offload_gb": 1}),
         ("torch.compile", {"enforce_eager": False}),
         ("logprobs_mode raw_logits", {"logprobs_mode": "raw_logits"}),

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -167,6 +168,18 @@ def test_a_refused_request_is_told_why_and_the_server_lives_on(server, model):
     assert complete(server, model)["token_ids"]
 
 
+@pytest.mark.slow
+def test_replicas_behind_one_front_end(checkpoint, vllm_process, tmp_path):
+    """vLLM would start a front end for each."""
+    model = with_tokenizer(checkpoint("qwen3_moe", **SMALL), SMALL["vocab"])
+    options = [*OPTIONS, "--data-parallel-size", "2", "--enable-expert-parallel"]
+    with serving(model, options, tmp_path / "log", ENV) as address, ThreadPoolExecutor(4) as pool:
+        choices = list(pool.map(lambda _: complete(address, model, temperature=0.0), range(4)))
+    expected = vllm_process()(in_process, model)
+    for choice in choices:
+        assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == expected
+
+
 # Not at all.
 
 
@@ -177,8 +190,12 @@ def refused(state, arguments):
 
 
 def test_what_cannot_be_aligned_is_not_served(vllm_process, model):
+    process = vllm_process()
     with pytest.raises(UnsupportedError, match="LoRA"):
-        vllm_process()(refused, [model, *OPTIONS, "--port", "0", "--enable-lora"])
+        process(refused, [model, *OPTIONS, "--port", "0", "--enable-lora"])
+    several = ["--data-parallel-size", "2", "--data-parallel-size-local", "2", "--data-parallel-multi-port-external-lb"]
+    with pytest.raises(UnsupportedError, match="--data-parallel-multi-port-external-lb: only the front end"):
+        process(refused, [model, *OPTIONS, "--port", "0", *several])
 
 
 @pytest.mark.slow

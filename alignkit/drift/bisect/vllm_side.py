@@ -32,6 +32,7 @@ def engine(job: dict, **options):
         "dtype": job["dtype"],
         "patched": job["patched"],
         "tp": job["tp"],
+        "dp": 1,
         "eager": True,
         "runner": "v1",
         "prompts": job["sequences"],

@@ -173,6 +173,16 @@ def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out
     return out
 
 
+def reserve(q: torch.Tensor, kv_heads: int, positions: int) -> None:
+    """Takes the memory that `attend` needs beside its arguments, at most, for no more queries than q's over `kv_heads` heads of
+    keys and sequences of up to `positions`, and gives it back: for an engine that finds out by a trial how much a step takes.
+    q: [T, Hq, D]."""
+    if not families.on_host(q.device):
+        from .triton import workspace
+
+        torch.empty(workspace(q, kv_heads, positions), dtype=torch.float32, device=q.device)
+
+
 def _rows_view(name: str, cache: torch.Tensor) -> torch.Tensor:
     """[num_blocks, block_size, H, D] as [rows, H, D] without a copy."""
     (blocks, size, *row), (block_stride, *strides) = cache.shape, cache.stride()

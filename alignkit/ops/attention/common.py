@@ -46,20 +46,17 @@ def statistics(q0, s, head, pads):
 def fill(O, value, begin, end, step, hk, WIDTH: tl.constexpr, ROW: tl.constexpr):
     """`value` to part `hk`, of WIDTH elements, of rows begin, begin + step, ... before `end` of O [tokens, ROW]."""
     for t in range(begin, end, step):
-        for x in tl.static_range(0, WIDTH, 128):
-            i = x + tl.arange(0, 128)
+        for x in tl.static_range(0, WIDTH, 512):
+            i = x + tl.arange(0, 512)
             o = O + tl.cast(t, tl.int64) * ROW + hk * WIDTH + i
-            tl.store(o, tl.full((128,), value, O.dtype.element_ty), mask=i < WIDTH)
+            tl.store(o, tl.full((512,), value, O.dtype.element_ty), mask=i < WIDTH)
 
 
 @triton.jit
-def rows(P, row, page, stride, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr):
-    """Rows of P, [len(row), DP], zero beyond D; rows of pages of PAGE rows if PAGE > 0."""
+def rows(P, row, stride, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of P, [len(row), DP], zero beyond D."""
     d = tl.arange(0, DP)
-    at = row.to(tl.int64) * stride
-    if PAGE > 0:
-        at += page.to(tl.int64) * (stride * PAGE)
-    at = P + (at[:, None] + d[None, :])
+    at = P + ((row.to(tl.int64) * stride)[:, None] + d[None, :])
     if D == DP:
         return tl.load(at)
     else:
@@ -81,11 +78,16 @@ def is_few(q_len, kv_len, most):
 
 
 @triton.jit
+def weights(M, m, factor):
+    """Of a state and of the next leaf's: the larger of both maxima, and the factors that scale their sums to it."""
+    top = tl.maximum(M, m)
+    return top, tl.exp2((M - top) * factor), tl.exp2((m - top) * factor)
+
+
+@triton.jit
 def join(M, L, A, m, l, acc, factor, seen):
     """The state M, L, A of the leaves before with m, l, acc of the next joined to it, in the rows that have seen any of that."""
-    top = tl.maximum(M, m)
-    before = tl.exp2((M - top) * factor)
-    here = tl.exp2((m - top) * factor)
+    top, before, here = weights(M, m, factor)
     L = tl.where(seen, tl.fma(L, before, l * here), L)
     A = tl.where(seen[:, None], tl.fma(A, before[:, None], acc * here[:, None]), A)
     return tl.where(seen, top, M), L, A
@@ -157,19 +159,21 @@ def visit(
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    at = tl.minimum(begin + tl.arange(0, KVB), end - 1)  # beyond the end any row will do, its probability is 0
+    # Beyond the end any row will do, its probability is 0. Without a sign division by a power of two is a shift.
+    at = tl.minimum(begin + tl.arange(0, KVB), end - 1).to(tl.uint32)
     page = at
     if PAGE > 0:
-        page = tl.load(TABLE + at // PAGE).to(tl.int32)
+        page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
     for b in range(begin, end, KVB):
         j = b + tl.arange(0, KVB)
-        row = at % PAGE if PAGE > 0 else q0 + at
-        here = tl.minimum(tl.maximum(page, 0), pages - 1)
-        k = rows(K, row, here, skt, D, DP, PAGE)
-        v = rows(V, row, here, svt, D, DP, PAGE)
-        at = tl.minimum(j + KVB, end - 1)
+        row = q0 + at.to(tl.int32)
+        if PAGE > 0:
+            row = (tl.minimum(page, pages.to(tl.uint32) - 1) * PAGE + at % PAGE).to(tl.int32)
+        k = rows(K, row, skt, D, DP)
+        v = rows(V, row, svt, D, DP)
+        at = tl.minimum(j + KVB, end - 1).to(tl.uint32)
         if PAGE > 0:  # a block ahead, so that no load of keys waits for it
-            page = tl.load(TABLE + at // PAGE).to(tl.int32)
+            page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if b + KVB > context + first + 1:  # some query does not see all of the block
             score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))

@@ -1,5 +1,5 @@
 """CUDA: bf16 with heads of 64 or 128, of training and of the longer parts of sequences in a rollout, by the tensor core's
-asynchronous products (csrc/sm90/attention/forward.cu). Everything else is Triton's: the same bits."""
+asynchronous products (csrc/sm90/attention). Everything else is Triton's: the same bits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PAGE = 16
 
 @cuda.mirrors("AlignkitInts")
 class _Ints(ctypes.Structure):
-    """AlignkitInts of csrc/sm90/attention/forward.cu."""
+    """AlignkitInts of csrc/sm90/attention/heads.cuh."""
 
     _fields_ = [("data", ctypes.c_void_p), ("wide", ctypes.c_int)]
 
 
 @cuda.mirrors("AlignkitHeads")
 class _Heads(ctypes.Structure):
-    """AlignkitHeads of csrc/sm90/attention/forward.cu."""
+    """AlignkitHeads of csrc/sm90/attention/heads.cuh."""
 
     _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
 
@@ -45,11 +45,21 @@ class Arguments(ctypes.Structure):
         *((name, _Ints) for name in ("starts", "kv_len", "table")),
         *((name, ctypes.c_int64) for name in ("table_row", "kv_rows")),
         *((name, ctypes.c_int) for name in ("page", "width", "most", "few", "far")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads", "together", "turns")
-        ),
+        *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads", "together")),
         ("factor", ctypes.c_float),
+    ]
+
+
+@cuda.mirrors("AlignkitAttentionBackward")
+class Gradients(ctypes.Structure):
+    """AlignkitAttentionBackward of csrc/sm90/attention/backward.cu."""
+
+    _fields_ = [
+        *((name, _Heads) for name in ("q", "k", "v", "grad")),
+        *((name, ctypes.c_void_p) for name in ("shift", "delta", "dq", "dk", "dv")),
+        ("starts", _Ints),
+        *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads")),
+        *((name, ctypes.c_float) for name in ("factor", "scale")),
     ]
 
 
@@ -79,38 +89,58 @@ def _ints(t: torch.Tensor) -> _Ints:
     return _Ints(t.data_ptr(), t.dtype == torch.int64)
 
 
-def arguments(q, k, v, out, starts, scale: float, together: int, turns: bool) -> Arguments:
-    """All but what is of training or of a cache. Schedules, on which no bit depends: `together`, heads of a tile: one, or a
-    group; `turns`, whether groups of warps take turns at the tensor core."""
+def _heads(t: torch.Tensor) -> _Heads:
+    return _Heads(t.data_ptr(), t.stride(0), t.stride(1))
+
+
+def arguments(q, k, v, out, starts, scale: float, together: int) -> Arguments:
+    """All but what is of training or of a cache. `together`, on which no bit depends: heads of a tile, one or a group."""
     tokens, heads, dim = q.shape
-    a = Arguments(*(_Heads(t.data_ptr(), t.stride(0), t.stride(1)) for t in (q, k, v)), out.data_ptr())
+    a = Arguments(*(_heads(t) for t in (q, k, v)), out.data_ptr())
     a.starts = _ints(starts)
     a.kv_rows, a.tokens, a.sequences, a.heads = k.shape[0], tokens, starts.shape[0] - 1, heads
-    a.kv_heads, a.dim, a.together, a.turns, a.factor = k.shape[1], dim, together, turns, triton._factor(scale)
+    a.kv_heads, a.dim, a.together, a.factor = k.shape[1], dim, together, triton._factor(scale)
     return a
 
 
-def forward(q, k, v, starts, scale: float, together: int = 1, turns: bool = True):
-    """`together`, `turns`: see `arguments`."""
+def forward(q, k, v, starts, scale: float, together: int = 1):
+    """`together`: see `arguments`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pads = triton._pads(q.shape[0], starts.shape[0] - 1)
     shift = torch.full((q.shape[1], pads * PAD.value), float("-inf"), dtype=torch.float32, device=q.device)
-    a = arguments(q, k, v, out, starts, scale, together, turns)
+    a = arguments(q, k, v, out, starts, scale, together)
     a.shift, a.pads = shift.data_ptr(), pads
     cuda.call("alignkit_attention_forward", q.device, ctypes.byref(a))
     return out, shift
 
 
-def paged(
-    q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, together: int = 0, turns: bool = True
-) -> None:
-    """`together`, 0: a group, and `turns`: see `arguments`."""
+def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Gradients:
+    """`grads`: of q, k and v, contiguous."""
+    statistics = shift.data_ptr(), delta.data_ptr()
+    g = Gradients(*(_heads(t) for t in (q, k, v, d_out)), *statistics, *(t.data_ptr() for t in grads), _ints(starts))
+    g.tokens, g.sequences, g.heads, g.kv_heads, g.dim = q.shape[0], starts.shape[0] - 1, q.shape[1], *k.shape[1:]
+    g.pads, g.factor, g.scale = shift.shape[1] // PAD.value, triton._factor(scale), scale
+    return g
+
+
+def backward(q, k, v, starts, out, shift, d_out, scale: float):
+    if d_out.data_ptr() % 16:  # part of another tensor
+        d_out = d_out.clone()
+    delta = triton.sums(out, d_out, starts)
+    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    g = gradients(q, k, v, d_out, shift, delta, grads, starts, scale)
+    cuda.call("alignkit_attention_backward", q.device, ctypes.byref(g))
+    return grads
+
+
+def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, together: int = 0) -> None:
+    """`together`: see `arguments`; 0: a group."""
     seqs, width = block_table.shape
     alone = q.shape[0] <= seqs  # most likely one query each
     most = triton.few(q, k, v, block_table, starts, seq_lens, page, scale, out, all_of_them=alone)
     if alone:
         return
-    a = arguments(q, k, v, out, starts, scale, together or q.shape[1] // k.shape[1], turns)
+    a = arguments(q, k, v, out, starts, scale, together or q.shape[1] // k.shape[1])
     a.kv_len, a.table, a.table_row = _ints(seq_lens), _ints(block_table), block_table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, most, FEW.value, FAR.value
     cuda.call("alignkit_attention_forward", q.device, ctypes.byref(a))

@@ -1,23 +1,37 @@
-"""Triton: sequences of few queries and perhaps many keys, as when decoding. The leaves of all of them, one after the other,
-are cut into equal runs, one for each program. What a program does not have whole it leaves in memory: of a first part the
-joined state, of later ones that of each leaf; `_join_leaves` joins those in order. So which program does what changes no bit."""
+"""Triton: sequences of few queries and perhaps many keys, as when decoding. The leaves of all of them, one after the other, of
+each head of keys are cut into equal runs, one for each program. What a program does not have whole it leaves in memory: of a first
+part the joined state, of later ones that of each leaf; `_join_leaves` joins those in order. So which program does what changes
+no bit."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .common import VALUES, fill, is_few, join, queries, span, visit, write_result, write_state
+from .common import VALUES, fill, is_few, queries, span, visit, weights, write_result, write_state
 
 RUN = tl.constexpr(8)
 """Words that a program leaves for `_join_leaves`: see there."""
+AHEAD = tl.constexpr(32)
+"""States that `_join_leaves` has on their way at a time, of many."""
+ENDS = tl.constexpr(8)
+"""Likewise, of the last ones, which may be few."""
+
+
+@triton.jit
+def _begin(OVERLAP: tl.constexpr):
+    """The kernel before this one is done, and the next may be put on the GPU: it waits here in turn. To be called before any
+    memory is looked at. OVERLAP: launched so that it may be there before its turn."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def _leaves(
     STARTS, KV_LEN, s, seqs, tokens, width, most, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, LEAF: tl.constexpr
 ):
-    """Of sequences s of a batch: rows and leaves of one head, how many tiles of queries visit these, and whether it fits."""
+    """Of sequences s of a batch: how many leaves of one head tiles of queries visit."""
     ok = s < seqs
     q0 = tl.minimum(tl.maximum(tl.load(STARTS + s, mask=ok, other=0), 0), tokens).to(tl.int32)
     q1 = tl.minimum(tl.maximum(tl.load(STARTS + s + 1, mask=ok, other=0), q0), tokens).to(tl.int32)
@@ -25,7 +39,21 @@ def _leaves(
     q_len = q1 - q0
     fits = (kv_len >= q_len) & (kv_len <= width * PAGE)
     kv_len = tl.where(fits & is_few(q_len, kv_len, most), kv_len, 0).to(tl.int32)
-    return (kv_len + LEAF - 1) // LEAF, (q_len + BLOCK_Q - 1) // BLOCK_Q, fits
+    return ((kv_len + LEAF - 1) // LEAF) * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
+
+
+@triton.jit
+def _sum_and_most(a, b, c, d):
+    return a + c, tl.maximum(b, d)
+
+
+@triton.jit
+def _earlier(leaves, passed, item):
+    """How many of some sequences, which begin `passed` leaves after the first of all, end before leaf `item`, and where the
+    last of these does."""
+    ends = passed + tl.cumsum(leaves)
+    done = ends <= item
+    return tl.reduce((done.to(tl.int32), tl.where(done, ends, 0)), 0, _sum_and_most)
 
 
 @triton.jit(do_not_specialize=VALUES)
@@ -42,7 +70,7 @@ def _few(
     factor,
     tokens,
     seqs,
-    programs,
+    parts,
     slots,
     pages,
     width,
@@ -64,54 +92,47 @@ def _few(
     KVB: tl.constexpr,
     LEAF: tl.constexpr,
     SEQS: tl.constexpr,
+    MORE: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One program's run; not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with
-    zeros, and of those of a sequence that does not fit with NaN."""
+    """One program's run, of the leaves of one head: there are `parts` for each head. It looks at SEQS sequences at a time; MORE:
+    there are more of them. Not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with zeros, and of those of a sequence that does not fit with NaN."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     STATE: tl.constexpr = ROWS * (D + 4)
+    _begin(OVERLAP)
     w = tl.program_id(0)
+    hk = w % KV  # neighbours read the same positions of their heads, which lie side by side, at about the same time
     tl.store(RUNS + w * RUN, 0)  # nothing to join, unless it says so below
     tl.store(RUNS + w * RUN + 1, 0)
     begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
-    total = tl.zeros((), tl.int64)
-    wrong = 0
-    for c in range(0, seqs, SEQS):
-        leaves, tiles, fits = _leaves(
-            STARTS, KV_LEN, c + tl.arange(0, SEQS), seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF
-        )
-        total += tl.sum((leaves * tiles).to(tl.int64)) * KV
-        wrong += tl.sum((fits == 0).to(tl.int32))
+    at = tl.arange(0, SEQS)
+    of_each = _leaves(STARTS, KV_LEN, at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+    total = tl.sum(of_each.to(tl.int64))
+    passed = total.to(tl.int32)
+    if MORE:
+        for c in range(SEQS, seqs, SEQS):
+            more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+            total += tl.sum(more.to(tl.int64))
     if (begin != 0) | (end > tokens):
-        fill(O, float("nan"), w, tokens, programs, 0, HEADS * D, HEADS * D)
+        fill(O, float("nan"), w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
         return
-    fill(O, 0.0, end.to(tl.int32) + w, tokens, programs, 0, HEADS * D, HEADS * D)
-    if wrong > 0:
-        for s in range(w, seqs, programs):
-            q0, q_len = span(STARTS, s, seqs, tokens)
-            kv_len = tl.load(KV_LEN + s)
-            if (kv_len < q_len) | (kv_len > width * PAGE):
-                fill(O, float("nan"), q0, q0 + q_len, 1, 0, HEADS * D, HEADS * D)
 
     # More than there is memory for are only there if STARTS decreases.
-    most_leaves = tl.cast(tokens, tl.int64) * KV * ((width * PAGE + LEAF - 1) // LEAF)
+    most_leaves = tl.cast(tokens, tl.int64) * ((width * PAGE + LEAF - 1) // LEAF)
     total = tl.where(total > most_leaves, 0, total).to(tl.int32)
-    run = (total + programs - 1) // programs
-    item = w * run
+    run = (total + parts - 1) // parts
+    item = w // KV * run
     stop = tl.minimum(item + run, total)
-    s = 0  # the sequence of the run's first leaf, and how many leaves are before that
-    before = 0
-    passed = 0
-    for c in range(0, seqs, SEQS):
-        at = c + tl.arange(0, SEQS)
-        leaves, tiles, fits = _leaves(STARTS, KV_LEN, at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
-        leaves = leaves * tiles * KV
-        ends = passed + tl.cumsum(leaves)
-        earlier = (ends <= item) & (at < seqs)
-        s += tl.sum(earlier.to(tl.int32))
-        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0)))
-        passed += tl.sum(leaves)
+    s, before = _earlier(of_each, 0, item)  # the sequence of the run's first leaf, and how many leaves are before that
+    if MORE:
+        for c in range(SEQS, seqs, SEQS):
+            more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+            done, ends = _earlier(more, passed, item)
+            s += done
+            before = tl.maximum(before, ends)
+            passed += tl.sum(more)
 
     begun = item
     while item < stop:
@@ -120,11 +141,10 @@ def _few(
         fits = (kv_len >= q_len) & (kv_len <= width * PAGE) & is_few(q_len, kv_len, most)
         kv_len = tl.where(fits, kv_len, 0).to(tl.int32)
         leaves = (kv_len + LEAF - 1) // LEAF
-        there = leaves * KV * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
+        there = leaves * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
         if item < before + there:
             leaf = (item - before) % leaves
-            hk = (item - before) // leaves % KV
-            first = (item - before) // leaves // KV * BLOCK_Q
+            first = (item - before) // leaves * BLOCK_Q
             take = tl.minimum(leaves - leaf, stop - item)
             context = kv_len - q_len
             r = tl.arange(0, BLOCK_M)
@@ -171,11 +191,70 @@ def _few(
                 tl.store(here + 3, context + first)
                 tl.store(here + 4, q0 + first)
                 tl.store(here + 5, tl.minimum(q_len - first, BLOCK_Q))
-                tl.store(here + 6, hk)
             item += take
         else:
             before += there
             s += 1
+
+    # What no leaf is of.
+    fill(O, 0.0, end.to(tl.int32) + w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
+    for s in range(w, seqs, parts * KV):
+        q0, q_len = span(STARTS, s, seqs, tokens)
+        kv_len = tl.load(KV_LEN + s)
+        if (kv_len < q_len) | (kv_len > width * PAGE):
+            fill(O, float("nan"), q0, q0 + q_len, 1, 0, HEADS * D, HEADS * D)
+
+
+@triton.jit
+def _read_state(STATE, r, d, D: tl.constexpr):
+    """Elements (r, d) of the acc of a state that `write_state` wrote, with the m and l of each."""
+    row = STATE + r * (D + 4)
+    return tl.load(row + D), tl.load(row + D + 1), tl.load(row + d)
+
+
+@triton.jit
+def _join_next(
+    STATES,
+    LEAVES,
+    M,
+    L,
+    A,
+    r,
+    d,
+    position,
+    factor,
+    leaf,
+    leaves,
+    at,
+    index,
+    run,
+    jump,
+    STATE: tl.constexpr,
+    D: tl.constexpr,
+    LEAF: tl.constexpr,
+    N: tl.constexpr,
+):
+    """N leaves from `leaf` on joined to M, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. The state
+    of the first is at STATES + `at`, number `index` of the `run` of its program; after the last of that, `jump` further."""
+    states = ()
+    for x in tl.static_range(N):
+        states += (_read_state(STATES + at, r, d, D),)
+        more = leaf + x + 1 < leaves  # else the last one again
+        over = more & (index + 1 == run)
+        at += tl.where(over, jump, tl.where(more, STATE, 0))
+        index = tl.where(over, 0, index + 1)
+    # The assembler would put each load where its result is needed, and wait for it there. But none can be put behind a barrier, and
+    # what is joined depends on a load after it.
+    tl.debug_barrier()
+    leaves = tl.load(LEAVES)
+    for x in tl.static_range(N):
+        m, l, acc = states[x]
+        seen = (leaf + x < leaves) & ((leaf + x) * LEAF <= position)
+        top, before, here = weights(M, m, factor)
+        L = tl.where(seen, tl.fma(L, before, l * here), L)
+        A = tl.where(seen, tl.fma(A, before, acc * here), A)
+        M = tl.where(seen, top, M)
+    return M, L, A, at, index
 
 
 @triton.jit(do_not_specialize=VALUES)
@@ -190,46 +269,44 @@ def _join_leaves(
     D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     LEAF: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """What program w - 1 of `_few` began and others finished: some rows and columns of the results. Program w left in RUNS: the leaf that
-    its run begins with, 0 if that is the first of a tile; how many leaves a run has, and the tile; position and row of the
-    tile's first query, how many queries it has, its head of keys."""
-    ROWS: tl.constexpr = BLOCK_Q * GROUP
-    STATE: tl.constexpr = ROWS * (D + 4)
+    """What an earlier program of `_few` began and program w and perhaps later ones finished: BLOCK elements of the result. Program w
+    left in RUNS: the leaf that its run begins with, 0 if that is the first of a tile; how many leaves a run has, and the tile;
+    position and row of the tile's first query, how many queries it has."""
+    KV: tl.constexpr = HEADS // GROUP
+    STATE: tl.constexpr = BLOCK_Q * GROUP * (D + 4)
+    _begin(OVERLAP)
     w = tl.program_id(0)
-    leaf = tl.load(RUNS + w * RUN)
-    run = tl.load(RUNS + w * RUN + 1)
-    if (leaf == 0) | (leaf > run):
+    RUNS += w * RUN
+    leaf = tl.load(RUNS)
+    run = tl.load(RUNS + 1)
+    leaves = tl.load(RUNS + 2)
+    position = tl.load(RUNS + 3)
+    token = tl.load(RUNS + 4)
+    have = tl.load(RUNS + 5)
+    if (leaf == 0) | (leaf > run):  # nothing, or a program before it is the first to go on
         return
-    leaves = tl.load(RUNS + w * RUN + 2)
-    position = tl.load(RUNS + w * RUN + 3)
-    token = tl.load(RUNS + w * RUN + 4)
-    have = tl.load(RUNS + w * RUN + 5)
-    hk = tl.load(RUNS + w * RUN + 6)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    ok = (r < ROWS) & (r // GROUP < have)
-    inside = ok[:, None] & (d < D)[None, :]
-    last = STATES + (tl.cast(w, tl.int64) * slots - 1) * STATE + r * (D + 4)
-    M = tl.load(last + D, mask=ok, other=0.0)
-    L = tl.load(last + D + 1, mask=ok, other=1.0)
-    A = tl.load(last[:, None] + d[None, :], mask=inside, other=0.0)
-    at = tl.cast(w, tl.int64) * slots  # the slot of the next leaf, how many of its program's are before it
+    hk = w % KV
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < have * GROUP * D
+    r = tl.where(ok, i // D, 0)
+    d = i % D
+    position += r // GROUP
+    at = tl.cast(w, tl.int64) * slots * STATE  # the state of the run's first leaf
+    jump = tl.cast(KV * slots - run + 1, tl.int64) * STATE  # from that of its last to that of the next program's first
     index = 0
-    for b in range(leaf, leaves, AHEAD):
-        for x in tl.static_range(AHEAD):  # unrolled, so that loads are under way before the first of them is needed
-            seen = ok & ((b + x) * LEAF <= position + r // GROUP)
-            state = STATES + (at + index) * STATE + r * (D + 4)
-            m = tl.load(state + D, mask=seen, other=0.0)
-            l = tl.load(state + D + 1, mask=seen, other=0.0)
-            acc = tl.load(state[:, None] + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-            M, L, A = join(M, L, A, m, l, acc, factor, seen)
-            index += 1
-            at = tl.where(index == run, at + slots, at)
-            index = tl.where(index == run, 0, index)
-    rows = (token + r // GROUP).to(tl.int64)
-    o = O + (rows[:, None] * HEADS + (hk * GROUP + r % GROUP)[:, None]) * D + d[None, :]
-    tl.store(o, tl.div_rn(A, L[:, None] + A * 0.0).to(O.dtype.element_ty), mask=inside)
+    M, L, A = _read_state(STATES + (at - (tl.cast(KV - 1, tl.int64) * slots + 1) * STATE), r, d, D)
+    while leaf + AHEAD <= leaves:
+        M, L, A, at, index = _join_next(
+            STATES, RUNS + 2, M, L, A, r, d, position, factor, leaf, leaves, at, index, run, jump, STATE, D, LEAF, AHEAD
+        )
+        leaf += AHEAD
+    while leaf < leaves:
+        M, L, A, at, index = _join_next(
+            STATES, RUNS + 2, M, L, A, r, d, position, factor, leaf, leaves, at, index, run, jump, STATE, D, LEAF, ENDS
+        )
+        leaf += ENDS
+    o = O + ((token + r // GROUP).to(tl.int64) * HEADS + hk * GROUP + r % GROUP) * D + d
+    tl.store(o, tl.div_rn(A, L + A * 0.0).to(O.dtype.element_ty), mask=ok)

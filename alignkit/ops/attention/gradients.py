@@ -86,8 +86,8 @@ def _grad_q(
     for b in range(0, end, BLOCK_N):
         j = b + tl.arange(0, BLOCK_N)
         row = q0 + tl.minimum(j, end - 1)
-        k = rows(K, row, 0, skt, D, DP, 0)
-        v = rows(V, row, 0, svt, D, DP, 0)
+        k = rows(K, row, skt, D, DP)
+        v = rows(V, row, svt, D, DP)
         p = tl.exp2(tl.fma(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, shift[:, None]))
         if b + BLOCK_N > first + 1:
             p = tl.where(j[None, :] <= pos[:, None], p, 0.0)
@@ -144,8 +144,8 @@ def _grad_kv(
         return
     j = first + tl.arange(0, BLOCK_N)
     row = q0 + tl.minimum(j, n - 1)
-    k = rows(K + hk.to(tl.int64) * skh, row, 0, skt, D, DP, 0)
-    v = rows(V + hk.to(tl.int64) * svh, row, 0, svt, D, DP, 0)
+    k = rows(K + hk.to(tl.int64) * skh, row, skt, D, DP)
+    v = rows(V + hk.to(tl.int64) * svh, row, svt, D, DP)
     dk = tl.zeros((BLOCK_N, DP), tl.float32)
     dv = tl.zeros((BLOCK_N, DP), tl.float32)
     blocks = tl.cdiv(n - first, BLOCK_I)
@@ -154,8 +154,8 @@ def _grad_kv(
         i0 = first + b % blocks * BLOCK_I
         i = i0 + tl.arange(0, BLOCK_I)
         t = q0 + tl.minimum(i, n - 1)
-        q = rows(Q + h.to(tl.int64) * sqh, t, 0, sqt, D, DP, 0)
-        g = rows(DO + h * D, t, 0, HEADS * D, D, DP, 0)
+        q = rows(Q + h.to(tl.int64) * sqh, t, sqt, D, DP)
+        g = rows(DO + h * D, t, HEADS * D, D, DP)
         at = statistics(q0, s, h, pads) + i  # beyond the end: -inf and 0, which add nothing
         shift = tl.load(SHIFT + at)
         delta = tl.load(DELTA + at)

@@ -9,7 +9,7 @@ depend on shapes alone and lengths are read on the device, so all of it may be c
 from __future__ import annotations
 
 import torch
-from triton import cdiv
+from triton import JITFunction, cdiv
 
 from ...runtime.families import SM90
 from ...runtime.launch import launch
@@ -31,6 +31,10 @@ SCHEDULES = {
     "grad_kv": {"BLOCK_N": 128, "BLOCK_I": 64, "num_warps": 8, "num_stages": 3},
 }
 """Launch options of bf16 with heads of up to 128. None of them changes a bit."""
+OVERLAP = isinstance(_few, JITFunction)
+"""Whether kernels of few queries may be launched before their turn: Triton's interpreter does not know of that."""
+A_MULTIPROCESSOR = 2
+"""Programs of few queries."""
 ALONE = 8
 """Queries times heads of keys, up to which few programs are at work, and a leaf takes less time with twice the warps."""
 
@@ -105,6 +109,28 @@ def many(q, k, v, block_table, starts, seq_lens, page, scale, out, most: int, **
     _run(_tiles, tiles * kv, (q, k, v, out, out, *lengths, tiles, 0, *pages), q, k, v, {"PAGE": page} | KV | options)
 
 
+def _share(tokens, kv, leaves, states, a_multiprocessor=A_MULTIPROCESSOR, programs=0) -> tuple[int, int]:
+    """Among how many programs the leaves of a head are shared, and how many states each may have to leave. `leaves`: of a
+    sequence, at most; `states`: numbers of a state."""
+    if not programs:
+        room = WORKSPACE // (4 * states * leaves)
+        programs = min(SM90.multiprocessors * a_multiprocessor, max(room, SM90.multiprocessors))
+    parts = max(min(programs // kv, tokens * leaves), 1)
+    return parts, min(cdiv(tokens * leaves, parts), leaves - 1) + 1
+
+
+def workspace(q, kv: int, positions: int) -> int:
+    """How many numbers `few` leaves for the join at most, of no more queries than q's, over `kv` heads of keys and sequences of up
+    to `positions`."""
+    (tokens, heads, dim), leaves = q.shape, max(cdiv(positions, SM90.kv_leaf), 1)
+    most = 0
+    for queries in (1, _schedule("few", q, heads // kv, {})["BLOCK_Q"]):
+        states = queries * heads // kv * (dim + 4)
+        parts, slots = _share(tokens, kv, leaves, states)
+        most = max(most, parts * kv * slots * states)
+    return most
+
+
 def few(
     q,
     k,
@@ -116,12 +142,14 @@ def few(
     scale,
     out,
     all_of_them=False,
-    a_multiprocessor=2,
+    a_multiprocessor=A_MULTIPROCESSOR,
     programs=0,
+    overlap=OVERLAP,
     **schedule,
 ) -> int:
     """The sequences of few queries, or all of them, and the rows that hold no query or whose sequence does not fit. Returns up
-    to how many queries are few. `programs`: among how many the leaves are shared, 0: `a_multiprocessor` on each."""
+    to how many queries are few. `programs`: among about how many the leaves are shared, 0: `a_multiprocessor` on each; as many
+    for each head of keys. `overlap`: kernels are put on the GPU before the one ahead of them is done, and wait there."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
     options = _schedule("few", q, group, ({"num_warps": 4} if tokens * kv <= ALONE else {}) | schedule)
@@ -129,39 +157,40 @@ def few(
         options["BLOCK_Q"] = 1
     states = options["BLOCK_Q"] * group * (dim + 4)
     leaves = max(cdiv(width * page, SM90.kv_leaf), 1)  # of a sequence, at most
-    total = tokens * kv * leaves
-    require(total < 2**31, f"block_table: {width} blocks are too many for {tokens} queries")
-    if not programs:
-        room = WORKSPACE // (4 * states * leaves)
-        programs = SM90.multiprocessors * a_multiprocessor
-        programs = min(programs, max(room, SM90.multiprocessors), max(total, 1))
-    slots = min(cdiv(total, programs), leaves - 1) + 1
+    require(tokens * leaves * kv < 2**31, f"block_table: {width} blocks are too many for {tokens} queries")
+    require(k.shape[0] < 2**31, f"k_cache: {k.shape[0]} rows are too many")
+    parts, slots = _share(tokens, kv, leaves, states, a_multiprocessor, programs)
+    programs = parts * kv
     runs = torch.empty(programs, RUN.value, dtype=torch.int32, device=q.device)
-    parts = torch.empty(programs * slots, states, dtype=torch.float32, device=q.device)
+    torn = torch.empty(programs * slots, states, dtype=torch.float32, device=q.device)
     most = tokens if all_of_them else options["BLOCK_Q"]
     factor = _factor(scale)
-    lengths = starts, seq_lens, block_table, factor, tokens, seqs, programs, slots
+    lengths = starts, seq_lens, block_table, factor, tokens, seqs, parts, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    constants = {"PAGE": page, "SEQS": 512, "SPLIT": leaves > 1} | KV
-    _run(_few, programs, (q, k, v, out, parts, runs, *lengths, *pages), q, k, v, constants | options)
+    at_once = 32 if seqs <= 32 else 512  # a warp's, or more
+    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap} | KV
+    _run(_few, programs, (q, k, v, out, torn, runs, *lengths, *pages), q, k, v, constants | options)
     if leaves > 1:
-        # A row each: of a long sequence alone, its heads are all that there is to share out.
-        rows, columns = options["BLOCK_Q"] * group, min(max(32, next_power_of_2(dim)), 128)
+        # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
         launch(
             _join_leaves,
-            (programs, rows, cdiv(dim, columns)),
-            (out, parts, runs, factor, slots),
-            {"num_warps": 1},
+            (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
+            (out, torn, runs, factor, slots),
+            {"num_warps": 4} | _overlapping(overlap),
             GROUP=group,
             HEADS=heads,
             D=dim,
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
-            BLOCK_R=1,
-            BLOCK_D=columns,
-            AHEAD=16 if leaves > 64 else 8,
+            BLOCK=128,
+            OVERLAP=overlap,
         )
     return most
+
+
+def _overlapping(overlap: bool) -> dict:
+    """The option of a launch for a kernel that begins with `few._begin`."""
+    return {"launch_pdl": True} if overlap else {}
 
 
 def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
@@ -170,27 +199,36 @@ def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
     constants = {name: of[0] for name, of in zip(("sqt", "skt", "svt"), strides, strict=True)}
     constants |= _shape(q, k) | options
     own = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+    own |= _overlapping(constants.get("OVERLAP", False))
     launch(kernel, (programs,), (*args, *(of[1] for of in strides)), own, **constants)
+
+
+def sums(out, d_out, starts) -> torch.Tensor:
+    """Of d_out times out over each head, by query, where `statistics` says."""
+    tokens, heads, dim = out.shape
+    seqs = starts.shape[0] - 1
+    pads = _pads(tokens, seqs)
+    delta = torch.zeros(heads, pads * PAD.value, dtype=torch.float32, device=out.device)
+    launch(
+        _delta,
+        ((tokens // 64 + seqs + 1) * heads,),
+        (d_out, out, delta, starts, tokens, seqs, pads),
+        {"num_warps": 4},
+        HEADS=heads,
+        D=dim,
+        DP=_shape(out, out)["DP"],
+        R=64,
+    )
+    return delta
 
 
 def backward(q, k, v, starts, out, shift, d_out, scale, grad_kv=None, **schedule):
     """`schedule` and `grad_kv` override the launch options of `_grad_q` and `_grad_kv`."""
-    tokens, heads, dim = q.shape
+    tokens, heads = q.shape[:2]
     seqs, kv = starts.shape[0] - 1, k.shape[1]
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if tokens:
-        pads = _pads(tokens, seqs)
-        delta = torch.zeros(heads, pads * PAD.value, dtype=torch.float32, device=q.device)
-        launch(
-            _delta,
-            ((tokens // 64 + seqs + 1) * heads,),
-            (d_out, out, delta, starts, tokens, seqs, pads),
-            {"num_warps": 4},
-            HEADS=heads,
-            D=dim,
-            DP=_shape(q, k)["DP"],
-            R=64,
-        )
+        pads, delta = _pads(tokens, seqs), sums(out, d_out, starts)
         by_query = _schedule("grad_q", q, heads // kv, schedule)
         by_key = _schedule("grad_kv", q, heads // kv, grad_kv or {})
 

@@ -233,20 +233,11 @@ class _Product:
         self.c = layout(_TYPES[p.out_dtype], p.n, p.m, p.ldc)
         self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(float(p.accumulate))
 
-    def suggestions(self) -> list[bytes]:
+    def suggestions(self, most: int = _SUGGESTIONS) -> list[bytes]:
         """The algorithms that cuBLASLt proposes without a workspace, best first."""
-        found, count = (_Suggestion * _SUGGESTIONS)(), ctypes.c_int()
+        found, count = (_Suggestion * most)(), ctypes.c_int()
         status = _library().cublasLtMatmulAlgoGetHeuristic(
-            self.handle,
-            self.operation,
-            self.b,
-            self.a,
-            self.c,
-            self.c,
-            _preference(),
-            _SUGGESTIONS,
-            found,
-            ctypes.byref(count),
+            self.handle, self.operation, self.b, self.a, self.c, self.c, _preference(), most, found, ctypes.byref(count)
         )
         if status == _NOT_SUPPORTED:
             return []
@@ -345,19 +336,28 @@ def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return a, b, bias, out
 
 
-def _passes(algorithm: bytes, trial: Problem, chain: Callable) -> bool:
-    """Whether the algorithm's bytes are the chain's. Waits for the device."""
-    with torch.cuda.device(trial.device):
-        a, b, bias, out = _trial_operands(trial)
-        want = out.clone()
-        chain(a, b, bias, want, trial.accumulate)
-        status = _Product(trial).launcher(algorithm)(
-            a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), _stream(trial.device)
-        )
-        if status not in (0, _NOT_SUPPORTED):
-            fail(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
-        as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
-        return status == 0 and torch.equal(out.view(as_bits), want.view(as_bits))
+class _Trial:
+    """The operands of a trial and the chain's bytes, for several algorithms."""
+
+    def __init__(self, p: Problem, chain: Callable):
+        self.problem = p
+        with torch.cuda.device(p.device):
+            self.a, self.b, self.bias, self.before = _trial_operands(p)
+            self.want = self.before.clone()
+            chain(self.a, self.b, self.bias, self.want, p.accumulate)
+
+    def passes(self, algorithm: bytes) -> bool:
+        """Whether the algorithm's bytes are the chain's. Waits for the device."""
+        p = self.problem
+        with torch.cuda.device(p.device):
+            out = self.before.clone()
+            status = _Product(p).launcher(algorithm)(
+                self.a.data_ptr(), self.b.data_ptr(), _address(self.bias), out.data_ptr(), _stream(p.device)
+            )
+            if status not in (0, _NOT_SUPPORTED):
+                fail(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
+            as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
+            return status == 0 and torch.equal(out.view(as_bits), self.want.view(as_bits))
 
 
 def _stream(device: int) -> int:
@@ -375,7 +375,7 @@ _MOST = 16384
 
 
 def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator[bytes]:
-    trial = _trial_of(p)
+    trial, made = _trial_of(p), None
     for algorithm in suggestions:
         says = configuration(algorithm)
         if says["split_k"] not in (0, 1) or says["reduction"]:
@@ -383,7 +383,8 @@ def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator
         if (algorithm, trial) not in _verdicts:
             if len(_verdicts) >= _MOST:
                 _verdicts.clear()
-            _verdicts[algorithm, trial] = _passes(algorithm, trial, chain)
+            made = made or _Trial(trial, chain)
+            _verdicts[algorithm, trial] = made.passes(algorithm)
             if not _verdicts[algorithm, trial]:
                 _log.info("cuBLASLt algorithm %s is refused for %s: its bits are not the chain's", says, trial)
         if _verdicts[algorithm, trial]:
@@ -404,17 +405,39 @@ def ladder(most: int) -> list[int]:
     return rows
 
 
-def _decide(p: Problem, chain: Callable) -> Launcher | None:
-    """To ask for suggestions and to try them takes milliseconds, and a server meets ever new numbers of rows. So they are
-    asked for at rounded ones, of which there are few, and tried there."""
-    m, product = rounded(p.m), _Product(p)
+def _algorithm(p: Problem, product: _Product, chain: Callable) -> bytes | None:
+    """The algorithm for a problem. To ask for suggestions and to try them takes milliseconds, and a server meets ever new
+    numbers of rows. So they are asked for at rounded ones, of which there are few, and tried there."""
+    m = rounded(p.m)
     like = p._replace(m=m, lda=p.lda if p.a_by_k else max(p.lda, _aligned(m)))
     if like not in _algorithms:
         _algorithms[like] = next(_admitted(like, _Product(like).suggestions(), chain), None)
     algorithm = _algorithms[like]
     if algorithm is not None and not product.takes(algorithm):
         algorithm = next(_admitted(p, product.suggestions(), chain), None)
+    return algorithm
+
+
+def _decide(p: Problem, chain: Callable) -> Launcher | None:
+    product = _Product(p)
+    algorithm = _algorithm(p, product, chain)
     return None if algorithm is None else product.launcher(algorithm)
+
+
+def chosen(product: Product) -> dict[str, int] | None:
+    """What the algorithm for a product that it does not refuse says of itself; None: there is none."""
+    p = problem(product)
+    algorithm = _algorithm(p, _Product(p), _chain())
+    return None if algorithm is None else configuration(algorithm)
+
+
+def proven(product: Product, most: int) -> Iterator[tuple[dict[str, int], Callable]]:
+    """Of the first `most` algorithms that cuBLASLt proposes those with the chain's bits: what each says of itself, and what
+    launches it."""
+    p = problem(product)
+    made = _Product(p)
+    for algorithm in _admitted(p, made.suggestions(most), _chain()):
+        yield configuration(algorithm), functools.partial(_run, p, made.launcher(algorithm))
 
 
 def prepare(product: Product) -> Callable | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +24,8 @@ NARROW, LONG = 16 * SM90.multiprocessors, 2048
 NARROW_ROWS = 32
 """Each block reads all rows; with more, that takes longer than by larger tiles."""
 QUARTERED_ROWS = 64
-STEP = 64
-"""Of k: 128 bytes, of which a leaf is a multiple."""
+STEP = 16
+"""Of k, that the tensor core takes at once: a leaf is a multiple of it."""
 IDS = 256
 """Outputs of a cluster at most."""
 
@@ -34,12 +35,12 @@ def takes(t: Operand) -> bool:
     return t[2] == torch.bfloat16 and copied(t)
 
 
-def _unfit(p: Product, rows: int) -> str | None:
-    """Why none of these kernels is for it; None: one of at most so many rows may be."""
+def unfit(p: Product, rows: int | None = None) -> str | None:
+    """Why none of these kernels is for it; None: one of at most so many rows, or of any number, may be."""
     if p.accumulate:
         return "it adds to what out holds"
-    if not 0 < p.m <= rows:
-        return f"{p.m} rows, of 1 to {rows}"
+    if not p.m or (rows is not None and p.m > rows):
+        return f"{p.m} rows, of 1 to {rows}" if rows else "no rows"
     if not p.k:
         return "no k"
     for name, t in (("x", p.a), ("weight", p.b)):
@@ -50,34 +51,48 @@ def _unfit(p: Product, rows: int) -> str | None:
     return None
 
 
-def _unfit_chain(p: Product, rows: int) -> str | None:
-    if p.leaves > 1:
-        return f"{p.leaves} leaves: it computes chains"
-    return "it adds no bias" if p.bias is not None else _unfit(p, rows)
+def _unfit_bias(p: Product) -> str | None:
+    if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
+        return "a bias that is not contiguous bf16"
+    return None
 
 
 def few_refuses(p: Product) -> str | None:
     if p.n < WIDE:
         return f"{p.n} outputs, of at least {WIDE}"
-    return "out is not fp32" if p.out[2] != torch.float32 else _unfit_chain(p, FEWER)
+    if p.out[2] != torch.float32:
+        return "out is not fp32"
+    if p.leaves > 1:
+        return f"{p.leaves} leaves: it computes chains"
+    return "it adds no bias" if p.bias is not None else unfit(p, FEWER)
 
 
 def narrow_refuses(p: Product) -> str | None:
     if p.n > NARROW:
         return f"{p.n} outputs, of at most {NARROW}"
-    return f"k = {p.k}, of at least {LONG}" if p.k < LONG else _unfit_chain(p, NARROW_ROWS)
+    return f"k = {p.k}, of at least {LONG}" if p.k < LONG else narrow_unfit(p)
 
 
-def tree_refuses(p: Product) -> str | None:
+def narrow_unfit(p: Product) -> str | None:
+    """As `narrow_refuses`, of any number of outputs and any k."""
+    if p.leaves > 1:
+        return f"{p.leaves} leaves: it computes chains"
+    return _unfit_bias(p) or unfit(p, NARROW_ROWS)
+
+
+def tree_unfit(p: Product) -> str | None:
+    """Why no way to deal out its leaves is for it."""
     if p.leaves not in (2, 4, 8):
         return f"{p.leaves} leaves: it computes trees of 2, 4 or 8"
     if p.k % (p.leaves * STEP):
         return f"leaves of {p.k // p.leaves} k, no multiple of {STEP}"
-    if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
-        return "a bias that is not contiguous bf16"
-    if (why := _unfit(p, FEW)) is not None:
+    return _unfit_bias(p) or unfit(p)
+
+
+def tree_refuses(p: Product) -> str | None:
+    if (why := tree_unfit(p) or unfit(p, FEW)) is not None:
         return why
-    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if _parts(p) is None else None
+    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if dealt(p) is None else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -93,13 +108,14 @@ def few(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None
     cuda.call("alignkit_few_product", out.device, *_matrix(a), *_matrix(b), *_matrix(out), *out.shape, a.shape[1])
 
 
-def narrow(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None:
-    """As `few`; out fp32 or bf16."""
+def narrow(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `few`, plus bias [N]; out fp32 or bf16."""
     cuda.call(
         "alignkit_narrow_product",
         out.device,
         *_matrix(a),
         *_matrix(b),
+        bias,
         *_matrix(out),
         _rounded(out),
         *out.shape,
@@ -115,33 +131,53 @@ def prepare_narrow(p: Product) -> Callable:
     return narrow
 
 
-def deal(m: int, n: int, leaves: int, clusters: int) -> int | None:
-    """Into how many parts the leaves of a tile are dealt out to blocks; 1: a cluster has all of them; None: that is for
-    Triton. Parts cost the time of writing and joining them, and with all leaves in a cluster more blocks read each row."""
+class Deal(NamedTuple):
+    """How the leaves of a tile are dealt out to blocks; no bit depends on it."""
+
+    parts: int
+    """Blocks for a tile, whose sums go through memory; 1: a cluster has all leaves of 64 outputs by up to 64 rows."""
+    width: int = 64
+    """Rows of a block, which has 128 outputs."""
+    same_outputs: bool = False
+    """The two blocks of a cluster have the same outputs, and rows below each other, instead of the same rows."""
+
+
+def deals(m: int, leaves: int) -> list[Deal]:
+    """All that are possible."""
+    whole = [Deal(1)] if m <= QUARTERED_ROWS and leaves >= 4 else []
+    widths = [(64, False)] if m <= 64 else [(96, False), (128, False), (96, True), (128, True)]
+    return whole + [Deal(parts, *width) for parts in (2, 4, 8) if parts <= leaves <= 4 * parts for width in widths]
+
+
+def deal(m: int, n: int, leaves: int, clusters: int) -> Deal | None:
+    """Which of `deals`; None: that is for Triton. Parts cost the time of writing and joining them, and with all leaves in a
+    cluster more blocks read each row."""
     if m <= QUARTERED_ROWS:
         if m <= 16 or leaves < 4:
             return None
-        return 1 if -(-n // 64) <= clusters else 2
+        return Deal(1 if -(-n // 64) <= clusters else 2)
     tiles = -(-n // (IDS if m <= 128 else IDS // 2))
-    return min(
+    parts = min(
         (parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
         key=lambda parts: (-(-tiles * parts // clusters) / parts, parts),
     )
+    return Deal(parts, 128, m > 128)
 
 
-def _parts(p: Product) -> int | None:
+def dealt(p: Product) -> Deal | None:
+    """As `deal`."""
     return deal(p.m, p.n, p.leaves, p.multiprocessors // 2)  # a cluster is two blocks
 
 
 def prepare_tree(p: Product) -> Callable:
-    return functools.partial(tree, p.leaves, _parts(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
+    return functools.partial(tree, p.leaves, dealt(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
 
 
 def tree(
-    leaves: int, parts: int, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    leaves: int, how: Deal, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]. On `parts`, of
-    `deal`, no bit depends."""
+    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]."""
+    parts, width, same_outputs = how
     (m, k), n = a.shape, len(b)
     pitch = -(-n // IDS) * IDS
     sums = None if parts == 1 else torch.empty(parts, m, pitch, dtype=torch.float32, device=out.device)
@@ -156,6 +192,8 @@ def tree(
         sums,
         ctypes.c_int64(pitch),
         parts,
+        width,
+        int(same_outputs),
         m,
         n,
         k,

@@ -22,6 +22,9 @@ from ...runtime.operands import MOST, Operand, operand
 from .._triton import tree_sum
 from .problem import Product
 
+_JOINED = 512
+"""Outputs of a block that joins."""
+
 
 @triton.jit
 def _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K: tl.constexpr):
@@ -129,19 +132,23 @@ def _matmul(
     tl.store(c, acc.to(C.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _join(PARTS, C, BIAS, M, N, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """C [M, N] = the balanced tree over PARTS fp32 [2^LEVELS, M, N], plus bias, rounded."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = M.to(tl.int64) * N
-    ok = at < size
-    which = tl.arange(0, 1 << LEVELS)
-    parts = tl.load(PARTS + at[:, None] + which[None, :] * size, mask=ok[:, None], other=0.0)
+@triton.jit
+def _join(PARTS, C, BIAS, N, apart, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """C [M, N] = the balanced tree over 2^LEVELS fp32 [M, N], `apart` elements from each to the next, plus bias, rounded."""
+    i, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = j < N
+    which = tl.arange(0, 1 << LEVELS).to(tl.int64)
+    parts = tl.load(PARTS + i * N + j[:, None] + which[None, :] * apart, mask=ok[:, None], other=0.0)
     acc = tree_sum(parts, LEVELS)
-    i, j = at // N, at % N
     if HAS_BIAS:
         acc += tl.load(BIAS + j, mask=ok, other=0.0).to(tl.float32)
     tl.store(C + i * scm + j, acc.to(C.dtype.element_ty), mask=ok)
+
+
+def prepared_join(device: int, m: int, n: int, apart: int, row: int, parts: int, has_bias: bool) -> Callable:
+    """What adds the parts' sums, to be called with them, out, whose rows are `row` elements apart, and the bias."""
+    rest = (n, apart, row, parts.bit_length() - 1, has_bias, _JOINED)
+    return prepared(device, _join, (m, triton.cdiv(n, _JOINED), 1), rest)
 
 
 def _tile(m: int, n: int, k: int, parts: int = 1, *, warps: int = 4, stages: int = 4) -> dict:
@@ -170,6 +177,15 @@ def _tree_schedule(m: int, n: int, leaf: int) -> dict:
     return _tile(bm, bn, 128, 1 if count > 64 and leaf < 1024 else 1 << (256 // count).bit_length() - 1)
 
 
+def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> dict:
+    """The tile of such a product, its warps and stages, and into how many parts its leaves are dealt out."""
+    if dtype == torch.float32:
+        chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
+    else:
+        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
+    return chosen | {"parts": min(chosen["parts"], leaves)}
+
+
 @functools.lru_cache(MOST)
 def _choose(
     device: int,
@@ -180,15 +196,11 @@ def _choose(
     leaves: int,
     accumulate: bool,
     resumed: bool,
-    schedule: tuple,
+    given: tuple,
 ) -> tuple[Callable, Callable | None, int]:
     """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
     ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
-    if dtype == torch.float32:
-        chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
-    else:
-        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
-    chosen |= dict(schedule)
+    chosen = schedule(m, n, k, leaves, dtype) | dict(given)
     parts = min(chosen["parts"], leaves)
     whole = parts == 1
     step = chosen["BLOCK_K"]
@@ -213,8 +225,7 @@ def _choose(
     )
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
     product = prepared(device, _matmul, grid, rest, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
-    rest = (m, n, row, parts.bit_length() - 1, bias is not None, 512)
-    return product, None if whole else prepared(device, _join, (triton.cdiv(m * n, 512), 1, 1), rest), parts
+    return product, None if whole else prepared_join(device, m, n, m * n, row, parts, bias is not None), parts
 
 
 def tiles(
@@ -225,9 +236,9 @@ def tiles(
     out: torch.Tensor,
     accumulate: bool,
     resumed: bool = False,
-    **schedule,
+    **given,
 ) -> None:
-    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `schedule` overrides the choice: the
+    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `given` overrides the `schedule`: the
     tile, and into how many parts the leaves are dealt out to blocks of their own. No choice changes a bit."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
@@ -240,7 +251,7 @@ def tiles(
         leaves,
         accumulate,
         resumed,
-        tuple(schedule.items()),
+        tuple(given.items()),
     )
     if join is None:
         product(a, b, out, bias)

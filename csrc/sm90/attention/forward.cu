@@ -21,18 +21,7 @@
 #include "../ptx/pack.cuh"
 #include "../ptx/thread.cuh"
 #include "../ptx/wgmma.cuh"
-
-// Numbers of 32 bits, or of 64.
-struct AlignkitInts {
-  const void* data;
-  int wide;
-};
-
-// Rows of bf16: elements from a token to the next, and from a head to the next.
-struct AlignkitHeads {
-  const void* data;
-  int64_t token, head;
-};
+#include "heads.cuh"
 
 struct AlignkitAttention {
   AlignkitHeads q, k, v;
@@ -45,14 +34,13 @@ struct AlignkitAttention {
   int most, few, far;
   int tokens, sequences, heads, kv_heads, dim, pads;
   int together;  // heads of a tile: one, or all of a group
-  int turns;     // whether groups of warps take turns at the tensor core
   float factor;  // of scores, for powers of 2
 };
 
 ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
 ALIGNKIT_LAYOUT(AlignkitHeads, data, token, head)
 ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most,
-                few, far, tokens, sequences, heads, kv_heads, dim, pads, together, turns, factor)
+                few, far, tokens, sequences, heads, kv_heads, dim, pads, together, factor)
 
 namespace alignkit {
 namespace {
@@ -68,8 +56,6 @@ struct Problem : AlignkitAttention {
 
 constexpr int kKeys = 64;         // of a block
 constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
-constexpr int kHalf = 64;         // elements of a head that lie beside each other in shared memory
-constexpr int kStatistics = 128;  // a sequence's begin at a multiple
 constexpr float kInfinity = __builtin_huge_valf();
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
@@ -79,12 +65,12 @@ struct Plan;
 
 template <>
 struct Plan<128> {
-  static constexpr int groups = 2, stages = 5, few = 40, many = 232;
+  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
 };
 
 template <>
 struct Plan<64> {
-  static constexpr int groups = 3, stages = 8, few = 56, many = 152;
+  static constexpr int groups = 3, stages = 8, few = 32, many = 160;
 };
 
 struct Tile {
@@ -99,12 +85,6 @@ struct State {
   float m, l;
 };
 
-// What a thread seldom needs, while registers are short.
-struct alignas(32) Kept {
-  State whole[2];  // over the leaves before
-  int plain;       // blocks that all rows of the group see all of
-};
-
 template <int kDim>
 struct Shared {
   static constexpr int groups = Plan<kDim>::groups, stages = Plan<kDim>::stages, rows = groups * 64;
@@ -112,15 +92,12 @@ struct Shared {
   __nv_bfloat16 q[rows * kDim];
   __nv_bfloat16 k[stages][kKeys * kDim];
   __nv_bfloat16 v[stages][kKeys * kDim];
-  Kept kept[groups * 128];
+  float4 joined[kDim / 8][groups * 128];  // of each thread, its sums over the leaves before
+  alignas(16) State whole[groups * 32][2];  // of the two rows that four lanes share, over the leaves before
   Tile tile[2];  // in turn: one is read while the next is found
   uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
   uint64_t on_its_way;  // values of which the producer has to wipe out rows
 };
-
-__device__ __forceinline__ int64_t at(const AlignkitInts& ints, int64_t i) {
-  return ints.wide ? static_cast<const int64_t*>(ints.data)[i] : static_cast<const int32_t*>(ints.data)[i];
-}
 
 // How many blocks of keys the queries of a group see; 0: it has none.
 __device__ __forceinline__ int blocks_of(const Problem& p, const Tile& t, int group) {
@@ -394,30 +371,8 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
   }
 }
 
-// The row h of a thread, rounded, to `out`. Four lanes hold two neighbours each of eight columns; they trade until each
-// has all eight of its own, 16 bytes.
-template <int kCount>
-__device__ __forceinline__ void store_row(const float (&x)[kCount], int h, __nv_bfloat16* out, bool here) {
-  int lane = thread_again() % 32;
-  bool odd = lane & 1, high = lane & 2;
-#pragma unroll
-  for (int i = 0; i < kCount / 16; ++i) {
-    uint32_t w[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) w[j] = pack<__nv_bfloat16>(x[16 * i + 4 * j + 2 * h], x[16 * i + 4 * j + 2 * h + 1]);
-    uint32_t a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
-    (odd ? w[0] : w[1]) = a;
-    (odd ? w[2] : w[3]) = b;
-    a = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
-    (high ? w[0] : w[2]) = a;
-    (high ? w[1] : w[3]) = b;
-    if (here) *reinterpret_cast<uint4*>(out + 32 * i + lane % 4 * 8) = make_uint4(w[0], w[1], w[2], w[3]);
-  }
-}
-
-// A group of four warps and its 64 rows of each tile. kTurns: groups begin their products in turn, so that one has the
-// tensor core while another has probabilities to compute.
-template <int kDim, bool kTurns>
+// A group of four warps and its 64 rows of each tile.
+template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
   constexpr int stage_step = kKeys * kDim * 2 >> 4, half_step = kKeys * kHalf * 2 >> 4;
@@ -430,12 +385,12 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   };
   uint64_t k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
   float factor = p.factor;
-  int k_stage = 0, k_phase = 0, q_phase = 0;
-  float s[32], acc[sums], joined[sums];
+  uint32_t visited = 0;  // blocks of the tiles before
+  int q_phase = 0;
+  float even[32], odd[32], acc[sums];
   uint32_t q[steps][4], probability[4][4];
 #pragma unroll
   for (int i = 0; i < sums; ++i) acc[i] = 0;
-  if (kTurns && group == Shared<kDim>::groups - 1) named_barrier_arrive(1, 256);
   for (;;) {
     barrier_wait(&sh.q_full, q_phase);
     const Tile& t = sh.tile[q_phase];  // read again where it is needed: registers are short
@@ -450,166 +405,206 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     if (leads) barrier_arrive(&sh.q_empty);
 
     int n = blocks_of(p, t, group);
-    sh.kept[thread_again() - 128].plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;
+    int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
     State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
-    auto whole = [&](int h) -> State& { return sh.kept[thread_again() - 128].whole[h]; };
     float alpha[2];
-    uint32_t total[2];
 
-    int v_stage = k_stage, v_phase = k_phase;
-    auto wait_for_keys = [&] { barrier_wait(&sh.k_full[k_stage], k_phase); };
-    auto wait_for_values = [&] { barrier_wait(&sh.v_full[v_stage], v_phase); };
-    auto score = [&] {  // begins
-      uint64_t k = k0 + k_stage * stage_step;
-      products_begin();
+    auto stage_of = [&](int i) { return static_cast<int>((visited + i) % stages); };
+    auto phase_of = [&](int i) { return static_cast<int>((visited + i) / stages % 2); };
+    auto wait_for_keys = [&](int i) { barrier_wait(&sh.k_full[stage_of(i)], phase_of(i)); };
+    auto wait_for_values = [&](int i) { barrier_wait(&sh.v_full[stage_of(i)], phase_of(i)); };
+    auto keys_taken = [&](int i) {
+      if (leads) barrier_arrive(&sh.k_empty[stage_of(i)]);
+    };
+    auto values_taken = [&](int i) {
+      if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
+    };
+    auto score = [&](int i, float (&s)[32]) {  // begins
+      uint64_t k = k0 + stage_of(i) * stage_step;
 #pragma unroll
       for (int j = 0; j < steps; ++j)
         multiply<false, false>(__nv_bfloat16(), s, q[j], k + j / 4 * half_step + j % 4 * kNext<false>, j > 0);
-      products_end();
     };
-    auto sum = [&](bool add) {  // begins
-      uint64_t v = v0 + v_stage * stage_step;
-      products_begin();
+    auto sum = [&](int i) {  // begins
+      uint64_t v = v0 + stage_of(i) * stage_step;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, add || j > 0);
-      products_end();
+        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, i % kLeaf > 0 || j > 0);
     };
-    auto begin_turn = [&] {
-      if (kTurns) named_barrier_sync(1 + group, 256);
-    };
-    auto end_turn = [&] {
-      if (kTurns) named_barrier_arrive(group == Shared<kDim>::groups - 1 ? 1 : group + 2, 256);
-    };
-    auto keys_taken = [&] {
-      if (leads) barrier_arrive(&sh.k_empty[k_stage]);
-      step<stages>(k_stage, k_phase);
-    };
-    auto values_taken = [&] {
-      if (leads) barrier_arrive(&sh.v_empty[v_stage]);
-      step<stages>(v_stage, v_phase);
-    };
-    auto sees_all = [&](int block) { return block < sh.kept[thread_again() - 128].plain; };
-    auto weigh = [&](int block, bool all) {
-      if (!all) {
-        int first = block * kKeys + static_cast<int>(thread_again() % 4 * 2);
+    auto weigh = [&](int i, float (&s)[32]) {
+      if (i >= plain) {
+        int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
+      uint32_t total[2];
       probabilities(s, row, alpha, total, factor);
+      settle(row, alpha, total);
+      products_taken(s);
+      // Branches, across which the assembler moves no wait for products, up to before the probabilities.
+      wait_for_values(i);
     };
-    auto round = [&] {
+    auto round = [&](float (&s)[32]) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           probability[j][i] = pack<__nv_bfloat16>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
     };
-
-#pragma unroll
-    for (int i = 0; i < sums; ++i) joined[i] = -0.0f;
-    // Before a block's values are added, what is there is rescaled, or, where a leaf has ended, joined to those before.
-    bool ended = false;
+    // At a leaf's end its state joins that of the leaves before, and its sums do when they are there.
     Join j[2];
-    auto make_room = [&] {
-      if (!ended) {
+    auto whole = [&](int h) -> State& { return sh.whole[thread_again() / 4 - 32][h]; };
+    auto end_leaf = [&](int i) {
+      State all[2] = {whole(0), whole(1)};
+      __syncwarp();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        j[h] = join(all[h], row[h], factor, i == kLeaf);
+        whole(h) = all[h];
+        row[h] = {-kInfinity, 0};
+      }
+      __syncwarp();
+    };
+    auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
+    // What is there before block i is added.
+    auto make_room = [&](int i) {
+      if (i % kLeaf) {
 #pragma unroll
         for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
-      } else {
+      } else if (i == kLeaf) {
 #pragma unroll
-        for (int x = 0; x < sums; ++x)
-          joined[x] = __fmaf_rn(joined[x], j[x / 2 % 2].whole, acc[x] * j[x / 2 % 2].leaf);
+        for (int x = 0; x < sums; x += 4) joined(x / 4) = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
+      } else if (i) {
+#pragma unroll
+        for (int x = 0; x < sums; x += 4) {
+          float4 to = joined(x / 4);
+          to.x = __fmaf_rn(to.x, j[0].whole, acc[x] * j[0].leaf);
+          to.y = __fmaf_rn(to.y, j[0].whole, acc[x + 1] * j[0].leaf);
+          to.z = __fmaf_rn(to.z, j[1].whole, acc[x + 2] * j[1].leaf);
+          to.w = __fmaf_rn(to.w, j[1].whole, acc[x + 3] * j[1].leaf);
+          joined(x / 4) = to;
+        }
       }
     };
-    if (n) {
-      wait_for_keys();
-      begin_turn();
-      score();
-      end_turn();
-      bool all = sees_all(0);
-      products_wait<0>();
-      products_taken(s);
-      keys_taken();
-      weigh(0, all);
-      round();
-      if (n > 1) wait_for_keys();
-#pragma unroll 1
-      for (int i = 1; i < n; ++i) {
-        make_room();  // before the turn, which another group may have now
-        wait_for_values();
-        begin_turn();
-        score();
-        sum((i - 1) % kLeaf > 0);
-        end_turn();
-        settle(row, alpha, total);
-        ended = i % kLeaf == 0;
-        if (ended) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            j[h] = join(whole(h), row[h], factor, i == kLeaf);
-            row[h] = {-kInfinity, 0};
-          }
-        }
-        all = sees_all(i);
-        products_wait<1>();
-        products_taken(s);
-        keys_taken();
-        weigh(i, all);
-        // A branch, which the assembler does not move the wait for the product across, up to before the probabilities.
-        products_taken(s);
-        if (i + 1 < n) wait_for_keys();
-        products_wait<0>();
-        products_taken(acc);
-        values_taken();
-        round();
-      }
-      wait_for_values();
-      make_room();
-      sum((n - 1) % kLeaf > 0);
-      settle(row, alpha, total);
+    // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the one
+    // before, in `other`, are multiplied by its values.
+    bool ready = false;
+    auto block = [&](int i, float (&s)[32], float (&other)[32]) {
+      if (!ready) wait_for_keys(i + 1);
+      round(other);
+      products_begin();
+      score(i + 1, other);
+      products_end();
+      make_room(i - 1);
+      products_begin();
+      sum(i - 1);
+      products_end();
+      if (i % kLeaf == 0) end_leaf(i);
+      weigh(i, s);
+      ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
       products_wait<0>();
       products_taken(acc);
-      values_taken();
+      products_taken(other);
+      values_taken(i - 1);
+      keys_taken(i + 1);
+    };
+
+    if (n) {
+      wait_for_keys(0);
+      products_begin();
+      score(0, even);
+      products_end();
+      products_wait<0>();
+      products_taken(even);
+      keys_taken(0);
+      if (n == 1) {
+        weigh(0, even);
+        round(even);
+      } else {
+        wait_for_keys(1);
+        products_begin();
+        score(1, odd);
+        products_end();
+        weigh(0, even);
+        products_wait<0>();
+        products_taken(odd);
+        keys_taken(1);
+        int i = 1;
+#pragma unroll 1
+        for (; i + 2 < n; i += 2) {
+          block(i, odd, even);
+          block(i + 1, even, odd);
+        }
+        if (i + 1 < n) {
+          block(i, odd, even);
+          round(odd);
+#pragma unroll
+          for (int x = 0; x < 32; ++x) odd[x] = even[x];
+        } else {
+          round(even);
+        }
+        make_room(n - 2);
+        products_begin();
+        sum(n - 2);
+        products_end();
+        if ((n - 1) % kLeaf == 0) end_leaf(n - 1);
+        weigh(n - 1, odd);
+        products_wait<0>();
+        products_taken(acc);
+        values_taken(n - 2);
+        round(odd);
+        make_room(n - 1);
+      }
+      products_begin();
+      sum(n - 1);
+      products_end();
+      products_wait<0>();
+      products_taken(acc);
+      values_taken(n - 1);
     }
     int all = blocks_of_any<Shared<kDim>::groups>(p, t);
 #pragma unroll 1
     for (int i = n; i < all; ++i) {  // other groups' blocks
-      begin_turn();
-      end_turn();
-      wait_for_keys();
-      keys_taken();
-      wait_for_values();
-      values_taken();
+      wait_for_keys(i);
+      keys_taken(i);
+      wait_for_values(i);
+      values_taken(i);
     }
+    visited += all;
     if (n == 0) continue;
 
     int begin = (n - 1) / kLeaf * kLeaf * kKeys;  // of the last leaf
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int position = position_of(h);
-      if (position >= begin) {
-        Join j = join(whole(h), row[h], factor, begin == 0);
+      bool seen = position >= begin;
+      Join last = {1, 0};
+      State all_leaves = row[h];
+      if (begin) {
+        all_leaves = whole(h);
+        if (seen) last = join(all_leaves, row[h], factor, false);
 #pragma unroll
-        for (int x = 0; x < sums; ++x)
-          if (x / 2 % 2 == h) joined[x] = __fmaf_rn(joined[x], j.whole, acc[x] * j.leaf);
+        for (int x = 2 * h; x < sums; x += 4) {
+          const float2& before = reinterpret_cast<const float2*>(&joined(x / 4))[h];
+          acc[x] = seen ? __fmaf_rn(before.x, last.whole, acc[x] * last.leaf) : before.x;
+          acc[x + 1] = seen ? __fmaf_rn(before.y, last.whole, acc[x + 1] * last.leaf) : before.y;
+        }
       }
-      State all_leaves = whole(h);
-      divide(joined, h, all_leaves.l);
+      divide(acc, h, all_leaves.l);
       int r = first_row() + 8 * h, place = position - t.context;  // among the queries
       bool here = place < t.q_len && r < p.positions * p.together;
       int64_t head = t.head + r - p.position_of(r) * p.together;
       int64_t at = ((t.q0 + place) * int64_t{p.heads} + head) * kDim;
-      store_row(joined, h, static_cast<__nv_bfloat16*>(p.out) + at, here);
+      store_row(acc, h, static_cast<__nv_bfloat16*>(p.out) + at, here);
       if (p.shift && here && thread_again() % 4 == 0)
         p.shift[(head * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place] =
             __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
     }
   }
-  if (kTurns && group == 0) named_barrier_sync(1, 256);  // the turn that nobody took
 }
 
-template <int kDim, bool kTurns>
+template <int kDim>
 __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     attention_forward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                       const __grid_constant__ CUtensorMap v, const Problem p) {
@@ -649,28 +644,11 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
       bring_keys(sh, &k, &v, p);
   } else {
     registers_up<Plan<kDim>::many>();
-    attend<kDim, kTurns>(sh, p);
+    attend<kDim>(sh, p);
   }
 }
 
 // Host.
-
-// Of rows of heads, half a head of `box_heads` heads of `box_rows` rows at a time. The fourth dimension is 1: there is
-// a copy of four.
-inline cudaError_t map_of(CUtensorMap* map, const AlignkitHeads& rows, int64_t tokens, int heads, int dim,
-                          int box_heads, int box_rows) {
-  if (!encode()) return cudaErrorNotSupported;
-  cuuint64_t size[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(heads),
-                        static_cast<cuuint64_t>(tokens), 1};
-  cuuint64_t stride[3] = {static_cast<cuuint64_t>(rows.head) * 2, static_cast<cuuint64_t>(rows.token) * 2,
-                          static_cast<cuuint64_t>(rows.token) * 2};
-  cuuint32_t box[4] = {kHalf, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1};
-  cuuint32_t one[4] = {1, 1, 1, 1};
-  CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(rows.data), size, stride, box,
-                           one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
 
 // A page, or a block of keys, is of whole parts.
 inline int part_rows_of(const AlignkitAttention& p) {
@@ -679,7 +657,7 @@ inline int part_rows_of(const AlignkitAttention& p) {
   return part;
 }
 
-template <int kDim, bool kTurns>
+template <int kDim>
 cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
   Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1};
@@ -691,11 +669,11 @@ cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
   if (cudaError_t e =
-          cudaFuncSetAttribute(attention_forward<kDim, kTurns>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+          cudaFuncSetAttribute(attention_forward<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
   int64_t tiles = (int64_t{p.tokens} / p.positions + p.sequences) * (p.heads / p.together);
   unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
-  return launch_early(attention_forward<kDim, kTurns>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
+  return launch_early(attention_forward<kDim>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
 }
 
 }  // namespace
@@ -707,7 +685,7 @@ extern "C" int alignkit_attention_forward(const AlignkitAttention* p, cudaStream
       (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
     return cudaErrorInvalidValue;
   using alignkit::launch;
-  if (p->dim == 128) return p->turns ? launch<128, true>(*p, stream) : launch<128, false>(*p, stream);
-  if (p->dim == 64) return p->turns ? launch<64, true>(*p, stream) : launch<64, false>(*p, stream);
+  if (p->dim == 128) return launch<128>(*p, stream);
+  if (p->dim == 64) return launch<64>(*p, stream);
   return cudaErrorInvalidValue;
 }

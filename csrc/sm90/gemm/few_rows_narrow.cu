@@ -54,8 +54,8 @@ __device__ __forceinline__ void go_on(float (&d)[4], const uint32_t (&b)[4], uin
 
 template <int kWarps, class Out>
 __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
-    narrow_chains(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, int m, int n, int k,
-                  Out* out, int64_t pitch) {
+    narrow_chains(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                  const __nv_bfloat16* bias, int m, int n, int k, Out* out, int64_t pitch) {
   using Sh = NarrowShared<kWarps>;
   using Stage = NarrowStage<kWarps>;
   extern __shared__ uint8_t raw[];
@@ -118,13 +118,14 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int column = id + lane / 4 + i / 2 * 8, row = warp * kGroup + lane % 4 * 2 + i % 2;
-    if (row < m && column < n) out[row * pitch + column] = static_cast<Out>(sums[i]);
+    if (row < m && column < n)
+      out[row * pitch + column] = static_cast<Out>(bias ? sums[i] + __bfloat162float(bias[column]) : sums[i]);
   }
 }
 
 template <int kWarps, class Out>
-cudaError_t launch_narrow(const Matrix& a, const Matrix& b, int m, int n, int k, Out* out, int64_t pitch,
-                          cudaStream_t stream) {
+cudaError_t launch_narrow(const Matrix& a, const Matrix& b, const __nv_bfloat16* bias, int m, int n, int k, Out* out,
+                          int64_t pitch, cudaStream_t stream) {
   CUtensorMap maps[2];
   if (cudaError_t e = map_of(&maps[0], a, Layout::kPlain, m, k, kWarps * kGroup)) return e;
   if (cudaError_t e = map_of(&maps[1], b, Layout::kPlain, n, k, kOutputs)) return e;
@@ -132,16 +133,16 @@ cudaError_t launch_narrow(const Matrix& a, const Matrix& b, int m, int n, int k,
   constexpr int bytes = sizeof(NarrowShared<kWarps>) + 1024;
   int held;
   if (cudaError_t e = prepare<kernel>(bytes, 1, &held)) return e;
-  return launch_early(kernel, (n + kOutputs - 1) / kOutputs, 32 * (kWarps + 1), bytes, stream, maps[0], maps[1], m, n, k, out,
-                      pitch);
+  return launch_early(kernel, (n + kOutputs - 1) / kOutputs, 32 * (kWarps + 1), bytes, stream, maps[0], maps[1], bias, m, n, k,
+                      out, pitch);
 }
 
 template <class Out>
-cudaError_t launch_narrow(const Matrix& a, const Matrix& b, int m, int n, int k, Out* out, int64_t pitch,
-                          cudaStream_t stream) {
-  if (m <= 8) return launch_narrow<1>(a, b, m, n, k, out, pitch, stream);
-  if (m <= 16) return launch_narrow<2>(a, b, m, n, k, out, pitch, stream);
-  return launch_narrow<4>(a, b, m, n, k, out, pitch, stream);
+cudaError_t launch_narrow(const Matrix& a, const Matrix& b, const __nv_bfloat16* bias, int m, int n, int k, Out* out,
+                          int64_t pitch, cudaStream_t stream) {
+  if (m <= 8) return launch_narrow<1>(a, b, bias, m, n, k, out, pitch, stream);
+  if (m <= 16) return launch_narrow<2>(a, b, bias, m, n, k, out, pitch, stream);
+  return launch_narrow<4>(a, b, bias, m, n, k, out, pitch, stream);
 }
 
 }  // namespace
@@ -149,10 +150,13 @@ cudaError_t launch_narrow(const Matrix& a, const Matrix& b, int m, int n, int k,
 
 using namespace alignkit;
 
-// out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 32. Returns a cudaError_t.
-extern "C" int alignkit_narrow_product(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, void* out,
-                                       int64_t out_pitch, int out_bf16, int m, int n, int k, cudaStream_t stream) {
+// out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 32. bias [n], bf16, or null, is added to each row.
+// Returns a cudaError_t.
+extern "C" int alignkit_narrow_product(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, const void* bias,
+                                       void* out, int64_t out_pitch, int out_bf16, int m, int n, int k,
+                                       cudaStream_t stream) {
   Matrix left{a, a_pitch}, right{b, b_pitch};
-  return out_bf16 ? launch_narrow(left, right, m, n, k, static_cast<__nv_bfloat16*>(out), out_pitch, stream)
-                  : launch_narrow(left, right, m, n, k, static_cast<float*>(out), out_pitch, stream);
+  const __nv_bfloat16* added = static_cast<const __nv_bfloat16*>(bias);
+  return out_bf16 ? launch_narrow(left, right, added, m, n, k, static_cast<__nv_bfloat16*>(out), out_pitch, stream)
+                  : launch_narrow(left, right, added, m, n, k, static_cast<float*>(out), out_pitch, stream);
 }

@@ -1,4 +1,4 @@
-// out [m, n] = a [m, k] . b [n, k]^T for at most 256 rows, each output a k-tree: 2, 4 or 8 leaves, chains over equal parts of
+// out [m, n] = a [m, k] . b [n, k]^T for few rows, each output a k-tree: 2, 4 or 8 leaves, chains over equal parts of
 // k, joined by the balanced tree. Few rows make few tiles, so the leaves of a tile are dealt out to blocks, until all
 // multiprocessors read b at once.
 //
@@ -6,6 +6,8 @@
 // two ways. Up to 64 rows a cluster of two blocks has all leaves of a tile, a quarter of them for each group of four warps,
 // and joins them in shared memory. With more rows a block sums some leaves of a larger tile and writes the sums to memory,
 // and a second kernel joins them; there the two blocks of a cluster share one of the operands.
+//
+// To the copy engine k is two dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros.
 #include "few_rows.cuh"
 
 namespace alignkit {
@@ -80,6 +82,21 @@ struct Target {
   __device__ float bias_of(int column) const { return bias && column < n ? __bfloat162float(bias[column]) : -0.0f; }
 };
 
+// Of a matrix [rows, k]: `box_rows` rows by 64 of a leaf at a time.
+cudaError_t map_of_leaves(CUtensorMap* map, const Matrix& matrix, int rows, int k, int leaves, int box_rows) {
+  if (!encode()) return cudaErrorNotSupported;
+  cuuint64_t leaf = k / leaves;
+  cuuint64_t size[3] = {leaf, static_cast<cuuint64_t>(leaves), static_cast<cuuint64_t>(rows)};
+  cuuint64_t stride[2] = {leaf * 2, static_cast<cuuint64_t>(matrix.pitch) * 2};
+  cuuint32_t box[3] = {kStep, 1, static_cast<cuuint32_t>(box_rows)}, one[3] = {1, 1, 1};
+  CUresult made = encode()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(matrix.data), size, stride, box,
+                           one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+int steps_of(int k, int leaves) { return (k / leaves + kStep - 1) / kStep; }
+
 // Up to 64 rows.
 
 constexpr int kQuarterIds = 64;    // of n, of a cluster
@@ -118,15 +135,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   float sums[kQuarterWidth / 2];
   if (group == 2) {
     if (thread == 0)
-      for (int i = 0; i < kLeaves * steps; ++i, step<kQuarterDepth>(stage, phase)) {
-        barrier_wait(&sh.empty[stage], phase ^ 1);
-        barrier_expect(&sh.full[stage], sizeof(QuarterStage));
-        for (int g = 0; g < 2; ++g) {
-          int k = ((2 * rank + g) * kLeaves * steps + i) * kStep;
-          copy_box(sh.stage[stage].b[g], &b, k, id, &sh.full[stage]);
-          copy_box(sh.stage[stage].a[g], &a, k, 0, &sh.full[stage]);
+      for (int leaf = 0; leaf < kLeaves; ++leaf)
+        for (int k = 0; k < steps * kStep; k += kStep, step<kQuarterDepth>(stage, phase)) {
+          barrier_wait(&sh.empty[stage], phase ^ 1);
+          barrier_expect(&sh.full[stage], sizeof(QuarterStage));
+          for (int g = 0; g < 2; ++g) {
+            int at = (2 * rank + g) * kLeaves + leaf;
+            copy_box(sh.stage[stage].b[g], &b, k, at, id, &sh.full[stage]);
+            copy_box(sh.stage[stage].a[g], &a, k, at, 0, &sh.full[stage]);
+          }
         }
-      }
     __syncwarp();
   } else {
     uint64_t of_a = operand<false>(sh.stage[0].a[group]), of_b = operand<false>(sh.stage[0].b[group]);
@@ -164,14 +182,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 template <int kLeaves, class Out>
 cudaError_t launch_quarters(const Matrix& a, const Matrix& b, int k, const Target<Out>& target, cudaStream_t stream) {
   CUtensorMap maps[2];
-  if (cudaError_t e = map_of(&maps[0], a, Layout::kPlain, target.m, k, kQuarterWidth)) return e;
-  if (cudaError_t e = map_of(&maps[1], b, Layout::kPlain, target.n, k, kQuarterIds)) return e;
+  if (cudaError_t e = map_of_leaves(&maps[0], a, target.m, k, 4 * kLeaves, kQuarterWidth)) return e;
+  if (cudaError_t e = map_of_leaves(&maps[1], b, target.n, k, 4 * kLeaves, kQuarterIds)) return e;
   constexpr auto kernel = quarter_gemm<kLeaves, Out>;
   constexpr int bytes = sizeof(QuarterShared) + 1024;
   int held;
   if (cudaError_t e = prepare<kernel>(bytes, 2, &held)) return e;
   int clusters = (target.n + kQuarterIds - 1) / kQuarterIds;
-  return launch_early(kernel, 2 * clusters, kThreads, bytes, stream, maps[0], maps[1], k / (4 * kLeaves) / kStep, target);
+  return launch_early(kernel, 2 * clusters, kThreads, bytes, stream, maps[0], maps[1], steps_of(k, 4 * kLeaves), target);
 }
 
 // More rows.
@@ -180,11 +198,12 @@ cudaError_t launch_quarters(const Matrix& a, const Matrix& b, int k, const Targe
 // the next rows of a.
 enum class Common { kA, kB };
 
-// Sums of a part's leaves, to sums [parts, m, pitch]; `steps` is that of a leaf. A task is a part of a cluster's tile.
+// Sums of a part's leaves, to sums [parts, m, pitch]; `steps` is that of a leaf. A task is a part of a cluster's tile, of which
+// `down` are above each other.
 template <int kWidth, int kLeaves, Common kCommon>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     part_gemm(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, int m, int steps, int parts,
-              int tasks, float* out, int64_t pitch) {
+              int tasks, int down, float* out, int64_t pitch) {
   using Sh = WideShared<kWidth>;
   extern __shared__ uint8_t raw[];
   Sh& sh = *reinterpret_cast<Sh*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
@@ -201,28 +220,35 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   constexpr bool common_a = kCommon == Common::kA;
   constexpr uint16_t all = (1 << kBlocks) - 1;
   int rank = cluster_rank(), stage = 0, phase = 0, clusters = gridDim.x / kBlocks;
-  int group = __shfl_sync(~0u, threadIdx.x / 128, 0), row = common_a ? 0 : rank * kWidth;
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  auto place = [&](int task, int& id, int& row) {
+    int tile = task / parts, above = tile % down, across = tile / down;
+    id = (common_a ? kBlocks * across + rank : across) * kIds;
+    row = (common_a ? above : kBlocks * above + rank) * kWidth;
+  };
   if (group == 2) {
     registers_down<40>();
     if (threadIdx.x % 128 == 0)
       for (int task = blockIdx.x / kBlocks; task < tasks; task += clusters) {
-        int tile = task / parts, id = (common_a ? kBlocks * tile + rank : tile) * kIds;
-        int k = task % parts * kLeaves * steps * kStep, end = k + kLeaves * steps * kStep;
-        for (; k < end; k += kStep, step<Sh::kDepth>(stage, phase)) {
-          barrier_wait(&sh.empty[stage], phase ^ 1);
-          uint64_t* full = &sh.full[stage];
-          barrier_expect(full, sizeof(WideStage<kWidth>));
-          __nv_bfloat16 *to_a = sh.stage[stage].a, *to_b = sh.stage[stage].b;
-          if (common_a) {
-            int half = rank * (kWidth / kBlocks);
-            copy_box(to_b, &b, k, id, full);
-            copy_box_to(all, to_a + half * kStep, &a, k, half, full);
-          } else {
-            int half = rank * (kIds / kBlocks);
-            copy_box_to(all, to_b + half * kStep, &b, k, id + half, full);
-            copy_box(to_a, &a, k, row, full);
+        int id, row;
+        place(task, id, row);
+        int leaf = task % parts * kLeaves, end = leaf + kLeaves;
+        for (; leaf < end; ++leaf)
+          for (int k = 0; k < steps * kStep; k += kStep, step<Sh::kDepth>(stage, phase)) {
+            barrier_wait(&sh.empty[stage], phase ^ 1);
+            uint64_t* full = &sh.full[stage];
+            barrier_expect(full, sizeof(WideStage<kWidth>));
+            __nv_bfloat16 *to_a = sh.stage[stage].a, *to_b = sh.stage[stage].b;
+            if (common_a) {
+              int half = rank * (kWidth / kBlocks);
+              copy_box(to_b, &b, k, leaf, id, full);
+              copy_box_to(all, to_a + half * kStep, &a, k, leaf, row + half, full);
+            } else {
+              int half = rank * (kIds / kBlocks);
+              copy_box_to(all, to_b + half * kStep, &b, k, leaf, id + half, full);
+              copy_box(to_a, &a, k, leaf, row, full);
+            }
           }
-        }
       }
   } else {
     registers_up<232>();
@@ -232,7 +258,8 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
       subtree<kLeaves>(sums, [&](float(&s)[kWidth / 2]) {
         leaf<Sh::kDepth, sizeof(WideStage<kWidth>), kBlocks>(s, of_a, of_b, sh.full, sh.empty, steps, stage, phase);
       });
-      int tile = task / parts, id = (common_a ? kBlocks * tile + rank : tile) * kIds;
+      int id, row;
+      place(task, id, row);
       Place p(static_cast<int>(pitch), id + group * kGroupRows, row);
       float* to = out + task % parts * (m * pitch) + p.row;
 #pragma unroll
@@ -300,34 +327,44 @@ cudaError_t launch_parts(const Matrix& a, const Matrix& b, int m, int n, int k, 
                          cudaStream_t stream) {
   constexpr bool common_a = kCommon == Common::kA;
   CUtensorMap maps[2];
-  if (cudaError_t e = map_of(&maps[0], a, Layout::kPlain, m, k, common_a ? kWidth / kBlocks : kWidth)) return e;
-  if (cudaError_t e = map_of(&maps[1], b, Layout::kPlain, n, k, common_a ? kIds : kIds / kBlocks)) return e;
+  int leaves = parts * kLeaves;
+  if (cudaError_t e = map_of_leaves(&maps[0], a, m, k, leaves, common_a ? kWidth / kBlocks : kWidth)) return e;
+  if (cudaError_t e = map_of_leaves(&maps[1], b, n, k, leaves, common_a ? kIds : kIds / kBlocks)) return e;
   constexpr auto kernel = part_gemm<kWidth, kLeaves, kCommon>;
   constexpr int bytes = sizeof(WideShared<kWidth>) + 1024, ids = common_a ? kBlocks * kIds : kIds;
   int held;
   if (cudaError_t e = prepare<kernel>(bytes, kBlocks, &held)) return e;
-  int tasks = (n + ids - 1) / ids * parts;
+  constexpr int rows = common_a ? kWidth : kBlocks * kWidth;
+  int down = (m + rows - 1) / rows, tasks = (n + ids - 1) / ids * down * parts;
   int rounds = (tasks + held - 1) / held, clusters = (tasks + rounds - 1) / rounds;
   return launch_early(kernel, clusters * kBlocks, kThreads, bytes, stream, maps[0], maps[1], m,
-                      k / (parts * kLeaves) / kStep, parts, tasks, sums, pitch);
+                      steps_of(k, leaves), parts, tasks, down, sums,
+                      pitch);
 }
 
 template <int kLeaves>
-cudaError_t launch_parts(const Matrix& a, const Matrix& b, int m, int n, int k, int parts, float* sums, int64_t pitch,
-                         cudaStream_t stream) {
-  if (m <= 64) return launch_parts<64, kLeaves, Common::kA>(a, b, m, n, k, parts, sums, pitch, stream);
-  if (m <= 128) return launch_parts<128, kLeaves, Common::kA>(a, b, m, n, k, parts, sums, pitch, stream);
-  return launch_parts<128, kLeaves, Common::kB>(a, b, m, n, k, parts, sums, pitch, stream);
+cudaError_t launch_parts(int width, Common common, const Matrix& a, const Matrix& b, int m, int n, int k, int parts,
+                         float* sums, int64_t pitch, cudaStream_t stream) {
+  auto launch = [&](auto launched) { return launched(a, b, m, n, k, parts, sums, pitch, stream); };
+  if (common == Common::kA && width == 64) return launch(launch_parts<64, kLeaves, Common::kA>);
+  if (common == Common::kA && width == 96) return launch(launch_parts<96, kLeaves, Common::kA>);
+  if (common == Common::kA && width == 128) return launch(launch_parts<128, kLeaves, Common::kA>);
+  if (common == Common::kB && width == 96) return launch(launch_parts<96, kLeaves, Common::kB>);
+  if (common == Common::kB && width == 128) return launch(launch_parts<128, kLeaves, Common::kB>);
+  return cudaErrorInvalidValue;
 }
 
 template <class Out>
-cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int parts, float* sums, int64_t pitch,
-                        const Target<Out>& t, cudaStream_t stream) {
+cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int parts, int width, Common common,
+                        float* sums, int64_t pitch, const Target<Out>& t, cudaStream_t stream) {
   if (parts == 1)
     return leaves == 8 ? launch_quarters<2>(a, b, k, t, stream) : launch_quarters<1>(a, b, k, t, stream);
-  cudaError_t e = leaves == parts       ? launch_parts<1>(a, b, t.m, t.n, k, parts, sums, pitch, stream)
-                  : leaves == 2 * parts ? launch_parts<2>(a, b, t.m, t.n, k, parts, sums, pitch, stream)
-                                        : launch_parts<4>(a, b, t.m, t.n, k, parts, sums, pitch, stream);
+  auto launch = [&](auto launched) {
+    return launched(width, common, a, b, t.m, t.n, k, parts, sums, pitch, stream);
+  };
+  cudaError_t e = leaves == parts       ? launch(launch_parts<1>)
+                  : leaves == 2 * parts ? launch(launch_parts<2>)
+                                        : launch(launch_parts<4>);
   return e ? e : launch_join(parts, sums, pitch, t, stream);
 }
 
@@ -336,23 +373,25 @@ cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int
 
 using namespace alignkit;
 
-// out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 256; a leaf, k / leaves, is a multiple of 64. bias [n],
-// bf16, or null. Leaves are dealt out to `parts` blocks, 2, 4 or 8, one, two or four for each, by way of sums, fp32
-// [parts, m, sums_pitch]; sums_pitch is a multiple of 256 and at least n. If parts is 1, m is at most 64, and there are 4 or 8
-// leaves. Returns a cudaError_t.
+// out [m, n], fp32 or bf16, rows `out_pitch` elements apart; m at most 65535; a leaf, k / leaves, is a multiple of 16. bias
+// [n], bf16, or null. Leaves are dealt out to `parts` blocks, 2, 4 or 8, one, two or four for each, by way of sums, fp32
+// [parts, m, sums_pitch]; sums_pitch is a multiple of 256 and at least n. The two blocks of a cluster have `width` rows each: 96
+// or 128 and the same outputs if `common_b`, else 64, 96 or 128, the same of both. If parts is 1, m is at most 64, and there are 4
+// or 8 leaves. Returns a cudaError_t.
 extern "C" int alignkit_few_tree(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, const void* bias, void* out,
-                                 int64_t out_pitch, int out_bf16, float* sums, int64_t sums_pitch, int parts, int m, int n,
-                                 int k, int leaves, cudaStream_t stream) {
+                                 int64_t out_pitch, int out_bf16, float* sums, int64_t sums_pitch, int parts, int width,
+                                 int common_b, int m, int n, int k, int leaves, cudaStream_t stream) {
   bool quarters = parts == 1 && m <= kQuarterWidth && (leaves == 4 || leaves == 8);
   bool dealt = sums && (parts == 2 || parts == 4 || parts == 8) &&
                (leaves == parts || leaves == 2 * parts || leaves == 4 * parts);
-  if (m > 256 || k % (leaves * kStep) || !(quarters || dealt)) return cudaErrorInvalidValue;
+  if (m > 65535 || k % (leaves * 16) || !(quarters || dealt)) return cudaErrorInvalidValue;
   Matrix left{a, a_pitch}, right{b, b_pitch};
   auto run = [&](auto* to) {
     using Out = std::remove_pointer_t<decltype(to)>;
     bool fours = (n | out_pitch) % 4 == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(Four<Out>) == 0;
     Target<Out> target{static_cast<const __nv_bfloat16*>(bias), to, out_pitch, m, n, fours};
-    return launch_tree(left, right, k, leaves, parts, sums, sums_pitch, target, stream);
+    return launch_tree(left, right, k, leaves, parts, width, common_b ? Common::kB : Common::kA, sums, sums_pitch, target,
+                       stream);
   };
   return out_bf16 ? run(static_cast<__nv_bfloat16*>(out)) : run(static_cast<float*>(out));
 }

@@ -32,6 +32,21 @@ __device__ __forceinline__ void barrier_wait(uint64_t* b, int parity) {
       : "memory");
 }
 
+// Whether barrier_wait would go on at once.
+__device__ __forceinline__ bool barrier_ended(uint64_t* b, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(b)), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // Arrives at the barrier that lies here in the block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive(uint64_t* b, int rank) {
   asm volatile(

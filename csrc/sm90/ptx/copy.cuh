@@ -29,6 +29,14 @@ __device__ __forceinline__ void copies_wait() {
 // What this thread wrote to shared memory is seen by the copy engine and the tensor core, once they are told to go.
 __device__ __forceinline__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The copy engine: `bytes` to shared memory; a multiple of 16, as are both addresses.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, uint64_t* b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(b))
+               : "memory");
+}
+
 // The copy engine: a box of a matrix to shared memory; outside of the matrix it reads zeros.
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {
@@ -49,7 +57,24 @@ __device__ __forceinline__ void copy_box_to(uint16_t blocks, void* to, const CUt
       : "memory");
 }
 
-// The copy engine: a box of a tensor of four dimensions to shared memory; outside of the tensor it reads zeros.
+// The copy engine: a box of a tensor of three or four dimensions to shared memory; outside of the tensor it reads zeros.
+
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(b))
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box_to(uint16_t blocks, void* to, const CUtensorMap* map, int x, int y, int z,
+                                            uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(b)), "h"(blocks)
+      : "memory");
+}
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, int u, uint64_t* b) {
   asm volatile(

@@ -57,6 +57,7 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #define ALIGNKIT_D8(i) ALIGNKIT_D4(i), ALIGNKIT_D4(i + 4)
 #define ALIGNKIT_D16(i) ALIGNKIT_D8(i), ALIGNKIT_D8(i + 8)
 #define ALIGNKIT_D32(i) ALIGNKIT_D16(i), ALIGNKIT_D16(i + 16)
+#define ALIGNKIT_D48(i) ALIGNKIT_D32(i), ALIGNKIT_D16(i + 32)
 #define ALIGNKIT_D64(i) ALIGNKIT_D32(i), ALIGNKIT_D32(i + 32)
 #define ALIGNKIT_D128(i) ALIGNKIT_D64(i), ALIGNKIT_D64(i + 64)
 #define ALIGNKIT_L4 "%0, %1, %2, %3"
@@ -69,6 +70,9 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #define ALIGNKIT_L32 \
   ALIGNKIT_L16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ALIGNKIT_L48 \
+  ALIGNKIT_L32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define ALIGNKIT_L64 \
   ALIGNKIT_L32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -99,6 +103,7 @@ ALIGNKIT_MULTIPLY(4, 8, 4, 5, 6, 7, 8)
 ALIGNKIT_MULTIPLY(8, 16, 8, 9, 10, 11, 12)
 ALIGNKIT_MULTIPLY(16, 32, 16, 17, 18, 19, 20)
 ALIGNKIT_MULTIPLY(32, 64, 32, 33, 34, 35, 36)
+ALIGNKIT_MULTIPLY(48, 96, 48, 49, 50, 51, 52)
 ALIGNKIT_MULTIPLY(64, 128, 64, 65, 66, 67, 68)
 ALIGNKIT_MULTIPLY(128, 256, 128, 129, 130, 131, 132)
 

@@ -77,8 +77,8 @@ alignas(1024) inline uint8_t shared[kSharedBytes];
 struct Product {
   float* d;
   int columns;
-  const uint32_t* a;
-  uint64_t b;
+  const uint32_t* a;  // null: in shared memory
+  uint64_t a_shared, b;
   bool transposed, add;
 };
 

@@ -41,8 +41,11 @@ inline void barrier_copied(uint64_t* b, int bytes) {
   barrier(b).bytes -= bytes;
   barrier_turn(barrier(b));
 }
+inline bool barrier_ended(uint64_t* b, int parity) {
+  return barrier(b).phase != static_cast<uint32_t>(parity & 1);
+}
 inline void barrier_wait(uint64_t* b, int parity) {
-  while (barrier(b).phase == static_cast<uint32_t>(parity & 1)) machine::yield();
+  while (!barrier_ended(b, parity)) machine::yield();
 }
 
 struct Named {

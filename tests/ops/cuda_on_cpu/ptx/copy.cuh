@@ -21,6 +21,13 @@ namespace alignkit {
 
 inline void shared_written() {}
 
+inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* b) {
+  if (shared_address(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
+    machine::fail("not whole vectors");
+  std::memcpy(to, from, bytes);
+  barrier_copied(b, bytes);
+}
+
 // A thread's copies of 16 bytes are made when it waits for them.
 inline void copy_vector(void* to, const void* from, bool here) {
   machine::fibers[machine::current].copies.back().push_back({to, from, here});

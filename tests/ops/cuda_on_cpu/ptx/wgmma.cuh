@@ -37,11 +37,15 @@ inline float element(uint64_t b, bool transposed, int n, int k) {
 inline void compute(const machine::Product& p) {
   auto& given = machine::given[machine::warp()];
   int lane = machine::lane();
-  for (int i = 0; i < 4; ++i) given[lane][i] = p.a[i];
+  for (int i = 0; p.a && i < 4; ++i) given[lane][i] = p.a[i];
   machine::meet();
   for (int h = 0; h < 2; ++h) {
     float a[16];
     for (int k = 0; k < 16; ++k) {
+      if (!p.a) {
+        a[k] = element(p.a_shared, false, machine::warp() % 4 * 16 + lane / 4 + 8 * h, k);
+        continue;
+      }
       auto pair = static_cast<uint32_t>(given[lane / 4 * 4 + k / 2 % 4][h + k / 8 * 2]);
       a[k] = bf16(static_cast<uint16_t>(k % 2 ? pair >> 16 : pair));
     }
@@ -74,7 +78,12 @@ void products_taken(float (&)[kCount]) {}
 template <bool kNegated, bool kTransposed, int kCount>
 void multiply(__nv_bfloat16, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
   static_assert(!kNegated);
-  self().products.push_back({d, 2 * kCount, a, b, kTransposed, add});
+  self().products.push_back({d, 2 * kCount, a, 0, b, kTransposed, add});
+}
+template <bool kATransposed, bool kTransposed, int kCount>
+void multiply(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
+  static_assert(!kATransposed);
+  self().products.push_back({d, 2 * kCount, nullptr, a, b, kTransposed, add});
 }
 
 }  // namespace alignkit

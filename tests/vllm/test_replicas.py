@@ -1,0 +1,144 @@
+"""vLLM's data parallelism: replicas that share experts, and replicas that share nothing, with the bits of one rank."""
+
+import operator
+
+import pytest
+import torch
+
+from alignkit.errors import UnsupportedError
+from tests.vllm.conftest import ENGINE
+from tests.vllm.test_experts import (
+    SIZES,
+    assert_composed,
+    assert_same,
+    configure,
+    evaluate,
+    generate,
+    one_by_one,
+    reload,
+    start,
+    statuses,
+)
+
+LENGTHS = (3, 40, 64, 65, 130)
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint):
+    def make(arch="qwen3_moe", **sizes):
+        return checkpoint(arch, torch.bfloat16, **SIZES | sizes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(512, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def spare(vllm_process):
+    """A process for configurations."""
+    return vllm_process()
+
+
+def replicated(state, model, options):
+    """The engine that vLLM's server has, with two replicas."""
+    from alignkit.check.replicas import Replicas
+    from alignkit.vllm import patch_vllm
+
+    with patch_vllm():
+        state.llm = Replicas(model, **ENGINE | {"dtype": "bfloat16", "data_parallel_size": 2} | options)
+
+
+@pytest.mark.parametrize(
+    "arch, options, sizes",
+    [
+        ("qwen3_moe", {"enable_expert_parallel": True, "max_num_batched_tokens": 64}, {}),
+        pytest.param("qwen3_moe", {}, {"dense_layers": (1,)}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {"enable_expert_parallel": True}, {"dense_layers": (0,)}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {"enable_expert_parallel": True}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, {}, marks=pytest.mark.slow
+        ),
+        pytest.param("qwen3_moe", {"tensor_parallel_size": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2_moe", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, {}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["ep2", "dense-tp2", "shared-dense-ep2", "glm-ep2", "tp2-ep4", "tp4", "shared-tp2-ep4"],
+)
+def test_replicas_share_experts(vllm_process, small, prompts, arch, options, sizes):
+    """Batches of other lengths on each, and of one while the other has none; in chunks, and with other weights."""
+    process, path = vllm_process(fork_workers=True), small(arch, **sizes)
+    process(replicated, path, options)
+    workers = process(statuses)
+    assert len(workers) == options.get("tensor_parallel_size", 1) and all(w["patched"] for w in workers)
+    found = process(generate, prompts)
+    assert_composed(found, path, prompts)
+    assert_same(process(one_by_one, prompts[::-1]), found[::-1])
+    tokens = [tokens for tokens, _ in found]
+    assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), found)
+    process(reload, other := small(arch, seed=1, **sizes))
+    assert_composed(process(generate, prompts[-2:]), other, prompts[-2:])
+
+
+def test_replicas_of_a_dense_model(vllm_process, small, prompts):
+    """They share nothing: each is an engine of one rank."""
+    process, alone = vllm_process(fork_workers=True), vllm_process()
+    alone(start, path := small("qwen3"), {"dtype": "bfloat16"})
+    process(replicated, path, {})
+    assert process(statuses) == alone(statuses)
+    assert_same(process(generate, prompts), alone(generate, prompts))
+
+
+def asked(state, model, part, field, value):
+    """A configuration that vLLM itself refuses on the CPU, or without other packages."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from alignkit.vllm import patch_vllm
+    from alignkit.vllm.refuse import refuse_config
+
+    with patch_vllm():
+        config = EngineArgs(model, **ENGINE | {"data_parallel_size": 2}).create_engine_config()
+    setattr(operator.attrgetter(part)(config), field, value)
+    refuse_config(config)
+
+
+@pytest.mark.parametrize(
+    "name, field, value",
+    [
+        ("load balancing of experts .EPLB.", "enable_eplb", True),
+        ("all2all_backend deepep_high_throughput", "all2all_backend", "deepep_high_throughput"),
+        ("replicas that go on without one that failed", "enable_fault_tolerance", True),
+        ("micro-batches that overlap", "enable_dbo", True),
+        ("elastic expert parallelism", "enable_elastic_ep", True),
+    ],
+)
+def test_options_refused(spare, small, name, field, value):
+    with pytest.raises(UnsupportedError, match=name):
+        spare(asked, small(), "parallel_config", field, value)
+
+
+@pytest.mark.parametrize(
+    "sizes, expert_parallel, name",
+    [
+        (
+            {"experts": 6, "top_k": 2},
+            True,
+            "tensor_parallel_size 2 of 2 replicas .the contract cuts 6 experts into 2 parts",
+        ),
+        (
+            {"intermediate": 32},
+            False,
+            "tensor_parallel_size 2 of 2 replicas .the contract cuts 32 features of an expert into 2 parts",
+        ),
+    ],
+)
+def test_replicas_that_cannot_share(spare, small, sizes, expert_parallel, name):
+    """A shared expert and layers without experts are shared in a replica only."""
+    options = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+    with pytest.raises(UnsupportedError, match=name):
+        spare(configure, small(**sizes), options)
+    spare(configure, small("qwen2_moe", shared_intermediate=32, dense_layers=(0,), dense_intermediate=32), options)
