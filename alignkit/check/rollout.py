@@ -30,6 +30,7 @@ import torch
 from alignkit.check.machine import gpu_of, gpus
 from alignkit.check.replicas import Replicas
 from alignkit.check.routing import file_of
+from alignkit.config import config
 from alignkit.convert import read_architecture
 from alignkit.drift import Logprobs, load, save
 from alignkit.errors import InputError
@@ -40,7 +41,8 @@ MODES = ("batch", "one", "prefix", "prompt_logprobs")
 BLOCK_SIZE = 32
 """Of the KV cache; small, so that short prompts fill blocks and can hit the prefix cache."""
 GPU_SHARE = 0.3
-"""Of the memory of a GPU, vLLM starts only if this much is free. What it takes is weights and the cache below."""
+"""Of the memory of a GPU, vLLM starts only if this much is free; of a GPU that ranks share, each a part. What it takes is weights and
+the cache below."""
 RUNNERS = {"v1": "0", "v2": "1"}
 ENVIRON = {
     "OMP_NUM_THREADS": "1",
@@ -129,7 +131,7 @@ def engine(job: dict, **overrides):
             enable_chunked_prefill=True,
             block_size=BLOCK_SIZE,
             kv_cache_memory_bytes=cache_bytes(job["model"], job["dtype"], len(job["prompts"]), longest),
-            gpu_memory_utilization=GPU_SHARE,
+            gpu_memory_utilization=GPU_SHARE / config.ranks_per_gpu,
         )
         | overrides
     )
