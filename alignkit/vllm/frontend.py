@@ -8,8 +8,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from alignkit.errors import UnsupportedError
 from alignkit.vllm import versions
-from alignkit.vllm.patch import WORKER
 from alignkit.vllm.refuse import refuse_config, request_reasons
+from alignkit.vllm.worker_class import is_aligned
 
 
 class RefusedRequest(UnsupportedError, versions.resolve(versions.installed().client_error)):
@@ -42,7 +42,7 @@ def refuse_stock(validate_params):
 
 
 def _require_aligned(vllm_config) -> None:
-    if vllm_config.parallel_config.worker_cls != WORKER:
+    if not is_aligned(vllm_config):
         raise RefusedRequest(
             "this engine, or its configuration, was made before patch_vllm(): "
             "make it after, or undo the patch to use it as it is"

@@ -21,8 +21,8 @@ from alignkit.vllm.plugin import ENV
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.versions import VERSIONS, installed
+from alignkit.vllm.worker_class import MADE, is_aligned, worker_class
 
-WORKER = "alignkit.vllm.worker.AlignedWorker"
 ASKED_FOR = frozenset({"enable_sp", "fuse_gemm_comms"})
 """Compiler passes that vLLM turns on for those only who ask for them; others are defaults of its optimization levels."""
 
@@ -91,12 +91,12 @@ def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
     `symmetric_memory`. Of an `AsyncLLM`, to be awaited."""
     engine = getattr(llm, "llm_engine", llm)
     parallel = engine.vllm_config.parallel_config
-    stock = [{"patched": False}] * parallel.world_size
+    aligned, stock = is_aligned(engine.vllm_config), [{"patched": False}] * parallel.world_size
     if not inspect.iscoroutinefunction(engine.collective_rpc):
-        return stock if parallel.worker_cls != WORKER else engine.collective_rpc("alignkit_status")
+        return engine.collective_rpc("alignkit_status") if aligned else stock
 
     async def ask() -> list[dict]:
-        return stock if parallel.worker_cls != WORKER else await engine.collective_rpc("alignkit_status")
+        return await engine.collective_rpc("alignkit_status") if aligned else stock
 
     return ask()
 
@@ -108,17 +108,16 @@ def _aligned_config(create_engine_config):
 
     @functools.wraps(create_engine_config)
     def create(self, *args, **kwargs):
-        if self.worker_cls not in ("auto", version.worker.replace(":", ".")):
-            raise UnsupportedError(f"worker_cls {self.worker_cls}: alignkit brings its own")
+        worker = worker_class(self.worker_cls, version.worker.replace(":", "."))
         config = create_engine_config(self, *args, **kwargs)
         passes = config.compilation_config.pass_config
         for fusion in set(fusions(passes)) - ASKED_FOR:  # there is nothing left that they would fuse
             setattr(passes, fusion, False)
         refuse_config(config)
-        config.parallel_config.worker_cls = WORKER
+        config.parallel_config.worker_cls = worker
         config.attention_config.backend = AttentionBackendEnum[version.attention]
         # vLLM keeps compiled models on disk by a hash of the configuration: aligned and stock ones must not meet.
-        config.additional_config = {**config.additional_config, "alignkit": version.family.contract_id}
+        config.additional_config = {**config.additional_config, MADE: version.family.contract_id}
         return config
 
     return create

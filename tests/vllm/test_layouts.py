@@ -84,16 +84,43 @@ def test_an_external_launcher_and_weights_in_buckets(launched, alone, checkpoint
         assert worker["patched"] and worker["modules"]["AlignedRowParallelLinear"] == 8
 
 
-def derived(state, model):
-    """A worker class that derives from alignkit's may override what keeps it aligned."""
+def start_derived(state, model, worker):
     from vllm import LLM
 
     from alignkit.vllm import patch_vllm
 
-    with patch_vllm():
-        LLM(model, worker_cls="tests.vllm.test_layouts.Mine", **ENGINE)
+    state.patch = patch_vllm()
+    state.llm = LLM(model, dtype="bfloat16", worker_cls=f"tests.vllm.derived.{worker}", **ENGINE)
 
 
-def test_a_worker_class_is_refused(vllm_process, checkpoint):
-    with pytest.raises(UnsupportedError, match=r"worker_cls tests\.vllm\.test_layouts\.Mine"):
-        vllm_process()(derived, checkpoint())
+def test_a_worker_class_that_derives_from_alignkits(vllm_process, alone, checkpoint, prompts):
+    """Its methods are there, and the bits are those of alignkit's own, also of weights that they load."""
+    process = vllm_process()
+    process(start_derived, checkpoint(), "Mine")
+    alone(reload, checkpoint())
+    first = alone(greedy, prompts)
+    assert process(greedy, prompts) == first
+    assert process(load_in_buckets, checkpoint(seed=1))[0] > 20
+    alone(reload, checkpoint(seed=1))
+    assert process(greedy, prompts) == alone(greedy, prompts) != first
+    assert process(statuses)[0]["modules"]["AlignedRowParallelLinear"] == 8
+
+
+@pytest.mark.parametrize(
+    "worker, why",
+    [
+        ("Overrides", "it overrides execute_model, load_model"),
+        ("Stock", "it does not derive from alignkit"),
+        ("Between", "bases of its own do not all stand before"),
+        ("nowhere", "it cannot be imported"),
+    ],
+)
+def test_other_worker_classes_are_refused(alone, checkpoint, worker, why):
+    with pytest.raises(UnsupportedError, match=f"worker_cls tests.vllm.derived.{worker}: {why}"):
+        alone(configured, checkpoint(), f"tests.vllm.derived.{worker}")
+
+
+def configured(state, model, worker):
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(model, worker_cls=worker, **ENGINE).create_engine_config()
