@@ -124,11 +124,23 @@ def write_result(O, token, head, L, A, ok, HEADS: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
+def block(TABLE, begin, end, PAGE: tl.constexpr, KVB: tl.constexpr):
+    """The positions of a block of keys, and which pages they are in. Of those beyond the end any will do, their probability is 0."""
+    at = tl.minimum(begin + tl.arange(0, KVB), end - 1).to(tl.uint32)  # without a sign division by 2^n is a shift
+    page = at
+    if PAGE > 0:
+        page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
+    return at, page
+
+
+@triton.jit
 def visit(
     q,
     K,
     V,
     TABLE,
+    at,
+    page,
     STATES,
     factor,
     q0,
@@ -151,19 +163,14 @@ def visit(
     SPLIT: tl.constexpr,
 ):
     """The state of queries q at positions context + pos, from context + first on, after the keys [begin, end); begin is where a
-    leaf does. K and V point at their head, TABLE at the sequence's pages. Leaves are joined from position 0 on: if SPLIT and
-    begin is not 0, the state of each goes to memory instead, from STATES on."""
+    leaf does. K and V point at their head, TABLE at the sequence's pages; `at`, `page`: the first `block`. Leaves are joined from
+    position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on."""
     M = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     L = tl.zeros((BLOCK_M,), tl.float32)
     A = tl.zeros((BLOCK_M, DP), tl.float32)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    # Beyond the end any row will do, its probability is 0. Without a sign division by a power of two is a shift.
-    at = tl.minimum(begin + tl.arange(0, KVB), end - 1).to(tl.uint32)
-    page = at
-    if PAGE > 0:
-        page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
     for b in range(begin, end, KVB):
         j = b + tl.arange(0, KVB)
         row = q0 + at.to(tl.int32)
@@ -171,9 +178,7 @@ def visit(
             row = (tl.minimum(page, pages.to(tl.uint32) - 1) * PAGE + at % PAGE).to(tl.int32)
         k = rows(K, row, skt, D, DP)
         v = rows(V, row, svt, D, DP)
-        at = tl.minimum(j + KVB, end - 1).to(tl.uint32)
-        if PAGE > 0:  # a block ahead, so that no load of keys waits for it
-            page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
+        at, page = block(TABLE, b + KVB, end, PAGE, KVB)  # a block ahead, so that no load of keys waits for it
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if b + KVB > context + first + 1:  # some query does not see all of the block
             score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
