@@ -169,7 +169,7 @@ def few(
     factor = _factor(scale)
     lengths = starts, seq_lens, block_table, factor, tokens, seqs, parts, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    at_once = 32 if seqs <= 32 else 512  # a warp's, or more
+    at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
     together = 2 if alone and q.dtype == torch.bfloat16 and dim <= 128 else 1
     constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap}
     constants |= {"TOGETHER": together} | KV
