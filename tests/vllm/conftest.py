@@ -1,5 +1,6 @@
 """vLLM runs in processes of its own: it changes the one it lives in (torch.distributed, threads, environ)."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -50,8 +51,13 @@ class VllmProcess:
             raise error
         return result
 
+    @property
+    def exitcode(self):
+        return self._process.exitcode
+
     def stop(self):
-        self._connection.send(None)
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self._connection.send(None)
 
     def join(self):
         self._process.join(30)
