@@ -56,7 +56,7 @@ class VllmProcess:
         return self._process.exitcode
 
     def stop(self):
-        with contextlib.suppress(BrokenPipeError):  # it has ended
+        with contextlib.suppress(ConnectionError):  # it has ended
             self._connection.send(None)
 
     def join(self):
