@@ -20,6 +20,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 preload("tests.vllm.preload")
 
+MOST = 400
+"""Seconds of a call, such as a start of an engine beside others."""
+
 
 class VllmProcess:
     """Runs functions ``f(state, *args)`` in one process; `state` keeps what they put there (an engine)."""
@@ -43,8 +46,8 @@ class VllmProcess:
     def __call__(self, function, *args):
         """The function's result. What it raises is raised here, with the process's traceback as a note."""
         self._connection.send((function, args))
-        if not self._connection.poll(240):
-            raise TimeoutError(f"{function.__name__} took more than 240 s")
+        if not self._connection.poll(MOST):
+            raise TimeoutError(f"{function.__name__} took more than {MOST} s")
         result, error, trace = self._connection.recv()
         if error is not None:
             error.add_note(trace)
