@@ -1,6 +1,8 @@
 """What the kernels of attention in Triton share: rows of a tile are query positions times the heads of a group; keys are
 visited leaf by leaf, in a leaf in blocks from its first position."""
 
+# Tuples grow in loops that Triton unrolls; that these run at least once is not known.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton
