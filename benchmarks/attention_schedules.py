@@ -1,17 +1,17 @@
-"""Launch options of attention in Triton, each timed on cases of benchmarks/attention.py beside FlashAttention 3: decoding, or with
---tiles the forward pass. Prints a table, best first, and for each case the best; it leaves no file.
+"""Attention computed in other ways, beside what it is now and FlashAttention 3: bytes are compared, times are taken by turns.
 
-python benchmarks/attention_schedules.py [--heads 32/8 64/8 28/4] [--warps 2 4 8] [--stages 2 3 4 5] [--rows 16 64] [--share 1 2 3 4]
+Decoding, by the kernels of another checkout too, and with other launch options (arguments of `few` in JSON):
+
+python benchmarks/attention_schedules.py --before CHECKOUT --choices '{"TOGETHER": 1}' '{"num_warps": 8, "num_stages": 2}'
+  [--cases 1x1024 16x8192] [--heads 32/8 28/4]
+
+The forward pass, by builds of csrc/sm90/attention/forward.cu, each a library of its own, made as setup.py makes the kernels (nvcc ...
+-shared -cudart static -o a.so forward.cu), and by Triton:
+
 python benchmarks/attention_schedules.py --builds a.so b.so
 
---builds: of csrc/sm90/attention/forward.cu, each a library of its own, made as setup.py makes the kernels
-(nvcc ... -shared -cudart static -o a.so forward.cu). Their bytes are compared with Triton's, and the forward pass is timed, all
-of them and FlashAttention 3 by turns. Status 1 if a byte differs.
-
-With --before, decoding as it is beside the kernels of another checkout, all bytes compared with theirs; --choices: and with these
-options. A line for each case: times of FlashAttention 3 and of both in microseconds, and in brackets over FlashAttention 3's.
-
-python benchmarks/attention_schedules.py --before CHECKOUT [--cases 1x1024 16x8192] [--choices '{"num_stages": 5, "a_multiprocessor": 1}']
+A line for each case: microseconds, and in brackets over FlashAttention 3's; then geometric means. Status 1 if a byte differs. It
+leaves no file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
-import itertools
 import json
-import math
+import re
+import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -36,60 +37,13 @@ from lib.stopwatch import Stopwatch
 from alignkit.ops.attention import _rows_view, cuda
 from alignkit.ops.attention import triton as kernels
 
-DECODE = ((1, 1024), (1, 8192), (1, 32768), (4, 8192), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096))
-TILES = ((8, 1024), (4, 4096), (1, 16384))
-
-
-def decoded(p: Decode, options: dict, kernels: ModuleType = kernels):
-    def call(k, v):
-        k_rows, v_rows = (_rows_view("cache", c) for c in (k, v))
-        integers, scale = (p.table, p.starts, p.lengths), p.case.head_dim**-0.5
-        kernels.few(p.q, k_rows, v_rows, *integers, k.shape[1], scale, p.out, all_of_them=True, **options)
-
-    return p.replayed(call)
-
-
-def by_build(path: Path):
-    """The forward pass by the kernel of another library: a function of q, k, v, starts and scale."""
-    library = ctypes.CDLL(str(path.resolve()))
-
-    def call(function: str, device: torch.device, arguments) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        if error := getattr(library, function)(arguments, stream):
-            raise RuntimeError(f"{path}: {function}: CUDA error {error}")
-
-    def forward(*inputs):
-        with mock.patch.object(cuda.cuda, "call", call):
-            return cuda.forward(*inputs)
-
-    return forward
-
-
-def compare_builds(paths: list[Path], watch: Stopwatch, seconds: float) -> int:
-    builds, status = {path.stem: by_build(path) for path in paths}, 0
-    odd = Case(40, 30000, drawn=True)  # lengths that no block divides
-    for case in [odd, Case(40, 30000, 28, 4, 64, drawn=True), *cases("forward", quick=False)]:
-        problem = Packed(case, watch.device)
-        inputs = problem.q, problem.k, problem.v, problem.starts, case.head_dim**-0.5
-        want = [t.view(torch.uint8) for t in kernels.forward(*inputs)]
-        for name, forward in builds.items():
-            for _ in range(3):  # a race shows as a difference of two runs
-                got = [t.view(torch.uint8) for t in forward(*inputs)]
-                if not all(map(torch.equal, got, want)):
-                    status = 1
-                    print(f"{case}: {name} has other bytes than Triton", flush=True)
-                    break
-        calls = {name: partial(forward, *inputs) for name, forward in builds.items()}
-        try:
-            calls = {"fa3": problem.fa3()} | calls
-        except Exception as e:  # it may not be there
-            print(f"without fa3: {told(e)}", flush=True)
-        us = [1e3 * ms for ms in watch.medians([*calls.values()], seconds)]
-        told_of = (f"{name} {t:.1f} us {t / us[0]:.3f}" for name, t in zip(calls, us, strict=True))
-        print(f"{case}: " + "; ".join(told_of), flush=True)
-        del problem, inputs, want, got, calls
-        torch.cuda.empty_cache()
-    return status
+DECODE = [(1, 1024), (1, 8192), (1, 32768), (4, 8192), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096)]
+ODD = [Case(40, 30000, drawn=True), Case(40, 30000, 28, 4, 64, drawn=True)]
+"""Of lengths that no block divides."""
+RUNS = 3
+"""Of each way, whose bytes are compared: a race shows as a difference of two."""
+Ways = dict[str, Callable[[], tuple[torch.Tensor, ...]]]
+"""Calls on one problem, by name, with their results. The bytes of the first one's are right."""
 
 
 def of_checkout(path: Path) -> ModuleType:
@@ -104,105 +58,126 @@ def of_checkout(path: Path) -> ModuleType:
     return importlib.import_module(f"{name}.ops.attention.triton")
 
 
-def compare(case: Case, before: ModuleType, choices: list[dict], watch: Stopwatch, seconds: float) -> bool:
-    """Prints a line; whether all bytes are those of `before`."""
-    problem = Decode(case, watch.device)
-    calls = {"before": decoded(problem, {}, before), "now": decoded(problem, {})}
-    for c in choices:
+def decoding(p: Decode, before: ModuleType | None, choices: list[dict]) -> Ways:
+    def way(of: ModuleType, options: dict):
+        def call(k, v):
+            k_rows, v_rows = (_rows_view("cache", c) for c in (k, v))
+            integers, scale = (p.table, p.starts, p.lengths), p.case.head_dim**-0.5
+            of.few(p.q, k_rows, v_rows, *integers, k.shape[1], scale, p.out, all_of_them=True, **options)
+
+        replay = p.replayed(call)
+
+        def run():
+            replay()
+            return (p.out,)
+
+        return run
+
+    ways = {"before": way(before, {})} if before else {}
+    ways["now"] = way(kernels, {})
+    for options in choices:
         try:
-            calls[str(c)] = decoded(problem, c)
+            ways[json.dumps(options)] = way(kernels, options)
         except Exception as e:  # too much shared memory, most likely
-            print(f"without {c}: {told(e, 80)}", flush=True)
-    results = {}
-    for name, call in calls.items():
-        for _ in range(3):
-            problem.out.fill_(float("nan"))
-            call()
-            bits = problem.out.view(torch.int16).clone()
-            same = torch.equal(bits, results.setdefault(name, bits)) and torch.equal(bits, results["before"])
-            if not same:
-                print(f"{case}: {name}: OTHER BYTES", flush=True)
-                return False
-    fa3, *times = watch.medians([problem.fa3(), *calls.values()], seconds)
-    each = 1e3 / len(problem.caches)
-    told_of = (f"{name} {t * each:.1f} ({t / fa3:.3f})" for name, t in zip(calls, times, strict=True))
-    print(f"{case}: fa3 {fa3 * each:.1f}; {'; '.join(told_of)}", flush=True)
-    return True
+            print(f"without {options}: {told(e, 80)}", flush=True)
+    return ways
 
 
-def main() -> int:
+def by_build(path: Path) -> Callable:
+    """`cuda.forward` by the kernel of another library."""
+    library = ctypes.CDLL(str(path.resolve()))
+
+    def call(function: str, device: torch.device, arguments) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        if error := getattr(library, function)(arguments, stream):
+            raise RuntimeError(f"{path}: {function}: CUDA error {error}")
+
+    def forward(*inputs):
+        with mock.patch.object(cuda.cuda, "call", call):
+            return cuda.forward(*inputs)
+
+    return forward
+
+
+def forward(p: Packed, builds: dict[str, Callable]) -> Ways:
+    inputs = p.q, p.k, p.v, p.starts, p.case.head_dim**-0.5
+    return {name: partial(call, *inputs) for name, call in ({"triton": kernels.forward} | builds).items()}
+
+
+def differ(p: Decode | Packed, ways: Ways) -> list[str]:
+    """Names of those that leave other bytes than the first."""
+    want, others = None, []
+    for name, way in ways.items():
+        for _ in range(RUNS):
+            if isinstance(p, Decode):
+                p.out.fill_(float("nan"))
+            got = [t.contiguous().view(torch.uint8).clone() for t in way()]
+            want = want or got
+            if not all(map(torch.equal, got, want)):
+                others.append(name)
+                break
+    return others
+
+
+def times(p: Decode | Packed, ways: Ways, watch: Stopwatch, seconds: float) -> dict[str, float]:
+    """Microseconds of each, and of FlashAttention 3 where that is there."""
+    calls: dict[str, Callable] = dict(ways)
+    try:
+        calls["fa3"] = p.fa3()
+    except Exception as e:
+        print(f"without fa3: {told(e)}", flush=True)
+    each = len(p.caches) if isinstance(p, Decode) else 1
+    return {n: 1e3 * ms / each for n, ms in zip(calls, watch.medians([*calls.values()], seconds), strict=True)}
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.split("[x/]", text)))
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    if options.builds and not options.cases:
+        return [*ODD, *cases("forward", quick=False)]
+    sizes = options.cases or DECODE
+    return [Case(*size, *heads, options.head_dim) for heads in options.heads for size in sizes]
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--heads", nargs="+", default=["32/8"])
-    parser.add_argument("--warps", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4, 5])
-    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64])
-    parser.add_argument("--share", nargs="+", type=int, default=[1, 2, 3, 4], help="programs on a multiprocessor")
-    parser.add_argument("--registers", nargs="+", type=int, default=[0], help="of a thread, at most; 0: no bound")
-    parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=0.02)
-    parser.add_argument("--builds", nargs="+", type=Path, metavar="LIBRARY")
     parser.add_argument("--before", type=Path, help="another checkout")
-    parser.add_argument("--cases", nargs="+", default=[f"{b}x{n}" for b, n in DECODE], help="requests x context")
-    parser.add_argument("--choices", nargs="+", type=json.loads, default=[], help="launch options in JSON")
-    options = parser.parse_args()
+    parser.add_argument("--choices", nargs="+", type=json.loads, default=[], help="launch options")
+    parser.add_argument("--builds", nargs="+", type=Path, default=[], help="libraries")
+    parser.add_argument("--cases", nargs="+", type=numbers, help="requests x context, or sequences x length")
+    parser.add_argument("--heads", nargs="+", type=numbers, default=[(32, 8)], help="of queries/of keys")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=0.02, help="of each measurement")
+    options = parser.parse_args(arguments)
+    if options.builds and (options.before or options.choices):
+        parser.error("--builds is of the forward pass, --before and --choices are of decoding")
 
-    watch, device = Stopwatch(torch.device("cuda")), torch.device("cuda")
-    if options.builds:
-        return compare_builds(options.builds, watch, options.seconds)
-    if options.before:
-        before, same = of_checkout(options.before), True
-        for heads, size in itertools.product(options.heads, options.cases):
-            numbers = (int(n) for n in (*size.split("x"), *heads.split("/"), options.head_dim))
-            same &= compare(Case(*numbers), before, options.choices, watch, options.seconds)
-            torch.cuda.empty_cache()
-        return not same
-    for heads, kv_heads in (map(int, h.split("/")) for h in options.heads):
-        choices = [
-            {"BLOCK_M": m, "num_warps": w, "num_stages": s}
-            | ({} if options.tiles else {"a_multiprocessor": a})
-            | ({"maxnreg": r} if r else {})
-            for m, w, s, a, r in itertools.product(
-                options.rows, options.warps, options.stages, [0] if options.tiles else options.share, options.registers
-            )
-        ]
-        seen: dict[int, list[float]] = {i: [] for i in range(len(choices))}
-        for batch, context in TILES if options.tiles else DECODE:
-            case = Case(batch, context, heads, kv_heads, options.head_dim)
-            if options.tiles:
-                problem = Packed(case, device)
-                inputs = problem.q, problem.k, problem.v, problem.starts, case.head_dim**-0.5
-                calls = {i: partial(kernels.forward, *inputs, **c) for i, c in enumerate(choices)}
-            else:
-                problem = Decode(case, device)
-                calls = {}
-                for i, c in enumerate(choices):
-                    try:
-                        calls[i] = decoded(problem, c)
-                    except Exception as e:  # too much shared memory, most likely
-                        print(f"without {c}: {told(e, 80)}", flush=True)
-            peer = problem.fa3()
-            copies = len(problem.caches) if isinstance(problem, Decode) else 1
-            xs = {}
-            for i, call in calls.items():
-                try:
-                    mine, fa3 = watch.medians([call, peer], options.seconds)
-                except Exception as e:
-                    print(f"without {choices[i]}: {told(e, 80)}", flush=True)
-                    continue
-                xs[i] = mine / fa3
-                seen[i].append(xs[i])
-            best = sorted(xs, key=lambda i: xs[i])[:3]
-            print(f"{case}: fa3 {1e3 * fa3 / copies:.1f} us; " + "; ".join(f"{xs[i]:.3f} {choices[i]}" for i in best))
-            del problem, calls, peer
-            torch.cuda.empty_cache()
-        most = max(map(len, seen.values()))
-        means = {i: math.exp(sum(map(math.log, x)) / len(x)) for i, x in seen.items() if len(x) == most}
-        for i in sorted(means, key=lambda i: means[i])[:12]:
-            print(
-                f"{heads}/{kv_heads} {means[i]:.3f} {choices[i]} " + " ".join(f"{x:.2f}" for x in seen[i]), flush=True
-            )
-    return 0
+    watch, status = Stopwatch(torch.device("cuda")), 0
+    builds = {path.stem: by_build(path) for path in options.builds}
+    before = of_checkout(options.before) if options.before else None
+    ratios: dict[str, list[float]] = {}
+    for case in chosen(options):
+        if builds:
+            problem = Packed(case, watch.device)
+            ways = forward(problem, builds)
+        else:
+            problem = Decode(case, watch.device)
+            ways = decoding(problem, before, options.choices)
+        for name in differ(problem, ways):
+            status = 1
+            print(f"{case}: {name} has OTHER BYTES than {next(iter(ways))}", flush=True)
+        us = times(problem, ways, watch, options.seconds)
+        fa3 = us.pop("fa3", float("nan"))
+        print(f"{case}: fa3 {fa3:.1f}; " + "; ".join(f"{n} {t:.1f} ({t / fa3:.3f})" for n, t in us.items()), flush=True)
+        for name, t in us.items():
+            ratios.setdefault(name, []).append(t / fa3)
+        del problem, ways
+        torch.cuda.empty_cache()
+    for name, xs in ratios.items():
+        print(f"{name}: over fa3 {statistics.geometric_mean(xs):.3f} in {len(xs)} cases")
+    return status
 
 
 if __name__ == "__main__":

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import weakref
+from typing import Any
 
-T = TypeVar("T")
+PATIENCE = 60
+"""Seconds that an engine's processes have to end. vLLM's five are too few on a busy machine: it kills them, and raises if one ends just
+then."""
 
 
 class Replicas:
     """What of a ``vllm.LLM`` the rollouts of a check ask for, of an engine with ``data_parallel_size`` replicas. vLLM's LLM has one
     only; its server has several, by the class that is used here.
 
-    arguments: of ``vllm.LLM``.
+    arguments: of ``vllm.LLM``. `shutdown` ends the engine's processes; so does the end of the last reference to it.
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._loop = asyncio.new_event_loop()
-        self._replicas = arguments["data_parallel_size"]
-        self._asked = 0
-
         async def start() -> AsyncLLM:  # it looks for a loop that runs
             return AsyncLLM.from_engine_args(AsyncEngineArgs(model, disable_log_stats=True, **arguments))
 
-        self._engine = self._wait(start())
-        self.llm_engine = self
+        runner = asyncio.Runner()
+        try:
+            self._engine = runner.run(start())
+        except BaseException:
+            runner.close()
+            raise
+        self._wait = runner.run
+        self._shutdown = weakref.finalize(self, _end, self._engine, runner)
+        self._replicas = arguments["data_parallel_size"]
+        self._asked = 0
         self.vllm_config, self.engine_core = self._engine.vllm_config, self._engine.engine_core
+
+    @property
+    def llm_engine(self) -> Replicas:
+        return self
 
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool = False) -> list[Any]:
         """The output of each prompt, sent to the replicas in turn, the first one to the first."""
@@ -58,5 +68,12 @@ class Replicas:
         """Of all replicas."""
         self._wait(self._engine.reset_prefix_cache())
 
-    def _wait(self, task: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(task)
+    def shutdown(self) -> None:
+        """Ends the engine's processes and what waits for them here. A second call does nothing."""
+        self._shutdown()
+
+
+def _end(engine: Any, runner: asyncio.Runner) -> None:
+    engine.engine_core.shutdown(timeout=PATIENCE)
+    engine.shutdown()
+    runner.close()  # it runs what these have left to do, and cancels every task that still waits

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from alignkit.check.machine import gpu_of, gpus
-from alignkit.check.replicas import Replicas
+from alignkit.check.replicas import PATIENCE, Replicas
 from alignkit.check.routing import file_of
 from alignkit.config import config
 from alignkit.convert import read_architecture
@@ -83,9 +83,11 @@ def run(job: dict) -> None:
 
 
 def shut_down(llm) -> None:
-    """Ends the processes of an `engine`. vLLM gives them five seconds, then kills them, and raises if one ends just
-    then: on a busy machine an engine takes longer than that, so it gets a minute."""
-    llm.llm_engine.engine_core.shutdown(timeout=60)
+    """Ends the processes of an `engine`."""
+    if isinstance(llm, Replicas):
+        llm.shutdown()
+    else:
+        llm.llm_engine.engine_core.shutdown(timeout=PATIENCE)
 
 
 def prepare(job: dict) -> None:

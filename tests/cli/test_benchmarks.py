@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from alignkit.check.train import check_layout
 from alignkit.models.config import Architecture
@@ -816,6 +817,84 @@ def test_the_table_of_decoding(tables):
     table = tables.attention({"rows": [*rows, rows[0] | {"impl": "fa3", "x": 1.0}]})
     assert "| 32/8 | 1 | 0.50 (10) |  |" in table and "| 32/8 | 4 | 2.00 (10) | - (10) |" in table
     assert "Geometric mean 1.00, at most 2.00." in table
+
+
+@pytest.fixture
+def schedules(module, monkeypatch):
+    """The script, with problems of four numbers on the CPU. A kernel adds what its options say."""
+    script = module("attention_schedules")
+
+    class Problem:
+        def __init__(self, case, device):
+            self.case, self.caches = case, [torch.zeros(4, 1, 1, 2)] * 2
+            self.q = self.table = self.starts = self.lengths = None
+            self.out = torch.zeros(4)
+
+        def replayed(self, call):
+            def replay():
+                call(*self.caches[0].chunk(2, dim=-1))
+
+            replay()
+            return replay
+
+        def fa3(self):
+            return lambda: None
+
+    def few(*args, all_of_them, add=0.0, memory=0, races=()):
+        if memory:
+            raise RuntimeError("out of shared memory")
+        args[-1].copy_(torch.arange(4.0) + add + (races.pop() if races else 0))
+
+    cpu = script.Stopwatch(torch.device("cpu"))
+    monkeypatch.setattr(script, "Stopwatch", lambda device: cpu)
+    monkeypatch.setattr(script, "Decode", Problem)
+    monkeypatch.setattr(script, "kernels", types.SimpleNamespace(few=few))
+    return script
+
+
+def test_attention_schedules_compares_ways_to_decode(schedules, monkeypatch, capsys):
+    monkeypatch.setattr(schedules, "of_checkout", lambda path: schedules.kernels)
+    few = ["--before", "elsewhere", "--cases", "1x64", "2x64", "--heads", "4/2", "--choices"]
+    assert schedules.main([*few, '{"add": 0}', '{"memory": 1}']) == 0
+    said = capsys.readouterr().out
+    assert "1 x 64, 4/2 heads of 128: fa3" in said and "2 x 64, 4/2 heads of 128: fa3" in said
+    assert "before" in said and "now" in said and '{"add": 0}: over fa3' in said and "in 2 cases" in said
+    assert "without {'memory': 1}: RuntimeError: out of shared memory" in said and "OTHER" not in said
+    assert schedules.main([*few, '{"add": 1}']) == 1
+    assert '{"add": 1} has OTHER BYTES than before' in capsys.readouterr().out
+    assert schedules.main([*few, '{"races": [1, 0, 0, 0]}']) == 1  # the first case's last run that is compared
+    assert capsys.readouterr().out.count("OTHER BYTES") == 1
+
+
+def test_attention_schedules_compares_builds(schedules, monkeypatch, capsys):
+    def packed(case, device):  # without FlashAttention 3
+        return types.SimpleNamespace(case=case, **dict.fromkeys(("q", "k", "v", "starts")))
+
+    def by_build(path):
+        return lambda *inputs: (torch.arange(4.0), torch.ones(2) * (2 if path.stem == "wrong" else 1))
+
+    monkeypatch.setattr(schedules, "Packed", packed)
+    monkeypatch.setattr(schedules, "by_build", by_build)
+    monkeypatch.setattr(schedules.kernels, "forward", by_build(Path("triton")), raising=False)
+    assert schedules.main(["--builds", "right.so", "other.so"]) == 0
+    said = capsys.readouterr().out
+    assert "40 of 30000 together" in said and "1 x 32768" in said and "without fa3: AttributeError" in said
+    assert schedules.main(["--builds", "right.so", "wrong.so", "--cases", "1x64"]) == 1
+    said = capsys.readouterr().out
+    assert "wrong has OTHER BYTES than triton" in said and "right has" not in said
+    with pytest.raises(SystemExit):
+        schedules.main(["--builds", "right.so", "--before", "elsewhere"])
+
+
+def test_attention_schedules_has_the_kernels_of_another_checkout(module):
+    script, root = module("attention_schedules"), BENCHMARKS.parent
+    try:
+        kernels = script.of_checkout(root)
+        assert kernels.few is not script.kernels.few and kernels.few.__module__.startswith("alignkit_before.")
+        assert Path(kernels.__file__) == root / "alignkit/ops/attention/triton.py"
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "alignkit_before"]:
+            del sys.modules[name]
 
 
 # matmul

@@ -1,5 +1,6 @@
 """vLLM runs in processes of its own: it changes the one it lives in (torch.distributed, threads, environ)."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -18,6 +19,9 @@ from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 preload("tests.vllm.preload")
+
+MOST = 400
+"""Seconds of a call, such as a start of an engine beside others."""
 
 
 class VllmProcess:
@@ -42,16 +46,21 @@ class VllmProcess:
     def __call__(self, function, *args):
         """The function's result. What it raises is raised here, with the process's traceback as a note."""
         self._connection.send((function, args))
-        if not self._connection.poll(240):
-            raise TimeoutError(f"{function.__name__} took more than 240 s")
+        if not self._connection.poll(MOST):
+            raise TimeoutError(f"{function.__name__} took more than {MOST} s")
         result, error, trace = self._connection.recv()
         if error is not None:
             error.add_note(trace)
             raise error
         return result
 
+    @property
+    def exitcode(self):
+        return self._process.exitcode
+
     def stop(self):
-        self._connection.send(None)
+        with contextlib.suppress(ConnectionError):  # it has ended
+            self._connection.send(None)
 
     def join(self):
         self._process.join(30)

@@ -3,6 +3,7 @@
 The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_cuda.py``.
 """
 
+import contextlib
 import shutil
 import timeit
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +49,22 @@ def prompts():
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
+class SideBySide:
+    """By key, processes with a patched engine each."""
+
+    def __init__(self, started, ready):
+        self._started, self._ready = started, ready
+
+    def __getitem__(self, key):
+        """Waits for this engine, and for no other. Raises what its start raised."""
+        self._ready[key].result()
+        return self._started[key]
+
+
+@contextlib.contextmanager
 def side_by_side(vllm_process, engines, cache, at_once=None):
-    """By the keys of `engines` (environment, model, options of the engine): a process with a patched engine each."""
+    """`SideBySide` by the keys of `engines` (environment, model, options of the engine), which start in their order, so many at
+    once."""
     common = {
         "TORCHDYNAMO_DISABLE": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -58,18 +73,20 @@ def side_by_side(vllm_process, engines, cache, at_once=None):
         "HF_HUB_OFFLINE": "1",
     }
     started = {key: vllm_process(**common | environment) for key, (environment, _, _) in engines.items()}
-    with ThreadPoolExecutor(at_once) as pool:
-        waits = [pool.submit(started[key], start, model, options) for key, (_, model, options) in engines.items()]
-    for wait in waits:
-        wait.result()
-    return started
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        ready = {key: pool.submit(started[key], start, model, options) for key, (_, model, options) in engines.items()}
+        yield SideBySide(started, ready)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
 def engines(vllm_process, model, tmp_path_factory):
     """By name, a process with a patched engine, started as `ENGINES` says."""
     every = {name: (environment, model, options) for name, (environment, options) in ENGINES.items()}
-    return side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"))
+    with side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache")) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,8 @@ def engines(vllm_process, checkpoint, tmp_path_factory):
     """By model and name, a process with a patched engine, started as `ENGINES` says."""
     models = {arch: checkpoint(arch, vocab=VOCAB) for arch, _ in ENGINES}
     every = {key: (environment, models[key[0]], options) for key, (environment, options) in ENGINES.items()}
-    return side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"), at_once=6)
+    with side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"), at_once=6) as engines:
+        yield engines
 
 
 def together(state, prompts):

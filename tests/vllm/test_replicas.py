@@ -1,10 +1,13 @@
 """vLLM's data parallelism: replicas that share experts, and replicas that share nothing, with the bits of one rank."""
 
+import gc
 import operator
+import os
 
 import pytest
 import torch
 
+from alignkit.check.rollout import shut_down
 from alignkit.errors import UnsupportedError
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_experts import (
@@ -52,6 +55,30 @@ def replicated(state, model, options):
         state.llm = Replicas(model, **ENGINE | {"dtype": "bfloat16", "data_parallel_size": 2} | options)
 
 
+def written(state, log):
+    """From here on, what the process writes to stderr goes to the file."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+
+
+def shut(state):
+    shut_down(state.llm)
+    drop(state)
+
+
+def drop(state):
+    state.llm = None
+    gc.collect()  # a task that is left over is told of when it goes
+
+
+def assert_ends_quietly(process, log):
+    """The process has its replicas no more. Nothing holds up its end, and asyncio has said nothing of tasks that were left."""
+    process.stop()
+    process.join()
+    assert process.exitcode == 0
+    said = log.read_text()
+    assert not [word for word in ("Task", "Traceback", "loop is closed", "never awaited") if word in said], said
+
+
 @pytest.mark.parametrize(
     "arch, options, sizes",
     [
@@ -69,9 +96,10 @@ def replicated(state, model, options):
     ],
     ids=["ep2", "dense-tp2", "shared-dense-ep2", "glm-ep2", "tp2-ep4", "tp4", "shared-tp2-ep4"],
 )
-def test_replicas_share_experts(vllm_process, small, prompts, arch, options, sizes):
+def test_replicas_share_experts(vllm_process, small, prompts, tmp_path, arch, options, sizes):
     """Batches of other lengths on each, and of one while the other has none; in chunks, and with other weights."""
     process, path = vllm_process(fork_workers=True), small(arch, **sizes)
+    process(written, tmp_path / "log")
     process(replicated, path, options)
     workers = process(statuses)
     assert len(workers) == options.get("tensor_parallel_size", 1) and all(w["patched"] for w in workers)
@@ -82,15 +110,20 @@ def test_replicas_share_experts(vllm_process, small, prompts, arch, options, siz
     assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), found)
     process(reload, other := small(arch, seed=1, **sizes))
     assert_composed(process(generate, prompts[-2:]), other, prompts[-2:])
+    process(shut)
+    assert_ends_quietly(process, tmp_path / "log")
 
 
-def test_replicas_of_a_dense_model(vllm_process, small, prompts):
+def test_replicas_of_a_dense_model(vllm_process, small, prompts, tmp_path):
     """They share nothing: each is an engine of one rank."""
     process, alone = vllm_process(fork_workers=True), vllm_process()
     alone(start, path := small("qwen3"), {"dtype": "bfloat16"})
+    process(written, tmp_path / "log")
     process(replicated, path, {})
     assert process(statuses) == alone(statuses)
     assert_same(process(generate, prompts), alone(generate, prompts))
+    process(drop)
+    assert_ends_quietly(process, tmp_path / "log")
 
 
 def asked(state, model, part, field, value):

@@ -1,6 +1,8 @@
 """What the kernels of attention in Triton share: rows of a tile are query positions times the heads of a group; keys are
 visited leaf by leaf, in a leaf in blocks from its first position."""
 
+# Tuples grow in loops that Triton unrolls; that these run at least once is not known.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton
@@ -124,11 +126,51 @@ def write_result(O, token, head, L, A, ok, HEADS: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
+def block(TABLE, begin, end, PAGE: tl.constexpr, KVB: tl.constexpr):
+    """The positions of a block of keys, and which pages they are in. Of those beyond the end any will do, their probability is 0."""
+    at = tl.minimum(begin + tl.arange(0, KVB), end - 1).to(tl.uint32)  # without a sign division by 2^n is a shift
+    page = at
+    if PAGE > 0:
+        page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
+    return at, page
+
+
+@triton.jit
+def blocks(TABLE, begin, end, PAGE: tl.constexpr, KVB: tl.constexpr, TOGETHER: tl.constexpr):
+    """`block` of so many blocks, one after the other: a tuple of the positions of each, and one of pages."""
+    ats, pages = (), ()
+    for x in tl.static_range(TOGETHER):
+        at, page = block(TABLE, begin + x * KVB, end, PAGE, KVB)
+        ats += (at,)
+        pages += (page,)
+    return ats, pages
+
+
+@triton.jit
+def _top(score):
+    return tl.max(score, axis=1)
+
+
+@triton.jit
+def _total(p):
+    """Of probabilities in rows: 1 + p is p rounded to a multiple of 2^-23, in the low bits, which are added, with the ones."""
+    return tl.sum((p + 1.0).to(tl.uint32, bitcast=True), axis=1)
+
+
+@triton.jit
+def _of_both(a, b, of: tl.constexpr):
+    """of(a) and of(b), for which warps meet once."""
+    return tl.split(of(tl.join(a, b)))
+
+
+@triton.jit
 def visit(
     q,
     K,
     V,
     TABLE,
+    ats,
+    page_of,
     STATES,
     factor,
     q0,
@@ -149,44 +191,53 @@ def visit(
     KVB: tl.constexpr,
     LEAF: tl.constexpr,
     SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr = 1,
 ):
     """The state of queries q at positions context + pos, from context + first on, after the keys [begin, end); begin is where a
-    leaf does. K and V point at their head, TABLE at the sequence's pages. Leaves are joined from position 0 on: if SPLIT and
-    begin is not 0, the state of each goes to memory instead, from STATES on."""
+    leaf does. K and V point at their head, TABLE at the sequence's pages; `ats`, `page_of`: the first `blocks`. Leaves are joined
+    from position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on. TOGETHER: 1, or 2
+    blocks of keys at a time, whose scores do not wait for each other; the sums are made in the same order."""
     M = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     L = tl.zeros((BLOCK_M,), tl.float32)
     A = tl.zeros((BLOCK_M, DP), tl.float32)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    # Beyond the end any row will do, its probability is 0. Without a sign division by a power of two is a shift.
-    at = tl.minimum(begin + tl.arange(0, KVB), end - 1).to(tl.uint32)
-    page = at
-    if PAGE > 0:
-        page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
-    for b in range(begin, end, KVB):
-        j = b + tl.arange(0, KVB)
-        row = q0 + at.to(tl.int32)
-        if PAGE > 0:
-            row = (tl.minimum(page, pages.to(tl.uint32) - 1) * PAGE + at % PAGE).to(tl.int32)
-        k = rows(K, row, skt, D, DP)
-        v = rows(V, row, svt, D, DP)
-        at = tl.minimum(j + KVB, end - 1).to(tl.uint32)
-        if PAGE > 0:  # a block ahead, so that no load of keys waits for it
-            page = tl.load(TABLE + (at // PAGE).to(tl.int32)).to(tl.uint32)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if b + KVB > context + first + 1:  # some query does not see all of the block
-            score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
-        top = tl.maximum(m, tl.max(score, axis=1))
-        shift = -top * factor
-        p = tl.exp2(tl.fma(score, factor, shift[:, None]))
-        alpha = tl.exp2((m - top) * factor)  # exactly 1 where no key of the block is seen
-        # 1 + p is p rounded to a multiple of 2^-23, in the low bits; the sum of the ones leaves modulo 2^32.
-        total = tl.sum((p + 1.0).to(tl.uint32, bitcast=True), axis=1) - (KVB * 0x3F800000) % 2**32
-        l = tl.fma(l, alpha, total.to(tl.float32) * (2.0**-23))
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m = top
-        if ((b + KVB) % LEAF == 0) | (b + KVB >= end):
+    for b in range(begin, end, TOGETHER * KVB):
+        ks, vs, scores = (), (), ()
+        for x in tl.static_range(TOGETHER):
+            row = q0 + ats[x].to(tl.int32)
+            if PAGE > 0:
+                row = (tl.minimum(page_of[x], pages.to(tl.uint32) - 1) * PAGE + ats[x] % PAGE).to(tl.int32)
+            ks += (rows(K, row, skt, D, DP),)
+            vs += (rows(V, row, svt, D, DP),)
+        # Ahead, so that no load of keys waits for it.
+        ats, page_of = blocks(TABLE, b + TOGETHER * KVB, end, PAGE, KVB, TOGETHER)
+        for x in tl.static_range(TOGETHER):
+            score = tl.dot(q, tl.trans(ks[x]), input_precision="ieee")
+            if b + (x + 1) * KVB > context + first + 1:  # some query does not see all of the block
+                j = b + x * KVB + tl.arange(0, KVB)
+                score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
+            scores += (score,)
+        tops = (_top(scores[0]),) if TOGETHER == 1 else _of_both(scores[0], scores[1], _top)
+        ms, ps = (m,), ()
+        for x in tl.static_range(TOGETHER):
+            top = tl.maximum(ms[x], tops[x])
+            shift = -top * factor
+            ps += (tl.exp2(tl.fma(scores[x], factor, shift[:, None])),)
+            ms += (top,)
+        totals = (_total(ps[0]),) if TOGETHER == 1 else _of_both(ps[0], ps[1], _total)
+        for x in tl.static_range(TOGETHER):
+            alpha = tl.exp2((ms[x] - ms[x + 1]) * factor)  # exactly 1 where no key of the block is seen
+            total = totals[x] - (KVB * 0x3F800000) % 2**32  # what is left modulo 2^32 are the low bits
+            l_next = tl.fma(l, alpha, total.to(tl.float32) * (2.0**-23))
+            acc_next = tl.dot(ps[x].to(vs[x].dtype), vs[x], acc * alpha[:, None], input_precision="ieee")
+            if x > 0:  # beyond the end there may be no such block
+                l_next = tl.where(b + x * KVB < end, l_next, l)
+                acc_next = tl.where(b + x * KVB < end, acc_next, acc)
+            l, acc = l_next, acc_next
+        m = ms[TOGETHER]
+        if ((b + TOGETHER * KVB) % LEAF == 0) | (b + TOGETHER * KVB >= end):
             leaf = b // LEAF * LEAF
             if SPLIT:
                 if begin > 0:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import VALUES, fill, is_few, queries, span, visit, weights, write_result, write_state
+from .common import VALUES, blocks, fill, is_few, queries, span, visit, weights, write_result, write_state
 
 RUN = tl.constexpr(8)
 """Words that a program leaves for `_join_leaves`: see there."""
 AHEAD = tl.constexpr(32)
 """States that `_join_leaves` has on their way at a time, of many."""
 ENDS = tl.constexpr(8)
-"""Likewise, of the last ones, which may be few."""
+"""Likewise, of the last ones, or of few."""
 
 
 @triton.jit
@@ -95,9 +95,11 @@ def _few(
     MORE: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """One program's run, of the leaves of one head: there are `parts` for each head. It looks at SEQS sequences at a time; MORE:
-    there are more of them. Not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with zeros, and of those of a sequence that does not fit with NaN."""
+    there are more of them. Not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with
+    zeros, and of those of a sequence that does not fit with NaN."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     STATE: tl.constexpr = ROWS * (D + 4)
@@ -107,13 +109,13 @@ def _few(
     tl.store(RUNS + w * RUN, 0)  # nothing to join, unless it says so below
     tl.store(RUNS + w * RUN + 1, 0)
     begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
-    at = tl.arange(0, SEQS)
-    of_each = _leaves(STARTS, KV_LEN, at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+    each = tl.arange(0, SEQS)
+    of_each = _leaves(STARTS, KV_LEN, each, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
     total = tl.sum(of_each.to(tl.int64))
     passed = total.to(tl.int32)
     if MORE:
         for c in range(SEQS, seqs, SEQS):
-            more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+            more = _leaves(STARTS, KV_LEN, c + each, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
             total += tl.sum(more.to(tl.int64))
     if (begin != 0) | (end > tokens):
         fill(O, float("nan"), w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
@@ -128,7 +130,7 @@ def _few(
     s, before = _earlier(of_each, 0, item)  # the sequence of the run's first leaf, and how many leaves are before that
     if MORE:
         for c in range(SEQS, seqs, SEQS):
-            more = _leaves(STARTS, KV_LEN, c + at, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
+            more = _leaves(STARTS, KV_LEN, c + each, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
             done, ends = _earlier(more, passed, item)
             s += done
             before = tl.maximum(before, ends)
@@ -143,8 +145,9 @@ def _few(
         leaves = (kv_len + LEAF - 1) // LEAF
         there = leaves * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
         if item < before + there:
-            leaf = (item - before) % leaves
-            first = (item - before) // leaves * BLOCK_Q
+            tile = (item - before) // leaves
+            leaf = item - before - tile * leaves
+            first = tile * BLOCK_Q
             take = tl.minimum(leaves - leaf, stop - item)
             context = kv_len - q_len
             r = tl.arange(0, BLOCK_M)
@@ -153,11 +156,18 @@ def _few(
             ok = (pos < q_len) & (r < ROWS)
             token = (q0 + pos).to(tl.int64)
             states = STATES + tl.cast(w, tl.int64) * slots * STATE
+            pages_of = TABLE + tl.cast(s, tl.int64) * table_row
+            first_key = leaf * LEAF
+            end_of_keys = tl.minimum((leaf + take) * LEAF, context + tl.minimum(q_len, first + BLOCK_Q))
+            ats, page_of = blocks(pages_of, first_key, end_of_keys, PAGE, KVB, TOGETHER)
+            tl.debug_barrier()  # or the assembler has queries wait for pages, and then keys for queries
             M, L, A = visit(
                 queries(Q, token, head, ok, sqt, sqh, D, DP),
                 K + hk.to(tl.int64) * skh,
                 V + hk.to(tl.int64) * svh,
-                TABLE + tl.cast(s, tl.int64) * table_row,
+                pages_of,
+                ats,
+                page_of,
                 states,
                 factor,
                 q0,
@@ -165,8 +175,8 @@ def _few(
                 first,
                 pos,
                 ok,
-                leaf * LEAF,
-                tl.minimum((leaf + take) * LEAF, context + tl.minimum(q_len, first + BLOCK_Q)),
+                first_key,
+                end_of_keys,
                 pages,
                 skt,
                 svt,
@@ -178,6 +188,7 @@ def _few(
                 KVB,
                 LEAF,
                 SPLIT,
+                TOGETHER,
             )
             if take == leaves:
                 write_result(O, token, head, L, A, ok, HEADS, D, DP)
@@ -192,7 +203,7 @@ def _few(
                 tl.store(here + 4, q0 + first)
                 tl.store(here + 5, tl.minimum(q_len - first, BLOCK_Q))
             item += take
-        else:
+        if item >= before + there:
             before += there
             s += 1
 
@@ -300,7 +311,7 @@ def _join_leaves(
     jump = tl.cast(KV * slots - run + 1, tl.int64) * STATE  # from that of its last to that of the next program's first
     index = 0
     M, L, A = _read_state(STATES + (at - (tl.cast(KV - 1, tl.int64) * slots + 1) * STATE), r, d, D)
-    while leaf + AHEAD <= leaves:
+    while leaf + 2 * ENDS < leaves:
         M, L, A, at, index = _join_next(
             STATES, RUNS + 2, M, L, A, r, d, position, factor, leaf, leaves, at, index, run, jump, STATE, D, LEAF, AHEAD
         )

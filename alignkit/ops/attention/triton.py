@@ -36,7 +36,8 @@ OVERLAP = isinstance(_few, JITFunction)
 A_MULTIPROCESSOR = 2
 """Programs of few queries."""
 ALONE = 8
-"""Queries times heads of keys, up to which few programs are at work, and a leaf takes less time with twice the warps."""
+"""Queries times heads of keys, up to which few programs are at work: so a leaf is visited by twice the warps, and in bf16 two
+blocks of keys at a time."""
 
 
 def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
@@ -152,7 +153,8 @@ def few(
     for each head of keys. `overlap`: kernels are put on the GPU before the one ahead of them is done, and wait there."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
-    options = _schedule("few", q, group, ({"num_warps": 4} if tokens * kv <= ALONE else {}) | schedule)
+    alone = tokens * kv <= ALONE
+    options = _schedule("few", q, group, ({"num_warps": 4} if alone else {}) | schedule)
     if all_of_them:  # of one query most likely, and so are the states
         options["BLOCK_Q"] = 1
     states = options["BLOCK_Q"] * group * (dim + 4)
@@ -167,8 +169,10 @@ def few(
     factor = _factor(scale)
     lengths = starts, seq_lens, block_table, factor, tokens, seqs, parts, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    at_once = 32 if seqs <= 32 else 512  # a warp's, or more
-    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap} | KV
+    at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
+    together = 2 if alone and q.dtype == torch.bfloat16 and dim <= 128 else 1
+    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap}
+    constants |= {"TOGETHER": together} | KV
     _run(_few, programs, (q, k, v, out, torn, runs, *lengths, *pages), q, k, v, constants | options)
     if leaves > 1:
         # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
