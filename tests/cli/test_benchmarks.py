@@ -1596,10 +1596,10 @@ def test_verl_leaves_nothing_of_a_run_that_takes_too_long(module, tmp_path):
         "time.sleep(60)"
     )
     environment = os.environ | {"MODEL_PATH": str(tmp_path / "model")}
-    assert verl.launch(["bash", "-c", f'{sys.executable} -c "$0"', code], environment, log, 3) == 124
+    assert verl.launch(["bash", "-c", f'{sys.executable} -c "$0"', code], environment, log, 5) == 124
     said = log.read_text()
-    # Both Pythons say where they stood, at the same time, perhaps into each other's lines.
-    assert said.count("Current thread") == said.count('File "<string>"') == 2, said
+    # Both Pythons say where they stood, at the same time, perhaps into each other's lines: whole are the parts of a line.
+    assert said.count("Current thread") == 2 <= said.count("File ") and "<string>" in said, said
     child = int(said.split("child ")[1].split()[0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert verl.launch(["bash", "-c", "echo done; exit 7"], environment, log, 60) == 7 and log.read_text() == "done\n"
