@@ -81,10 +81,6 @@ def ways(p: Product) -> dict[str, Way]:
         if cuda.tree_unfit(p) is None and p.m <= TREE_ROWS:
             for how in cuda.deals(p.m, p.leaves):
                 found[_tree(how)] = partial(cuda.tree, p.leaves, how)
-        if cuda.many_unfit(p) is None and p.m > 64:
-            for how in cuda.manies(p):
-                name = f"many {how.width} cluster={how.cluster} parts={how.parts}"
-                found[name] = partial(cuda.many, p.leaves, how, p.multiprocessors)
         if cuda.few_refuses(p) is None:
             found["few"] = cuda.few
         if cuda.narrow_unfit(p) is None:

@@ -578,35 +578,6 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
 
 @gpu
 @given(
-    m=st.integers(1, 3000),
-    n=st.integers(1, 200).map(lambda n: 8 * n),
-    leaf=st.integers(1, 24).map(lambda i: 16 * i),
-    leaves=st.sampled_from([2, 4, 8]),
-    pad=st.sampled_from([0, 8]),
-    has_bias=st.booleans(),
-    out_dtype=st.sampled_from([FP32, BF16]),
-    seed=seeds,
-)
-def test_trees_of_many_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
-    kernels = cuda_kernels()
-    from alignkit.ops.linear.triton import tiles
-
-    torch.manual_seed(seed)
-    (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
-    want = torch.empty(m, n, dtype=out_dtype)
-    tiles(a, b, leaves, bias, want, False)
-    got = torch.full((m, n + pad), float("nan"), dtype=out_dtype)
-    p = Product.of(families.CUDA, a, b, leaves, bias, got[:, :n], False)
-    assert kernels.many_unfit(p) is None
-    for how in kernels.manies(p):
-        got.fill_(float("nan"))
-        kernels.many(leaves, how, p.multiprocessors, a, b, bias, got[:, :n])
-        assert_bitwise_equal(got[:, :n], want, str(how))
-        assert got[:, n:].isnan().all(), "what lies between rows"
-
-
-@gpu
-@given(
     m=st.integers(1, 32),
     n=st.integers(1, 2112),
     k=st.integers(256, 600).map(lambda n: 8 * n),

@@ -1,6 +1,5 @@
 """CUDA: products of few rows, as fast as the weight can be read (csrc/sm90/gemm): logits (few_rows_wide.cu), long chains
-with a narrow weight (few_rows_narrow.cu) and k-trees (few_rows_split_k.cu); and k-trees of many rows (many_rows_tree.cu).
-Everything else is Triton's: the same bits."""
+with a narrow weight (few_rows_narrow.cu) and k-trees (few_rows_split_k.cu). Everything else is Triton's: the same bits."""
 
 from __future__ import annotations
 
@@ -199,88 +198,5 @@ def tree(
         m,
         n,
         k,
-        leaves,
-    )
-
-
-class Many(NamedTuple):
-    """How `many` cuts a product of many rows; no bit depends on it."""
-
-    width: int
-    """Columns of a block's tile, which has 128 rows: 128, 160 or 192."""
-    cluster: int
-    """Blocks with columns next to each other, that share the rows: 1 or 2."""
-    parts: int
-    """Blocks to which the leaves of a tile are dealt out, where tiles do not fill the last round of all blocks."""
-
-
-class Round(NamedTuple):
-    """Of the tiles of a product: the first `whole` fill rounds of all blocks, the `rest` does not."""
-
-    whole: int
-    rest: int
-
-
-def round_of(m: int, n: int, how: Many, multiprocessors: int) -> Round:
-    tiles, clusters = -(-m // 128) * -(-n // (how.cluster * how.width)), multiprocessors // how.cluster
-    whole = tiles if how.parts == 1 else tiles // clusters * clusters
-    return Round(whole, tiles - whole)
-
-
-def many_unfit(p: Product) -> str | None:
-    """Why the kernel of many rows is not for it."""
-    if (why := tree_unfit(p)) is not None:
-        return why
-    return None if copied(p.out) and p.n % 8 == 0 else "out cannot be written 16 bytes at a time"
-
-
-def manies(p: Product) -> list[Many]:
-    """All that differ: more parts only where they shorten the last round."""
-    found = []
-    for width in (128, 160, 192):
-        for cluster in (1, 2):
-            best = None
-            for parts in (1, 2, 4, 8):
-                how, clusters = Many(width, cluster, parts), p.multiprocessors // cluster
-                rest = round_of(p.m, p.n, how._replace(parts=2), p.multiprocessors).rest
-                rounds = -(-rest * parts // clusters) / parts
-                if parts <= p.leaves and (best is None or rounds < best):
-                    best = rounds
-                    found.append(how)
-    return found
-
-
-def many(
-    leaves: int,
-    how: Many,
-    multiprocessors: int,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """As `tree`, of many rows."""
-    width, cluster, parts = how
-    whole, rest = round_of(*out.shape, how, multiprocessors)
-
-    def sums(count: int) -> torch.Tensor | None:
-        return torch.empty(count, 128 * width, dtype=torch.float32, device=out.device) if count else None
-
-    cuda.call(
-        "alignkit_many_tree",
-        out.device,
-        *_matrix(a),
-        *_matrix(b),
-        bias,
-        *_matrix(out),
-        _rounded(out),
-        sums(multiprocessors if leaves == 8 else 0),
-        sums(parts * rest * cluster),
-        width,
-        cluster,
-        parts if rest else 1,
-        whole,
-        *out.shape,
-        a.shape[1],
         leaves,
     )

@@ -59,8 +59,6 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #define ALIGNKIT_D32(i) ALIGNKIT_D16(i), ALIGNKIT_D16(i + 16)
 #define ALIGNKIT_D48(i) ALIGNKIT_D32(i), ALIGNKIT_D16(i + 32)
 #define ALIGNKIT_D64(i) ALIGNKIT_D32(i), ALIGNKIT_D32(i + 32)
-#define ALIGNKIT_D80(i) ALIGNKIT_D64(i), ALIGNKIT_D16(i + 64)
-#define ALIGNKIT_D96(i) ALIGNKIT_D64(i), ALIGNKIT_D32(i + 64)
 #define ALIGNKIT_D128(i) ALIGNKIT_D64(i), ALIGNKIT_D64(i + 64)
 #define ALIGNKIT_L4 "%0, %1, %2, %3"
 #define ALIGNKIT_L8 \
@@ -79,12 +77,6 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
   ALIGNKIT_L32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define ALIGNKIT_L80 \
-  ALIGNKIT_L64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define ALIGNKIT_L96 \
-  ALIGNKIT_L80 \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define ALIGNKIT_L128 \
   ALIGNKIT_L64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -113,8 +105,6 @@ ALIGNKIT_MULTIPLY(16, 32, 16, 17, 18, 19, 20)
 ALIGNKIT_MULTIPLY(32, 64, 32, 33, 34, 35, 36)
 ALIGNKIT_MULTIPLY(48, 96, 48, 49, 50, 51, 52)
 ALIGNKIT_MULTIPLY(64, 128, 64, 65, 66, 67, 68)
-ALIGNKIT_MULTIPLY(80, 160, 80, 81, 82, 83, 84)
-ALIGNKIT_MULTIPLY(96, 192, 96, 97, 98, 99, 100)
 ALIGNKIT_MULTIPLY(128, 256, 128, 129, 130, 131, 132)
 
 // begin: the same without what d held before, which the compiler need not keep.
@@ -124,8 +114,6 @@ ALIGNKIT_MULTIPLY(128, 256, 128, 129, 130, 131, 132)
 #define ALIGNKIT_E16(i) ALIGNKIT_E8(i), ALIGNKIT_E8(i + 8)
 #define ALIGNKIT_E32(i) ALIGNKIT_E16(i), ALIGNKIT_E16(i + 16)
 #define ALIGNKIT_E64(i) ALIGNKIT_E32(i), ALIGNKIT_E32(i + 32)
-#define ALIGNKIT_E80(i) ALIGNKIT_E64(i), ALIGNKIT_E16(i + 64)
-#define ALIGNKIT_E96(i) ALIGNKIT_E64(i), ALIGNKIT_E32(i + 64)
 #define ALIGNKIT_BEGIN(count, columns, a_, b_, a_transposed_, b_transposed_)                                        \
   template <bool kATransposed, bool kBTransposed>                                                                   \
   __device__ __forceinline__ void begin(float (&d)[count], uint64_t a, uint64_t b) {                                \
@@ -141,8 +129,6 @@ ALIGNKIT_MULTIPLY(128, 256, 128, 129, 130, 131, 132)
   }
 
 ALIGNKIT_BEGIN(64, 128, 64, 65, 66, 67)
-ALIGNKIT_BEGIN(80, 160, 80, 81, 82, 83)
-ALIGNKIT_BEGIN(96, 192, 96, 97, 98, 99)
 
 // multiply: d [64, n] = a [64, 16] . b [n, 16]^T, plus d if `add`; kNegated: minus the product. Of a, a thread holds
 // the pairs at columns 2 (lane % 4) of rows lane / 4 and lane / 4 + 8 of its warp's 16, then those 8 columns further:
