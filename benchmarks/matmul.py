@@ -91,9 +91,9 @@ Cell = tuple[Case, int, str]
 """What is measured: a case, rows, a pass."""
 
 
-def draw(seed: int, count: int) -> list[Cell]:
+def draw(seed: int, count: int, trees: bool = False) -> list[Cell]:
     """Drawn products, each once: a model, ranks that can share it, a layer, a pass, and rows, whose logarithm is uniform. The
-    first of many are those of few."""
+    first of many are those of few. `trees`: only k-trees."""
     rng, found = random.Random(seed), {}
     while len(found) < count:
         name = rng.choice(list(DENSE))
@@ -103,7 +103,8 @@ def draw(seed: int, count: int) -> list[Cell]:
         least = 1 if which == "forward" else FEW[-1] + 1
         m = round(math.exp(rng.uniform(math.log(least), math.log(MANY[-1]))))
         case = Case(f"{name}.{layer}@{ranks}/{leaves}", n, k, leaves, (), False, bias)
-        found[case, m, which] = None
+        if not trees or (leaves > 1 and which == "forward"):
+            found[case, m, which] = None
     return list(found)
 
 
@@ -366,11 +367,16 @@ def candidates(options, cells: list[Cell], started: float, device: torch.device)
             write(options.candidates, {"info": info, "rows": rows})
             print(f"{i + 1} of {len(cells)}, {reported - started:.0f} s", flush=True)
     write(options.candidates, {"info": info, "rows": rows})
-    both = [row for row in rows if row["by"] in row["ways"] and row["ways"]]
-    for name, least in (("the choice", False), ("the fastest way", True)):
-        if both:
-            xs = [(next(iter(r["ways"].values())) if least else r["ways"][r["by"]]) / r["cublas"] for r in both]
-            print(f"{name}: {spread.geometric_mean(xs):.3f} of cublas, 95% at most {spread.quantile(xs, 0.95):.2f}")
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        if row["by"] in row["ways"]:
+            kind = "k-trees" if row["leaves"] > 1 and row["pass"] == "forward" else row["pass"]
+            groups.setdefault(f"{kind}, {'up to' if row['m'] <= FEW[-1] else 'above'} {FEW[-1]} rows", []).append(row)
+    for group, of in groups.items():
+        for name, least in (("the choice", False), ("the fastest way", True)):
+            xs = [(min(r["ways"].values()) if least else r["ways"][r["by"]]) / r["cublas"] for r in of]
+            told = f"{spread.geometric_mean(xs):.3f} of cublas, 95% at most {spread.quantile(xs, 0.95):.2f}"
+            print(f"{group}, {len(of)}: {name}: {told}")
     print(f"{len(rows)} of {len(cells)} products, {time.monotonic() - started:.0f} s; {options.candidates}")
     return int(any(row["wrong"] for row in rows))
 
@@ -447,15 +453,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--starved", action="store_true", help="afterwards cublas without a workspace too")
     parser.add_argument("--draw", type=int, metavar="SEED", help="drawn products, by cublas and alignkit")
     parser.add_argument("--cells", type=int, default=DRAWN, help="how many are drawn")
+    parser.add_argument("--trees", action="store_true", help="only k-trees are drawn")
     parser.add_argument("--candidates", type=Path, metavar="FILE", help="every way to compute each drawn product")
     options = parser.parse_args(arguments)
-    if options.candidates and options.draw is None:
-        parser.error("--candidates needs --draw")
+    if (options.candidates or options.trees) and options.draw is None:
+        parser.error("--candidates and --trees need --draw")
 
     started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     if options.draw is not None:
-        cells = draw(options.draw, options.cells)
+        cells = draw(options.draw, options.cells, options.trees)
         return (candidates if options.candidates else drawn)(options, cells, started, device)
     name = run_name()
     info = made_on(packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))

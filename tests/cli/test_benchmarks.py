@@ -1039,6 +1039,9 @@ def test_matmul_candidates(tiny, tmp_path, capsys, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 12 and all(list(r["ways"]) == ["cpu"] == [r["by"]] and r["cublas"] > 0 for r in rows)
     assert "the fastest way: " in capsys.readouterr().out
+    assert tiny.main([*command, "--cells", "2", "--trees"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 and all(r["leaves"] > 1 and r["pass"] == "forward" for r in rows)
 
     ways = tiny.ways
     monkeypatch.setattr(tiny, "ways", lambda p: ways(p) | {"other": lambda a, b, bias, out: out.fill_(3.0)})

@@ -392,8 +392,10 @@ def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator
 
 
 def rounded(rows: int) -> int:
-    """Up, by less than an eighth: so many rows share an algorithm."""
-    step = 1 << max((rows - 1).bit_length() - 4, 0)
+    """Up, so that few numbers of rows are asked for before work begins: to a multiple of 8, as tiles have, or to less; where
+    that would be a 64th, by up to a 32nd. By more, an algorithm may take a round of tiles more than one for these rows."""
+    bits = (rows - 1).bit_length()
+    step = 1 << max(bits - 6, min(bits - 4, 3), 0)
     return -(-rows // step) * step
 
 
@@ -406,15 +408,23 @@ def ladder(most: int) -> list[int]:
 
 
 def _algorithm(p: Problem, product: _Product, chain: Callable) -> bytes | None:
-    """The algorithm for a problem. To ask for suggestions and to try them takes milliseconds, and a server meets ever new
-    numbers of rows. So they are asked for at rounded ones, of which there are few, and tried there."""
+    """The algorithm for a problem. A trial takes milliseconds and waits for the device, and a server meets ever new numbers of
+    rows. So the suggestions are tried at rounded ones, of which there are few. At its own rows a product takes the best
+    suggestion if that has passed already, and else what was found at the rounded ones. All of these have the chain's bits."""
     m = rounded(p.m)
     like = p._replace(m=m, lda=p.lda if p.a_by_k else max(p.lda, _aligned(m)))
     if like not in _algorithms:
         _algorithms[like] = next(_admitted(like, _Product(like).suggestions(), chain), None)
     algorithm = _algorithms[like]
-    if algorithm is not None and not product.takes(algorithm):
-        algorithm = next(_admitted(p, product.suggestions(), chain), None)
+    if algorithm is None or like == p:
+        return algorithm
+    suggestions = product.suggestions()
+    trial = _trial_of(p)
+    first = next((each for each in suggestions if _verdicts.get((each, trial)) is not False), None)
+    if first is not None and _verdicts.get((first, trial)):
+        return first
+    if not product.takes(algorithm):
+        algorithm = next(_admitted(p, suggestions, chain), None)
     return algorithm
 
 

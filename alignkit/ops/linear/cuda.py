@@ -151,9 +151,9 @@ def deals(m: int, leaves: int) -> list[Deal]:
 
 def deal(m: int, n: int, leaves: int, clusters: int) -> Deal | None:
     """Which of `deals`; None: that is for Triton. Parts cost the time of writing and joining them, and with all leaves in a
-    cluster more blocks read each row."""
+    cluster more blocks read each row. Of very few rows, tiles of 16 rows are faster unless there are too few."""
     if m <= QUARTERED_ROWS:
-        if m <= 16 or leaves < 4:
+        if leaves < 4 or (m <= 16 and n > 32 * clusters):
             return None
         return Deal(1 if -(-n // 64) <= clusters else 2)
     tiles = -(-n // (IDS if m <= 128 else IDS // 2))
@@ -161,7 +161,8 @@ def deal(m: int, n: int, leaves: int, clusters: int) -> Deal | None:
         (parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
         key=lambda parts: (-(-tiles * parts // clusters) / parts, parts),
     )
-    return Deal(parts, 128, m > 128)
+    rows = m if m <= 128 else -(-m // 2)  # of a block
+    return Deal(parts, 96 if rows <= 96 else 128, m > 128)
 
 
 def dealt(p: Product) -> Deal | None:
