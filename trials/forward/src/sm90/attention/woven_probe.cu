@@ -1,0 +1,1000 @@
+// Causal attention, forward: packed sequences of a training batch, and sequences of a paged cache that have many
+// queries.
+//
+// A tile is 64 rows for each group of warps that computes: positions of one head, or fewer positions of the heads of a
+// group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of 64
+// positions. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
+//
+// The tensor core has to have products to do while probabilities are computed. There are two ways, of the same bits:
+// - Ahead, for heads of 128: two groups. While one computes the probabilities of a block, two of its products are under
+//   way: the scores of the block after, and the sums of values of the one before. It holds the scores of two blocks,
+//   and all of its queries.
+// - Beside others, for heads of 64: four groups, of fewer registers. While one computes the probabilities of a block,
+//   only its sums of values of the block before are under way, but other groups have products to do as well. It holds
+//   the scores of one block, and of its queries a part; the tensor core reads the others from shared memory.
+//
+// Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
+// that go to and fro. Lengths are read on the device.
+#include <algorithm>
+
+#include "../../interface.h"
+#include "../ptx/barrier.cuh"
+#include "../ptx/copy.cuh"
+#include "../ptx/dependent_launch.cuh"
+#include "../ptx/exponential.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/pack.cuh"
+#include "../ptx/thread.cuh"
+#include "../ptx/wgmma.cuh"
+#include "heads.cuh"
+
+struct AlignkitAttention {
+  AlignkitHeads q, k, v;
+  void* out;      // [tokens, heads, dim]
+  float* shift;   // statistics for the backward pass, [heads, pads * 128]; null: they are not kept
+  AlignkitInts starts, kv_len, table;  // the latter two of paged sequences
+  int64_t table_row, kv_rows;          // rows of k
+  int page, width;                     // rows of a page, 0: k is packed as q is; pages of a sequence at most
+  // Left out are paged sequences of at most `most` queries, and those of at most `few` behind at least `far` positions.
+  int most, few, far;
+  int tokens, sequences, heads, kv_heads, dim, pads;
+  int together;  // heads of a tile: one, or all of a group
+  float factor;  // of scores, for powers of 2
+};
+
+ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
+ALIGNKIT_LAYOUT(AlignkitHeads, data, token, head)
+ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most,
+                few, far, tokens, sequences, heads, kv_heads, dim, pads, together, factor)
+
+namespace alignkit {
+namespace {
+
+struct Problem : AlignkitAttention {
+  int part_rows;   // rows of keys that lie in one page
+  int positions;   // of a tile
+  int reciprocal;  // of `together`, times 2^16
+  int shared;      // heads of q that share one of k
+
+  // The position of a tile's row; there are few rows.
+  __device__ int position_of(int row) const { return row * reciprocal >> 16; }
+};
+
+#ifndef HELD128
+#define HELD128 8
+#endif
+#ifndef TURNS128
+#define TURNS128 0
+#endif
+#ifndef SMALL
+#define SMALL 0
+#endif
+#ifndef APART
+#define APART 0
+#endif
+#ifndef LEAN
+#define LEAN 0
+#endif
+#ifndef LATE
+#define LATE 0
+#endif
+#if defined(__CUDA_ARCH__) && PINS == 1
+#define PIN(j, a, t) asm volatile("" : "+f"(a[8 * j]), "+f"(a[8 * j + 7]), "+f"(t[0][0]), "+f"(t[1][1])::"memory");
+#define PIN_S(j, s) asm volatile("" : "+f"(s[8 * j]), "+f"(s[8 * j + 7])::"memory");
+#elif defined(__CUDA_ARCH__) && PINS == 2
+#define PIN(j, a, t) __syncwarp();
+#define PIN_S(j, s) __syncwarp();
+#else
+#define PIN(j, a, t)
+#define PIN_S(j, s)
+#endif
+constexpr int kProbed = 64;
+__device__ unsigned probed[2][kProbed][8];
+#define STAMP(n) \
+  if (probing && i < kProbed) asm volatile("{ .reg .u32 c; mov.u32 c, %%clock; st.global.u32 [%0], c; }" ::"l"(&probed[group][i][n]) : "memory");
+constexpr int kKeys = 64;         // of a block
+constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
+constexpr float kInfinity = __builtin_huge_valf();
+
+// What depends on the length of a head: which way it goes, how many groups of 64 rows there are, how many blocks of
+// keys are on their way, registers of threads that bring them and that compute, and how many 16 of the dimensions of
+// queries the latter hold.
+template <int kDim>
+struct Plan;
+
+template <>
+struct Plan<128> {
+  static constexpr bool ahead = true;
+  static constexpr int groups = 2, stages = 4, few = 40, many = 232, held = HELD128;
+
+};
+
+template <>
+struct Plan<64> {
+  static constexpr bool ahead = false;
+  static constexpr int groups = 4, stages = 8, few = 32, many = 112, held = 1;
+};
+
+struct Tile {
+  int s;  // the sequence; -1: there are no more tiles
+  int q0, q_len, context;
+  int first;  // position among the queries
+  int head;
+};
+
+// A row's state within a leaf or over leaves: the greatest score, and the sum of probabilities.
+struct State {
+  float m, l;
+};
+
+template <int kDim>
+struct Shared {
+  static constexpr int groups = Plan<kDim>::groups, stages = Plan<kDim>::stages, rows = groups * 64;
+  static constexpr int halves = kDim / kHalf, threads = (groups + 1) * 128;
+  __nv_bfloat16 q[rows * kDim];
+  __nv_bfloat16 k[stages][kKeys * kDim];
+  __nv_bfloat16 v[stages][kKeys * kDim];
+  float4 joined[kDim / 8][groups * 128];  // of each thread, its sums over the leaves before
+  alignas(16) State whole[groups * 32][2];  // of the two rows that four lanes share, over the leaves before
+  Tile tile[2];  // in turn: one is read while the next is found
+  float one;
+  uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
+  uint64_t on_its_way;  // values of which the producer has to wipe out rows
+};
+
+// How many blocks of keys the queries of a group see; 0: it has none.
+__device__ __forceinline__ int blocks_of(const Problem& p, const Tile& t, int group) {
+  int begin = t.first + p.position_of(group * 64);
+  int last = min(t.q_len - 1, t.first + min(p.position_of(group * 64 + 63), p.positions - 1));
+  return begin < t.q_len ? (t.context + last) / kKeys + 1 : 0;
+}
+
+template <int kGroups>
+__device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
+  int most = 0;
+#pragma unroll 1
+  for (int group = 0; group < kGroups; ++group) most = max(most, blocks_of(p, t, group));
+  return most;
+}
+
+// The tiles of a block of threads, found by a whole warp. Tile j of a sequence is at level context / positions + j,
+// which is about the number of its keys; tiles are counted level by level, the last one first. What is found
+// is kept, or in 32 registers found again.
+template <bool kKept>
+struct Walk {
+  const Problem& p;
+  int kept, slots, level = -1, base = 0, turn = 0, before = 0;
+  int q0, q_len, context, low, high;  // of the lane's sequence, the latter two its levels
+
+  __device__ Walk(const Problem& p) : p(p), kept(threadIdx.x % 32), slots(p.heads / p.together) {
+    int top = 0;
+#pragma unroll 1
+    for (base = 0; base < p.sequences; base += 32) {
+      read();
+      top = max(top, high);
+    }
+    for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
+    level = top - 1;
+    base = 0;
+    read();
+  }
+
+  __device__ int lane() const { return kKept ? kept : static_cast<int>(thread_again() % 32); }
+
+  // The sequence base + lane.
+  __device__ void read() {
+    int s = base + lane();
+    low = high = 0;
+    if (s >= p.sequences) return;
+    q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
+    q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
+    context = 0;
+    if (p.page) {
+      int64_t length = at(p.kv_len, s);
+      if (length < q_len || length > int64_t{p.width} * p.page) return;
+      if (q_len <= p.most || (q_len <= p.few && length - q_len >= p.far)) return;
+      context = static_cast<int>(length) - q_len;
+    }
+    low = context / p.positions;
+    high = low + (q_len + p.positions - 1) / p.positions;
+  }
+
+  __device__ Tile next() {
+    int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    ++turn;
+#pragma unroll 1
+    while (level >= 0) {
+      bool here = low <= level && level < high;
+      unsigned all = __ballot_sync(~0u, here);
+      int behind = before + __popc(all) * slots;
+      if (target < behind) {
+        int i = target - before, wanted = i / slots;
+        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
+        Tile t;
+        t.s = kKept ? __shfl_sync(~0u, base + lane(), from) : base + from;
+        t.q0 = __shfl_sync(~0u, q0, from);
+        t.q_len = __shfl_sync(~0u, q_len, from);
+        t.context = __shfl_sync(~0u, context, from);
+        t.first = (level - __shfl_sync(~0u, low, from)) * p.positions;
+        t.head = i % slots * p.together;
+        return t;
+      }
+      before = behind;
+      base += 32;
+      if (base >= p.sequences) {
+        base = 0;
+        --level;
+      }
+      if (p.sequences > 32) read();
+    }
+    return {-1, 0, 0, 0, 0, 0};
+  }
+};
+
+// The warp that finds the tiles and has their queries brought, one ahead of those who compute.
+template <int kDim>
+__device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMap* q, const Problem& p) {
+  constexpr int rows = Shared<kDim>::rows;
+  Walk<Plan<kDim>::ahead> walk(p);
+  for (int turn = 0;; turn ^= 1) {
+    Tile t = walk.next();
+    barrier_wait(&sh.q_empty, turn ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      sh.tile[turn] = t;
+      barrier_arrive(&sh.found);
+      if (t.s < 0) {
+        barrier_arrive(&sh.q_full);
+      } else {
+        barrier_expect(&sh.q_full, p.positions * p.together * kDim * 2);
+#pragma unroll
+        for (int h = 0; h < Shared<kDim>::halves; ++h)
+          copy_box(sh.q + h * rows * kHalf, q, h * kHalf, t.head, t.q0 + t.first, 0, &sh.q_full);
+      }
+    }
+    __syncwarp();
+    if (t.s < 0) return;
+  }
+}
+
+// The values of a block become 0 in the rows from `left` on, by a warp: rows that are not the sequence's may be
+// anything, which 0 times is no 0.
+template <int kDim>
+__device__ __forceinline__ void wipe(__nv_bfloat16* v, int left, int lane) {
+#pragma unroll 1
+  for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
+#pragma unroll
+    for (int h = 0; h < kDim / kHalf; ++h)
+      *reinterpret_cast<uint4*>(v + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
+  shared_written();
+  __syncwarp();
+}
+
+// The warp that has keys and values brought: a block in parts that lie in one page each, half a head at a time, by a
+// lane each.
+template <int kDim>
+__device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v,
+                                           const Problem& p) {
+  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
+  int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
+  int half = lane / parts, first = lane % parts * part_rows;
+  int to = (half * kKeys + first) * kHalf, stage = 0, phase = 0, waited = 0;
+  for (int turn = 0;; turn ^= 1) {
+    barrier_wait(&sh.found, turn);
+    const Tile& t = sh.tile[turn];
+    if (t.s < 0) return;
+    int n = blocks_of_any<Shared<kDim>::groups>(p, t), end = t.context + t.q_len, q0 = t.q0;
+    int head = t.head / (p.heads / p.kv_heads);
+    int64_t table = t.s * p.table_row;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
+    auto row_of = [&](int position) {
+      if (!p.page) return q0 + position;
+      if (position >= end) return 0;
+      int64_t page = at(p.table, table + position / p.page);
+      page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
+      return static_cast<int>(page) * p.page + position % p.page;
+    };
+    int row = row_of(first);
+#pragma unroll 1
+    for (int i = 0; i < n; ++i, step<stages>(stage, phase)) {
+      int left = end - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
+      bool here = half < halves && first < left, whole = left >= kKeys;
+      int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
+      barrier_wait(&sh.k_empty[stage], phase ^ 1);
+      if (lane == 0) barrier_expect(&sh.k_full[stage], bytes);
+      __syncwarp();
+      if (here) copy_box(sh.k[stage] + to, k, half * kHalf, head, row, 0, &sh.k_full[stage]);
+      barrier_wait(&sh.v_empty[stage], phase ^ 1);
+      uint64_t* full = whole ? &sh.v_full[stage] : &sh.on_its_way;
+      if (lane == 0) barrier_expect(full, bytes);
+      __syncwarp();
+      if (here) copy_box(sh.v[stage] + to, v, half * kHalf, head, row, 0, full);
+      if (!whole) {
+        barrier_wait(full, waited);
+        waited ^= 1;
+        wipe<kDim>(sh.v[stage], left, lane);
+        if (lane == 0) barrier_arrive(&sh.v_full[stage]);
+      }
+      row = next_row;
+    }
+  }
+}
+
+// The same in 32 registers: less is kept, and more found again. It is a function of its own since what it keeps moves
+// registers and instructions in the loops of those who compute, which were measured as they are.
+template <int kDim>
+__device__ __forceinline__ void bring_keys_keeping_less(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v,
+                                                        const Problem& p) {
+  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
+  int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
+  int first = lane % parts * part_rows, to = (lane / parts * kKeys + first) * kHalf;
+  uint32_t visited = 0;  // blocks
+  int phases = 0;        // of the tile, and times 2 that of `on_its_way`: one register
+  auto leads = [] { return thread_again() % 32 == 0; };
+  auto half = [&] { return to / (kKeys * kHalf); };
+  for (;; phases ^= 1) {
+    barrier_wait(&sh.found, phases % 2);
+    const Tile& t = sh.tile[phases % 2];
+    if (t.s < 0) return;
+    int n = blocks_of_any<Shared<kDim>::groups>(p, t), head = t.head / p.shared;
+    auto end = [&] { return t.context + t.q_len; };  // read again, while registers are short
+    __syncwarp();
+    if (leads()) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
+    auto row_of = [&](int position) {
+      if (!p.page) return t.q0 + position;
+      if (position >= end()) return 0;
+      int64_t page = at(p.table, t.s * p.table_row + position / p.page);
+      page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
+      return static_cast<int>(page) * p.page + position % p.page;
+    };
+    int row = row_of(first);
+#pragma unroll 1
+    for (int i = 0; i < n; ++i, ++visited) {
+      uint32_t stage = visited % stages, phase = visited / stages % 2;
+      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
+      bool here = half() < halves && first < left, whole = left >= kKeys;
+      int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
+      barrier_wait(&sh.k_empty[stage], phase ^ 1);
+      if (leads()) barrier_expect(&sh.k_full[stage], bytes);
+      __syncwarp();
+      if (here) copy_box(sh.k[stage] + to, k, half() * kHalf, head, row, 0, &sh.k_full[stage]);
+      barrier_wait(&sh.v_empty[stage], phase ^ 1);
+      uint64_t* full = whole ? &sh.v_full[stage] : &sh.on_its_way;
+      if (leads()) barrier_expect(full, bytes);
+      __syncwarp();
+      if (here) copy_box(sh.v[stage] + to, v, half() * kHalf, head, row, 0, full);
+      if (!whole) {
+        barrier_wait(full, phases / 2);
+        phases ^= 2;
+        wipe<kDim>(sh.v[stage], left, thread_again() % 32);
+        if (leads()) barrier_arrive(&sh.v_full[stage]);
+      }
+      row = next_row;
+    }
+  }
+}
+
+// The scores of a block become probabilities, of which `total` is the thread's sum, and alpha the factor of what was
+// summed before. A thread has two rows, of each four lanes the same.
+__device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], float (&alpha)[2], uint32_t (&total)[2],
+                                              float factor) {
+  float top[2][2], shift[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      top[h][e] = s[2 * h + e];
+#pragma unroll
+      for (int j = 1; j < 8; ++j) top[h][e] = fmaxf(top[h][e], s[4 * j + 2 * h + e]);
+    }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], top[h][1]);
+#pragma unroll
+  for (int distance = 2; distance; distance /= 2)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], __shfl_xor_sync(~0u, top[h][0], distance));
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float most = fmaxf(row[h].m, top[h][0]);
+    shift[h] = -most * factor;
+    alpha[h] = power_of_2((row[h].m - most) * factor);
+    row[h].m = most;
+    total[h] = 0;
+  }
+#pragma unroll
+  for (int x = 0; x < 32; ++x) {
+    s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
+    // 1 + p is p rounded to a multiple of 2^-23, in the low bits; the sum of the ones leaves modulo 2^32.
+    total[x / 2 % 2] += __float_as_uint(s[x] + 1.0f);
+  }
+}
+
+// The sums of probabilities join those of the blocks before.
+__device__ __forceinline__ void settle(State (&row)[2], const float (&alpha)[2], uint32_t (&total)[2]) {
+#pragma unroll
+  for (int distance = 2; distance; distance /= 2)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) total[h] += __shfl_xor_sync(~0u, total[h], distance);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    total[h] -= static_cast<uint32_t>(uint64_t{kKeys} * 0x3f800000);
+    row[h].l = __fmaf_rn(row[h].l, alpha[h], __uint2float_rn(total[h]) * 0x1p-23f);
+  }
+}
+
+// The scores of keys behind the row's own position; `limit` is that, from the thread's first key on.
+__device__ __forceinline__ void hide(float (&s)[32], int h, int limit) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (8 * j + e > limit) s[4 * j + 2 * h + e] = -kInfinity;
+}
+
+// A leaf's state joins that of the leaves before; what multiplies the sums of either.
+struct Join {
+  float whole, leaf;
+};
+
+__device__ __forceinline__ Join join(State& whole, const State& leaf, float factor, bool first) {
+  if (first) {  // -0 and it
+    whole = leaf;
+    return {1, 1};
+  }
+  float top = fmaxf(whole.m, leaf.m);
+  Join j = {power_of_2((whole.m - top) * factor), power_of_2((leaf.m - top) * factor)};
+  whole.l = __fmaf_rn(whole.l, j.whole, leaf.l * j.leaf);
+  whole.m = top;
+  return j;
+}
+
+// x / by, rounded once, for x[2 h], x[2 h + 1], x[2 h + 4], ...: as division does it where nothing is near the ends of
+// the range, but with the reciprocal found once.
+template <int kCount>
+__device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
+  float least = kInfinity;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) least = fminf(least, fminf(fabsf(x[i + 2 * h]), fabsf(x[i + 2 * h + 1])));
+  if (by >= 0.5f && by < 0x1p40f && least > 0x1p-60f) {
+    float twice = by < 1 ? 2.0f : 1.0f;  // so that no quotient overflows before its last rounding
+    by *= twice;
+    float r = __frcp_rn(by);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& a = x[i + 2 * h + e];
+        float q = a * r;
+        q = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
+        a = __fmaf_rn(__fmaf_rn(-by, q, a), r, q) * twice;
+      }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& a = x[i + 2 * h + e];
+        a = __fdiv_rn(a, by + a * 0.0f);
+      }
+  }
+}
+
+// A group of four warps and its 64 rows of each tile.
+template <int kDim>
+__device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
+  constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
+  constexpr int stage_step = kKeys * kDim * 2 >> 4, held = Plan<kDim>::held;
+  constexpr bool ahead = Plan<kDim>::ahead;
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+  bool leads = threadIdx.x % 32 == 0;
+  // Of the rows of the tile that a thread has, the first; the other is 8 further.
+  auto first_row = [&] {
+    uint32_t thread = thread_again();
+    return static_cast<int>(group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4);
+  };
+  uint64_t q0 = operand<false>(sh.q + group * 64 * kHalf), k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
+  float factor = p.factor;
+  uint32_t visited = 0;  // blocks of the tiles before
+  int q_phase = 0;
+  float even[32], odd[32], acc[sums];  // scores of blocks: ahead in turn, else all in `even`
+  uint32_t q[held ? held : 1][4], probability[4][4];
+#pragma unroll
+  for (int i = 0; i < sums; ++i) acc[i] = 0;
+  constexpr bool turns = TURNS128 && ahead;
+  auto turn_begin = [&] {
+    if (turns) named_barrier_sync(1 + group, 256);
+  };
+  auto turn_end = [&] {
+    if (turns) named_barrier_arrive(2 - group, 256);
+  };
+  if (group == 1) turn_end();
+  for (;;) {
+    bool probing = blockIdx.x == 0 && visited == 0 && threadIdx.x % 128 == 0;
+    barrier_wait(&sh.q_full, q_phase);
+    const Tile& t = sh.tile[q_phase];  // read again where it is needed: registers are short
+    q_phase ^= 1;
+    if (t.s < 0) break;
+    int lane = thread_again() % 32, matrix_row = group * 64 + thread_again() % 128 / 32 * 16 + lane % 16;
+    uint32_t q_row = shared_address(sh.q) + matrix_row * kHalf * 2 + (lane / 16 ^ matrix_row % 8) * 16;  // swizzled
+#pragma unroll
+    for (int i = 0; i < held; ++i)
+      load_matrices<false>(q[i], (q_row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2);
+    auto queries_taken = [&] {
+      if (leads) barrier_arrive(&sh.q_empty);
+    };
+    if (held == steps) {  // else not before the last scores
+      __syncwarp();
+      queries_taken();
+    }
+
+    int n = blocks_of(p, t, group);
+    int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
+    auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
+    State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
+    float alpha[2];
+
+    auto stage_of = [&](int i) { return static_cast<int>((visited + i) % stages); };
+    auto phase_of = [&](int i) { return static_cast<int>((visited + i) / stages % 2); };
+    auto wait_for_keys = [&](int i) { barrier_wait(&sh.k_full[stage_of(i)], phase_of(i)); };
+    auto wait_for_values = [&](int i) { barrier_wait(&sh.v_full[stage_of(i)], phase_of(i)); };
+    auto keys_taken = [&](int i) {
+      if (leads) barrier_arrive(&sh.k_empty[stage_of(i)]);
+    };
+    auto values_taken = [&](int i) {
+      if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
+    };
+    auto score = [&](int i, float (&s)[32]) {  // begins
+      uint64_t k = k0 + stage_of(i) * stage_step;
+      constexpr int q_half = rows * kHalf * 2 >> 4, k_half = kKeys * kHalf * 2 >> 4;
+#pragma unroll
+      for (int j = 0; j < steps; ++j) {
+        uint64_t k_j = k + j / 4 * k_half + j % 4 * kNext<false>;
+        if (j < held)
+          multiply<false, false>(__nv_bfloat16(), s, q[j], k_j, j > 0);
+        else
+          multiply<false, false>(s, q0 + j / 4 * q_half + j % 4 * kNext<false>, k_j, j > 0);
+      }
+    };
+    auto sum = [&](int i) {  // begins
+      // The same bool either way, but other machine code, and this is what was measured.
+      bool more = ahead ? i % kLeaf > 0 : i % kLeaf != 0;
+      uint64_t v = v0 + stage_of(i) * stage_step;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
+    };
+    auto weigh = [&](int i, float (&s)[32]) {
+      if (i >= plain) {
+        int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
+      }
+      uint32_t total[2];
+      probabilities(s, row, alpha, total, factor);
+      settle(row, alpha, total);
+      products_taken(s);
+      // Branches, across which the assembler moves no wait for products, up to before the probabilities.
+      wait_for_values(i);
+    };
+    auto round = [&](float (&s)[32]) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          probability[j][i] = pack<__nv_bfloat16>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
+    };
+    // At a leaf's end its state joins that of the leaves before, and its sums do when they are there.
+    Join j[2];
+    auto whole = [&](int h) -> State& { return sh.whole[thread_again() / 4 - 32][h]; };
+    auto end_leaf = [&](int i) {
+      State all[2] = {whole(0), whole(1)};
+      __syncwarp();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        j[h] = join(all[h], row[h], factor, i == kLeaf);
+        whole(h) = all[h];
+        row[h] = {-kInfinity, 0};
+      }
+      __syncwarp();
+    };
+    auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
+    // What is there before block i is added.
+    auto make_room = [&](int i) {
+      if (i % kLeaf) {
+#pragma unroll
+        for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+      } else if (i == kLeaf) {
+#pragma unroll
+        for (int x = 0; x < sums; x += 4) joined(x / 4) = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
+      } else if (i) {
+#pragma unroll
+        for (int x = 0; x < sums; x += 4) {
+          float4 to = joined(x / 4);
+          to.x = __fmaf_rn(to.x, j[0].whole, acc[x] * j[0].leaf);
+          to.y = __fmaf_rn(to.y, j[0].whole, acc[x + 1] * j[0].leaf);
+          to.z = __fmaf_rn(to.z, j[1].whole, acc[x + 2] * j[1].leaf);
+          to.w = __fmaf_rn(to.w, j[1].whole, acc[x + 3] * j[1].leaf);
+          joined(x / 4) = to;
+        }
+      }
+    };
+    // From the scores of block 0 to the probabilities of the last one, of which only the product is left.
+    auto go_ahead = [&] {
+      // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the
+      // one before, in `other`, are multiplied by its values.
+      bool ready = false;
+      auto plain_block = [&](int i, float (&s)[32], float (&other)[32]) {
+        if (!ready) wait_for_keys(i + 1);
+        turn_begin();
+        products_begin();
+        score(i + 1, other);
+        products_end();
+        make_room(i - 1);
+        products_begin();
+        sum(i - 1);
+        products_end();
+        turn_end();
+        if (i % kLeaf == 0) end_leaf(i);
+        weigh(i, s);
+        ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
+        products_wait<0>();
+        products_taken(acc);
+        products_taken(other);
+        round(s);
+        values_taken(i - 1);
+        keys_taken(i + 1);
+      };
+      // The same within a leaf where all rows see all keys: no branches, and what is not products stands between them.
+      auto easy_block = [&](int i, float (&s)[32], float (&other)[32]) {
+        STAMP(0)
+        if (!ready) wait_for_keys(i + 1);
+        float weight[32];
+        float top[2][2], shift[2], next[2];
+        uint32_t total[2] = {0, 0};
+        uint64_t k = k0 + stage_of(i + 1) * stage_step, v = v0 + stage_of(i - 1) * stage_step;
+        constexpr int k_half = kKeys * kHalf * 2 >> 4;
+#if !LATE
+#pragma unroll
+        for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+        products_taken(acc);
+#endif
+        STAMP(1)
+        turn_begin();
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, true);
+        products_end();
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < steps; ++j) {
+          multiply<false, false>(__nv_bfloat16(), other, q[j], k + j / 4 * k_half + j % 4 * kNext<false>, j > 0);
+#if LEAN
+        }
+        products_end();
+        turn_end();
+        STAMP(4)
+        wait_for_values(i);  // branches: no product stands behind them
+#pragma unroll
+        for (int j = 0; j < steps; ++j) {
+#endif
+          if (j < 2) {
+#pragma unroll
+            for (int x = 16 * j; x < 16 * j + 16; ++x) {
+              float& most = top[x / 2 % 2][x % 2];
+              most = x < 4 ? s[x] : fmaxf(most, s[x]);
+            }
+          } else if (j == 2) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], top[h][1]);
+#pragma unroll
+            for (int distance = 2; distance; distance /= 2)
+#pragma unroll
+              for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], __shfl_xor_sync(~0u, top[h][0], distance));
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              float most = fmaxf(row[h].m, top[h][0]);
+              shift[h] = -most * factor;
+              next[h] = power_of_2((row[h].m - most) * factor);
+              row[h].m = most;
+            }
+          } else {
+            constexpr int from[] = {0, 7, 14, 20, 26, 32};
+#pragma unroll
+            for (int x = 0; x < 32; ++x)
+              if (x >= from[j - 3] && x < from[j - 2]) {
+                weight[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
+#if !APART
+                total[x / 2 % 2] += __float_as_uint(weight[x] + 1.0f);
+#endif
+              }
+          }
+#if LATE
+          if (j == 3) {
+            products_end();
+            products_wait<1>();
+            products_taken(acc);
+            values_taken(i - 1);
+            products_begin();
+          }
+          if (j > 3) {
+#pragma unroll
+            for (int x = 16 * (j - 4); x < 16 * (j - 4) + 16; ++x) acc[x] = acc[x] * next[x / 2 % 2];
+          }
+#endif
+          PIN_S(j, weight)
+        }
+#if !LEAN
+        products_end();
+        turn_end();
+        STAMP(4)
+#endif
+#if APART  // sums stand behind a branch: no sum waits for the exponential just before it
+        products_taken(weight);
+        wait_for_values(i);
+        float one = *static_cast<volatile float*>(&sh.one);  // the assembler must not know it before the branch
+#pragma unroll
+        for (int x = 0; x < 32; ++x) total[x / 2 % 2] += __float_as_uint(weight[x] + one);
+#endif
+        settle(row, next, total);
+        alpha[0] = next[0];
+        alpha[1] = next[1];
+        products_taken(weight);
+#if !LEAN && !APART
+        wait_for_values(i);
+#endif
+        ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
+        STAMP(5)
+        products_wait<0>();
+        STAMP(6)
+        products_taken(acc);
+        products_taken(other);
+        round(weight);
+        values_taken(i - 1);
+        keys_taken(i + 1);
+      };
+      auto block = [&](int i, float (&s)[32], float (&other)[32]) {
+        if (i % kLeaf > 1 && i < plain)
+          easy_block(i, s, other);
+        else
+          plain_block(i, s, other);
+      };
+      if (n == 1) {
+        weigh(0, even);
+        round(even);
+      } else {
+        wait_for_keys(1);
+        turn_begin();
+        products_begin();
+        score(1, odd);
+        products_end();
+        turn_end();
+        weigh(0, even);
+        products_wait<0>();
+        products_taken(odd);
+        keys_taken(1);
+        round(even);
+#if SMALL
+#pragma unroll 1
+        for (int i = 1; i + 1 < n; ++i) {
+          block(i, odd, even);
+#pragma unroll
+          for (int x = 0; x < 32; ++x) odd[x] = even[x];
+        }
+#else
+        int i = 1;
+#pragma unroll 1
+        for (; i + 2 < n; i += 2) {
+          block(i, odd, even);
+          block(i + 1, even, odd);
+        }
+        if (i + 1 < n) {
+          block(i, odd, even);
+#pragma unroll
+          for (int x = 0; x < 32; ++x) odd[x] = even[x];
+        }
+#endif
+        make_room(n - 2);
+        products_begin();
+        sum(n - 2);
+        products_end();
+        int last = n - 1;
+        if (last % kLeaf == 0) end_leaf(last);
+        weigh(last, odd);
+        products_wait<0>();
+        products_taken(acc);
+        values_taken(n - 2);
+        round(odd);
+        make_room(n - 1);
+      }
+      if (held < steps) queries_taken();
+    };
+    auto go_beside_others = [&] {
+      weigh(0, even);
+      round(even);
+      bool ready = false;
+#pragma unroll 1
+      for (int i = 1; i < n; ++i) {
+        if (!ready) wait_for_keys(i);
+        products_begin();
+        score(i, even);
+        products_end();
+        make_room(i - 1);
+        products_begin();
+        sum(i - 1);
+        products_end();
+        if (i % kLeaf == 0) end_leaf(i);
+        products_wait<1>();
+        products_taken(even);
+        keys_taken(i);
+        weigh(i, even);
+        ready = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
+        products_wait<0>();
+        products_taken(acc);
+        values_taken(i - 1);
+        round(even);
+      }
+      queries_taken();
+      make_room(n - 1);
+    };
+
+    if (n) {
+      wait_for_keys(0);
+      turn_begin();
+      products_begin();
+      score(0, even);
+      products_end();
+      turn_end();
+      products_wait<0>();
+      products_taken(even);
+      keys_taken(0);
+      if constexpr (ahead)
+        go_ahead();
+      else
+        go_beside_others();
+      products_begin();
+      sum(n - 1);
+      products_end();
+      products_wait<0>();
+      products_taken(acc);
+      values_taken(n - 1);
+    } else if (held < steps) {
+      queries_taken();
+    }
+    int all = blocks_of_any<Shared<kDim>::groups>(p, t);
+#pragma unroll 1
+    for (int i = n; i < all; ++i) {  // other groups' blocks
+      wait_for_keys(i);
+      keys_taken(i);
+      turn_begin();
+      turn_end();
+      wait_for_values(i);
+      values_taken(i);
+    }
+    visited += all;
+    if (n == 0) continue;
+
+    int begin = (n - 1) / kLeaf * kLeaf * kKeys;  // of the last leaf
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int position = position_of(h);
+      bool seen = position >= begin;
+      Join last = {1, 0};
+      State all_leaves = row[h];
+      if (begin) {
+        all_leaves = whole(h);
+        if (seen) last = join(all_leaves, row[h], factor, false);
+#pragma unroll
+        for (int x = 2 * h; x < sums; x += 4) {
+          const float2& before = reinterpret_cast<const float2*>(&joined(x / 4))[h];
+          acc[x] = seen ? __fmaf_rn(before.x, last.whole, acc[x] * last.leaf) : before.x;
+          acc[x + 1] = seen ? __fmaf_rn(before.y, last.whole, acc[x + 1] * last.leaf) : before.y;
+        }
+      }
+      divide(acc, h, all_leaves.l);
+      int r = first_row() + 8 * h, place = position - t.context;  // among the queries
+      bool here = place < t.q_len && r < p.positions * p.together;
+      int64_t head = t.head + r - p.position_of(r) * p.together;
+      int64_t at = ((t.q0 + place) * int64_t{p.heads} + head) * kDim;
+      store_row(acc, h, static_cast<__nv_bfloat16*>(p.out) + at, here);
+      if (p.shift && here && thread_again() % 4 == 0)
+        p.shift[(head * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place] =
+            __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
+    }
+  }
+  if (group == 0) turn_begin();  // the last one's end
+}
+
+template <int kDim>
+__global__ void __launch_bounds__(Shared<kDim>::threads, 1)
+    attention_forward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                      const __grid_constant__ CUtensorMap v, const Problem p) {
+  extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
+  Shared<kDim>& sh = *reinterpret_cast<Shared<kDim>*>(raw);
+  if (threadIdx.x == 0) {
+    constexpr int warps = Shared<kDim>::groups * 4;
+    sh.one = 1;
+    barrier_init(&sh.found, 1);
+    barrier_init(&sh.q_full, 1);
+    barrier_init(&sh.q_empty, warps + 1);
+    barrier_init(&sh.on_its_way, 1);
+    for (int i = 0; i < Shared<kDim>::stages; ++i) {
+      barrier_init(&sh.k_full[i], 1);
+      barrier_init(&sh.k_empty[i], warps);
+      barrier_init(&sh.v_full[i], 1);
+      barrier_init(&sh.v_empty[i], warps);
+    }
+    barrier_init_done();
+  }
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  __syncthreads();
+  int64_t begin = at(p.starts, 0), end = at(p.starts, p.sequences);
+  if (begin != 0 || end > p.tokens || (!p.page && end != p.tokens)) {
+    if (p.page) return;  // of a cache it is others who fill rows
+    int64_t vectors = int64_t{p.tokens} * p.heads * kDim / 8;
+    constexpr uint32_t nan = 0x7fc07fc0;
+    for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * blockDim.x)
+      static_cast<uint4*>(p.out)[i] = make_uint4(nan, nan, nan, nan);
+    return;
+  }
+  if (threadIdx.x / 128 == 0) {
+    registers_down<Plan<kDim>::few>();
+    if (threadIdx.x < 32)
+      bring_queries(sh, &q, p);
+    else if (threadIdx.x < 64 && Plan<kDim>::ahead)
+      bring_keys(sh, &k, &v, p);
+    else if (threadIdx.x < 64)
+      bring_keys_keeping_less(sh, &k, &v, p);
+  } else {
+    registers_up<Plan<kDim>::many>();
+    attend<kDim>(sh, p);
+  }
+}
+
+// Host.
+
+// A page, or a block of keys, is of whole parts.
+inline int part_rows_of(const AlignkitAttention& p) {
+  int part = kKeys;
+  while (p.page % part) part /= 2;
+  return part;
+}
+
+template <int kDim>
+cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
+  constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
+  Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1,
+               given.heads / given.kv_heads};
+  int device, processors;
+  CUtensorMap q, k, v;
+  if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
+  if (cudaError_t e = map_of(&k, p.k, p.kv_rows, p.kv_heads, kDim, 1, p.part_rows)) return e;
+  if (cudaError_t e = map_of(&v, p.v, p.kv_rows, p.kv_heads, kDim, 1, p.part_rows)) return e;
+  if (cudaError_t e = cudaGetDevice(&device)) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
+  if (cudaError_t e =
+          cudaFuncSetAttribute(attention_forward<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return e;
+  int64_t tiles = (int64_t{p.tokens} / p.positions + p.sequences) * (p.heads / p.together);
+  unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
+  return launch_early(attention_forward<kDim>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
+}
+
+}  // namespace
+}  // namespace alignkit
+
+extern "C" int alignkit_probed(unsigned* to) {
+  return cudaMemcpyFromSymbol(to, alignkit::probed, sizeof(alignkit::probed));
+}
+
+// Returns a cudaError_t.
+extern "C" int alignkit_attention_forward(const AlignkitAttention* p, cudaStream_t stream) {
+  if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
+      (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
+    return cudaErrorInvalidValue;
+  using alignkit::launch;
+  if (p->dim == 128) return launch<128>(*p, stream);
+  if (p->dim == 64) return launch<64>(*p, stream);
+  return cudaErrorInvalidValue;
+}
