@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from alignkit.check.train import check_layout
+from alignkit.integrations.recipe.engines import vllm_refusal
 from alignkit.models.config import Architecture
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -1477,6 +1478,8 @@ def test_verl_ranks_share_gpus(module, monkeypatch):
     overrides, environment = verl.shared(verl.Layout(4, pp=4, rollout_tp=4))
     assert any(word.endswith(".device_ids='+4,+6,+04,+06'") for word in overrides)
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,6,4,6" and environment["SHARED_GPUS"] == "4,6"
+    asked = [word.partition(".vllm.")[2].split("=") for word in overrides if ".vllm." in word]
+    assert len(asked) == 3 and [vllm_refusal(field, value) for field, value in asked] == [None] * 3
     monkeypatch.setattr(verl, "gpus", lambda: ["0"])
     assert verl.shared(verl.LAYOUTS["one"]) == ([], {})
     monkeypatch.setattr(verl, "most_ranks", lambda: 1)
