@@ -6,6 +6,8 @@ downloaded. verl's own metrics of every step, as its file logger writes them, go
     {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
 
 and verl.svg draws training/rollout_probs_diff_max of them. ``training``: how the ranks are laid out, such as "PP 2".
+``made_on`` also has the sizes of the model, what was overridden, how many ranks shared a GPU, and the seconds of the run.
+Ranks of a layout share GPUs where there are fewer, as in docs/gpu.md: "Fewer GPUs than ranks".
 A run that fails, or takes longer than it may, leaves its log and the metrics of its steps beside the results, and the others
 go on. What its Ray processes wrote themselves is under /tmp/ray/session_latest/logs.
 """
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -31,6 +34,7 @@ import psutil
 import torch
 from lib.results import H200, ROOT, made_on, read, write
 
+from alignkit.check.machine import gpus, most_ranks
 from alignkit.check.model import make_checkpoint
 
 MODEL = dict(
@@ -47,6 +51,10 @@ METRICS = (
     "actor/grad_norm",
     "actor/ppo_kl",
     "actor/pg_clipfrac",
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/old_log_prob",
+    "timing_s/update_",
 )
 """How the names of the metrics that are kept begin."""
 LINE = "actor_rollout_ref.model.external_lib"
@@ -70,6 +78,10 @@ class Layout:
         sizes = {"TP": self.tp, "PP": self.pp, "CP": self.cp}
         return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "TP 1"
 
+    @property
+    def ranks_per_gpu(self) -> int:
+        return math.ceil(self.gpus / (len(gpus()) or self.gpus))
+
 
 LAYOUTS = {
     "one": Layout(1),
@@ -84,18 +96,23 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one"])
     parser.add_argument("--only", choices=("aligned", "stock"), help="one of the two runs of each layout")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="a model of two layers")
+    parser.add_argument("--small", action="store_true", help="a model of two layers, all of it smaller")
+    parser.add_argument("--layers", type=int, help="of the model; default: 28, as Qwen3-0.6B, or those of --small")
     parser.add_argument("--out", type=Path, default=H200 / "verl.json")
     parser.add_argument("--timeout", type=float, default=1500, help="seconds that a run may take")
     parser.add_argument("overrides", nargs="*", help="of verl's configuration")
     args = parser.parse_args()
+    if gpus() and (ranks := max(LAYOUTS[name].gpus for name in args.layouts)) > most_ranks():
+        parser.error(f"--layouts: {ranks} ranks need as many GPUs, there is room for {most_ranks()}")
+    sizes = (SMALL if args.small else MODEL) | ({"layers": args.layers} if args.layers else {})
     with tempfile.TemporaryDirectory() as folder:
-        made = toy(Path(folder), SMALL if args.small else MODEL)
+        made = toy(Path(folder), sizes)
         failed = [
             name
             for name in args.layouts
             for aligned in (True, False)
-            if args.only in (None, "aligned" if aligned else "stock") and not run(args, LAYOUTS[name], aligned, *made)
+            if args.only in (None, "aligned" if aligned else "stock")
+            and not run(args, LAYOUTS[name], aligned, sizes, *made)
         ]
     plot(args.out)
     sys.exit(f"failed: {', '.join(dict.fromkeys(failed))}" if failed else 0)
@@ -166,20 +183,57 @@ def command(layout: Layout, aligned: bool, reward: Path, overrides: list[str]) -
         "actor_rollout_ref.rollout.max_num_seqs=64",
         "actor_rollout_ref.rollout.cudagraph_capture_sizes=[1,8,16,32,64]",
         *([] if aligned else [f"{LINE}=null"]),
+        *shared(layout)[0],
     ]
     return ["bash", str(ROOT / "examples/verl/grpo.sh"), *more, *overrides]
 
 
-def run(args: argparse.Namespace, layout: Layout, aligned: bool, model: Path, data: Path, reward: Path) -> bool:
+def shared(layout: Layout) -> tuple[list[str], dict[str, str]]:
+    """For ranks that share GPUs, overrides of verl's configuration and environment variables; nothing where none do.
+
+    The environment must also hold what docs/gpu.md says of such ranks.
+    """
+    if layout.ranks_per_gpu == 1:
+        return [], {}
+    names = gpus()
+    ranks = range(layout.gpus)
+    # vLLM's option takes no name twice. It takes numbers as int() does, so +0 and +00 are names of the same GPU.
+    ids = ",".join("+" + "0" * (rank // len(names)) + names[rank % len(names)] for rank in ranks)
+    vllm = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    overrides = [
+        f"+ray_kwargs.ray_init.num_gpus={layout.gpus}",
+        f"+{vllm}.device_ids='{ids}'",
+        # What vLLM has of its own for sums reads the other GPU's memory.
+        f"+{vllm}.disable_custom_all_reduce=True",
+        # A rank would measure what others allocate meanwhile.
+        f"+{vllm}.kv_cache_memory_bytes={4 << 30}",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={0.4 / layout.ranks_per_gpu}",
+    ]
+    environment = {
+        "CUDA_VISIBLE_DEVICES": ",".join(names[rank % len(names)] for rank in ranks),
+        "SHARED_GPUS": ",".join(names),
+        "VERL_USE_EXTERNAL_MODULES": "lib.shared_gpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])),
+        "RAY_LD_PRELOAD_ON_WORKERS": "1",  # NCCL
+        "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "1"),  # NCCL's default, which verl changes in servers
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    }
+    return overrides, environment
+
+
+def run(
+    args: argparse.Namespace, layout: Layout, aligned: bool, model_sizes: dict, model: Path, data: Path, reward: Path
+) -> bool:
     name = f"{'aligned' if aligned else 'stock'}-{layout.training.replace(' ', '').replace(',', '-')}"
     rows, log = (args.out.absolute().with_name(f"verl-{name}.{kind}") for kind in ("jsonl", "log"))
     sizes = {"GPUS": layout.gpus, "TRAIN_TP": layout.tp, "TRAIN_PP": layout.pp, "TRAIN_CP": layout.cp}
-    environment = os.environ | {key: str(value) for key, value in sizes.items()}
+    environment = os.environ | shared(layout)[1] | {key: str(value) for key, value in sizes.items()}
     environment |= {"MODEL_PATH": str(model), "TRAIN": str(data), "STEPS": str(args.steps)}
     environment |= {"ROLLOUT_TP": str(layout.rollout_tp), ROWS: str(rows), "HF_HUB_OFFLINE": "1"}
     rows.parent.mkdir(parents=True, exist_ok=True)
     rows.unlink(missing_ok=True)
     print(f"{name}: log in {log}", flush=True)
+    started = time.monotonic()
     done = launch(command(layout, aligned, reward, args.overrides), environment, log, args.timeout)
     steps = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
     kept = [
@@ -187,14 +241,20 @@ def run(args: argparse.Namespace, layout: Layout, aligned: bool, model: Path, da
         for row in steps
         if any(key.startswith("training/rollout") for key in row["data"])
     ]
+    seconds = time.monotonic() - started
     worst = max((row["training/rollout_probs_diff_max"] for row in kept), default=None)
-    print(f"{name}: status {done}, {len(kept)} steps, training/rollout_probs_diff_max {worst}", flush=True)
+    print(
+        f"{name}: status {done}, {len(kept)} steps, training/rollout_probs_diff_max {worst}, {seconds:.0f} s",
+        flush=True,
+    )
     if done or len(kept) < args.steps:
         print(reasons(log.read_text(errors="replace")), flush=True)
         return False
     log.unlink()
     rows.unlink()
-    record(args.out, {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}, kept)
+    key = {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}
+    more = {"model": model_sizes, "overrides": args.overrides, "seconds": round(seconds)}
+    record(args.out, key, kept, ranks_per_gpu=layout.ranks_per_gpu, **more)
     return True
 
 
@@ -237,10 +297,10 @@ def reasons(log: str, lines: int = 25) -> str:
     return "\n".join([*reversed(list(raised)[:lines]), "...", *plain[-lines:]])
 
 
-def record(out: Path, key: dict, steps: list[dict]) -> None:
-    """Puts a run in the place of the one with the same `key`, if there is one."""
+def record(out: Path, key: dict, steps: list[dict], **more) -> None:
+    """Puts a run in the place of the one with the same `key`, if there is one. more: what else it was made on."""
     others = [run for run in read(out).get("runs", []) if {name: run[name] for name in key} != key]
-    info = made_on(packages=("verl", "ray", "transformer-engine", "megatron-bridge"))
+    info = made_on(packages=("verl", "ray", "transformer-engine", "megatron-bridge"), **more)
     write(out, {"runs": [*others, key | {"made_on": info, "steps": steps}]})
 
 
@@ -259,6 +319,8 @@ def plot(out: Path) -> None:
         label = (
             f"{'aligned' if each['aligned'] else 'stock'}: rollout TP {each['rollout_tp']}, training {each['training']}"
         )
+        if (shared_by := each["made_on"]["ranks_per_gpu"]) > 1:
+            label += f" ({shared_by} ranks on each GPU)"
         values = [step["training/rollout_probs_diff_max"] for step in each["steps"]]
         axes.plot(
             [step["step"] for step in each["steps"]], values, label=label, marker="." if each["aligned"] else None

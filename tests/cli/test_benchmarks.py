@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from alignkit.check.train import check_layout
+from alignkit.integrations.recipe.engines import vllm_refusal
 from alignkit.models.config import Architecture
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -1550,14 +1551,33 @@ def test_verl_runs_differ_by_the_line_alone(module, tmp_path):
     assert aligned[-1] == stock[-1] == "x.y=1"
 
 
+def test_verl_ranks_share_gpus(module, monkeypatch):
+    """Only where there are fewer, and as often as ALIGNKIT_RANKS_PER_GPU allows."""
+    verl = module("verl_grpo")
+    assert verl.shared(verl.LAYOUTS["pp2"]) == ([], {})  # no GPU at all
+    monkeypatch.setattr(verl, "gpus", lambda: ["4", "6"])
+    assert verl.shared(verl.LAYOUTS["pp2"]) == ([], {}) and verl.LAYOUTS["pp2"].ranks_per_gpu == 1
+    overrides, environment = verl.shared(verl.Layout(4, pp=4, rollout_tp=4))
+    assert any(word.endswith(".device_ids='+4,+6,+04,+06'") for word in overrides)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,6,4,6" and environment["SHARED_GPUS"] == "4,6"
+    asked = [word.partition(".vllm.")[2].split("=") for word in overrides if ".vllm." in word]
+    assert len(asked) == 3 and [vllm_refusal(field, value) for field, value in asked] == [None] * 3
+    monkeypatch.setattr(verl, "gpus", lambda: ["0"])
+    assert verl.shared(verl.LAYOUTS["one"]) == ([], {})
+    monkeypatch.setattr(verl, "most_ranks", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["verl_grpo.py", "--layouts", "one", "pp2"])
+    with pytest.raises(SystemExit, match="2"):
+        verl.main()
+
+
 def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     verl = module("verl_grpo")
     verl_json = tmp_path / "verl.json"
 
     def launch(command, environment, log, timeout):
-        value = 0.25 if command[-1] == f"{verl.LINE}=null" else 0.0
-        row = {"training/rollout_probs_diff_max": value, "rollout_corr/kl": 0.0, "timing_s/step": 1.0}
+        value = 0.25 if f"{verl.LINE}=null" in command else 0.0
+        row = {"training/rollout_probs_diff_max": value, "rollout_corr/kl": 0.0, "timing_s/step": 1.0, "perf/x": 1.0}
         lines = [{"step": step, "data": row} for step in (1, 2)] + [{"step": 3, "data": {"val/x": 1.0}}]
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
         log.write_text("(TaskRunner pid=1) ValueError: of a worker\nall\n")
@@ -1566,7 +1586,7 @@ def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(verl, "launch", launch)
     monkeypatch.setattr(verl, "toy", lambda folder, sizes: (folder / "m", folder / "d.jsonl", folder / "r.py"))
-    arguments = ["verl_grpo.py", "--layouts", "cp2", "--steps", "2", "--out", str(verl_json)]
+    arguments = ["verl_grpo.py", "--layouts", "cp2", "--steps", "2", "--layers", "3", "--out", str(verl_json), "x.y=1"]
     monkeypatch.setattr(sys, "argv", arguments)
     for _ in range(2):  # a second time in the place of the first
         with pytest.raises(SystemExit) as ended:
@@ -1577,7 +1597,11 @@ def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
         (True, 2, "CP 2"),
         (False, 2, "CP 2"),
     ]
-    assert runs[0]["steps"][0] == {"step": 1, "training/rollout_probs_diff_max": 0.0, "rollout_corr/kl": 0.0}
+    first = {"step": 1, "training/rollout_probs_diff_max": 0.0, "rollout_corr/kl": 0.0, "timing_s/step": 1.0}
+    assert runs[0]["steps"][0] == first
+    made_on = runs[0]["made_on"]
+    assert made_on["model"] == verl.MODEL | {"layers": 3} and made_on["overrides"] == ["x.y=1"]
+    assert made_on["ranks_per_gpu"] == 1 and made_on["seconds"] == 0
     assert runs[1]["steps"][1]["training/rollout_probs_diff_max"] == 0.25
     assert verl_json.with_suffix(".svg").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["verl.json", "verl.svg"]

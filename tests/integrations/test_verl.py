@@ -3,8 +3,10 @@
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +59,30 @@ def test_what_is_replaced_in_an_actor_of_ray(before, path):
         {"additional_config": {"alignkit_vocab_size": in_verl.TOKENIZER}},
         "alignkit.integrations.verl_worker.WorkerExtension",
     ]
+
+
+def test_ranks_that_share_a_gpu(monkeypatch):
+    """`benchmarks/verl_grpo.py` with fewer GPUs than ranks, as the processes that Ray and verl start see it."""
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{in_verl.FRAMEWORKS}")
+    verl_grpo = importlib.import_module("verl_grpo")
+    monkeypatch.setattr(verl_grpo, "gpus", lambda: ["3"])
+    overrides, environment = verl_grpo.shared(verl_grpo.LAYOUTS["pp2"])
+    command = [sys.executable, "-m", "tests.integrations.in_shared"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    assert said.returncode == 0, said.stderr[-3000:]
+    *training, server = json.loads(said.stdout.splitlines()[-1])
+    assert [(rank["RANK"], rank["CUDA_VISIBLE_DEVICES"]) for rank in training] == [("0", "3"), ("1", "3")]
+    assert "LOCAL_RANK" not in training[1] or training[1]["LOCAL_RANK"] == "0"  # the first GPU that it sees
+    assert server["CUDA_VISIBLE_DEVICES"] == "3" and server["NCCL_CUMEM_ENABLE"] == "1"
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    ids = next(word for word in overrides if ".device_ids=" in word).partition("=")[2].strip("'")
+    asked = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--device_ids", ids])
+    assert AsyncEngineArgs.from_cli_args(asked)._resolve_device_ids() == [3, 3]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

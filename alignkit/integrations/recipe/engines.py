@@ -69,8 +69,8 @@ LATER = frozenset(
 )
 """Fields that need vLLM itself to be judged: it does so when it starts."""
 FREE = frozenset(
-    """additional_config api_server_count async_engine attention_backend compilation_config disable_log_stats enable_log_requests
-    enable_prefix_caching enforce_eager generation_config gpu_memory_utilization hf_overrides load_format max_model_len
+    """additional_config api_server_count async_engine attention_backend compilation_config device_ids disable_log_stats
+    enable_log_requests enable_prefix_caching enforce_eager generation_config gpu_memory_utilization hf_overrides load_format max_model_len
     max_num_batched_tokens max_num_seqs mm_processor_cache_gb mm_processor_kwargs seed skip_tokenizer_init swap_space
     tensor_parallel_size trust_remote_code disable_mm_preprocessor_cache limit_mm_per_prompt tokenizer dtype
     max_cudagraph_capture_size cudagraph_capture_sizes use_tqdm_on_load""".split()
