@@ -290,7 +290,7 @@ NEVER = [
     lambda v: complex(1, 2),
     lambda v: _Raises(),
     lambda v: _Plain(),
-    lambda v: torch.ones(2),
+    lambda v: torch.ones(2, dtype=torch.float64),  # of fp32 it might be the temperatures of two rows
     lambda v: torch.tensor(1.0, device="meta"),
     lambda v: np.ones(3),
     lambda v: int,
