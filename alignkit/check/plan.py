@@ -260,12 +260,10 @@ def jobs(
         engines: dict[str, dict[str, str]] = {}
         for name in dict.fromkeys(row.rollout for row in mine):
             asked = _rollout(name)
-            tp, mode = asked.tp, asked.mode
             runs = engines.setdefault(asked.engine, {})
-            if mode == "prompt_logprobs":  # it evaluates the tokens sampled there
-                batch = replace(mine[0], rollout=f"tp{tp}" if tp > 1 else "batch")
-                runs.setdefault("batch", str(rollout_file(out, batch)))
-            runs[mode] = str(rollout_file(out, replace(mine[0], rollout=name)))
+            if asked.mode == "prompt_logprobs":  # it evaluates the tokens sampled there
+                runs.setdefault("batch", str(rollout_file(out, replace(mine[0], rollout=asked.batch))))
+            runs[asked.mode] = str(rollout_file(out, replace(mine[0], rollout=name)))
         for engine, runs in engines.items():
             made = _rollout(engine)
             kind, watched = made.kind, experts and _watched(made, gpu)
@@ -342,6 +340,11 @@ class _Rollout(NamedTuple):
     def engine(self) -> str:
         replicas = f"-dp{self.dp}" if self.dp > 1 else ""
         return f"tp{self.tp}{replicas}" + (f"-{self.kind}" if self.kind else "")
+
+    @property
+    def batch(self) -> str:
+        """The rollout of a batch on as many ranks."""
+        return "-".join(f"{of}{n}" for of, n in (("tp", self.tp), ("dp", self.dp)) if n > 1) or "batch"
 
 
 def _rollout(name: str) -> _Rollout:

@@ -139,6 +139,15 @@ def test_replicas_of_a_rollout(tmp_path, rollout, sizes, slots):
     assert (job.spec["tp"], job.spec["dp"], job.spec["expert_parallel"]) == sizes and job.slots == slots
 
 
+@pytest.mark.parametrize("ranks", ["", "tp2-", "dp2-", "tp2-dp2-"])
+def test_prompt_logprobs_are_of_the_batch_on_as_many_ranks(tmp_path, ranks):
+    row = plan.Row("bfloat16", f"{ranks}prompt_logprobs", "tp1-padded", True)
+    job = plan.jobs([row], tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0)[0]
+    batch = plan.Row("bfloat16", ranks.removesuffix("-") or "batch", "tp1-padded", True)
+    assert job.spec["tokens_from"] == str(plan.rollout_file(tmp_path, batch))
+    assert [run["mode"] for run in job.spec["runs"]] == ["batch", "prompt_logprobs"]
+
+
 def test_choices_of_routers_are_saved_where_both_sides_have_all_tokens(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, experts=True)
     routed = [
