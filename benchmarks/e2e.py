@@ -22,7 +22,7 @@ from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
 from alignkit.check import plan
-from alignkit.check.machine import gpus, installed, most_ranks
+from alignkit.check.machine import gpus, installed, no_room
 from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Job, Row
 from alignkit.check.run import Compared, WorkerError, compare_rows, execute, prepare
@@ -209,8 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
     parser.add_argument("--out", type=Path, default=Path("check-results/e2e"), help="logprob files and logs")
     options = parser.parse_args(arguments)
-    if gpus() and options.tp > most_ranks():
-        parser.error(f"--tp: {options.tp} ranks need as many GPUs, there is room for {most_ranks()}")
+    if problem := no_room(options.tp):
+        parser.error(f"--tp: {problem}")
 
     per_gpu = options.per_gpu or engines_per_gpu(options.models)
 

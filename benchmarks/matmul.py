@@ -41,6 +41,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import torch
@@ -375,7 +376,7 @@ def candidates(options, cells: list[Cell], started: float, device: torch.device)
     for group, of in groups.items():
         for name, least in (("the choice", False), ("the fastest way", True)):
             xs = [(min(r["ways"].values()) if least else r["ways"][r["by"]]) / r["cublas"] for r in of]
-            told = f"{spread.geometric_mean(xs):.3f} of cublas, 95% at most {spread.quantile(xs, 0.95):.2f}"
+            told = f"{geometric_mean(xs):.3f} of cublas, 95% at most {spread.quantile(xs, 0.95):.2f}"
             print(f"{group}, {len(of)}: {name}: {told}")
     print(f"{len(rows)} of {len(cells)} products, {time.monotonic() - started:.0f} s; {options.candidates}")
     return int(any(row["wrong"] for row in rows))

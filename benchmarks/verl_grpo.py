@@ -34,7 +34,7 @@ import psutil
 import torch
 from lib.results import H200, ROOT, made_on, read, write
 
-from alignkit.check.machine import gpus, most_ranks
+from alignkit.check.machine import gpus, no_room
 from alignkit.check.model import make_checkpoint
 
 MODEL = dict(
@@ -102,8 +102,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=1500, help="seconds that a run may take")
     parser.add_argument("overrides", nargs="*", help="of verl's configuration")
     args = parser.parse_args()
-    if gpus() and (ranks := max(LAYOUTS[name].gpus for name in args.layouts)) > most_ranks():
-        parser.error(f"--layouts: {ranks} ranks need as many GPUs, there is room for {most_ranks()}")
+    if problem := no_room(max(LAYOUTS[name].gpus for name in args.layouts)):
+        parser.error(f"--layouts: {problem}")
     sizes = (SMALL if args.small else MODEL) | ({"layers": args.layers} if args.layers else {})
     with tempfile.TemporaryDirectory() as folder:
         made = toy(Path(folder), sizes)

@@ -35,6 +35,13 @@ def most_ranks() -> int:
     return len(gpus()) * config.ranks_per_gpu
 
 
+def no_room(ranks: int) -> str | None:
+    """Why the GPUs here cannot hold an engine of so many ranks; None if they can, or where there is none."""
+    if not gpus() or ranks <= most_ranks():
+        return None
+    return f"{ranks} ranks need as many GPUs, there is room for {most_ranks()}"
+
+
 def gpu_of(rank: int) -> torch.device:
     """The GPU of a rank of an engine. Where there are fewer than ranks, they share them (`most_ranks`)."""
     return torch.device("cuda", rank % torch.cuda.device_count())

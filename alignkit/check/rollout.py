@@ -137,16 +137,17 @@ def engine(job: dict, **overrides):
         )
         | overrides
     )
-    if (ranks := job["tp"] * job["dp"]) > torch.cuda.device_count() > 0:
-        arguments = shared_gpus(ranks) | arguments
+    arguments = shared_gpus(job["tp"] * job["dp"]) | arguments
     if job["dp"] > 1:
         return Replicas(job["model"], data_parallel_size=job["dp"], **arguments)
     return LLM(job["model"], **arguments)
 
 
 def shared_gpus(ranks: int) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` for ranks that share GPUs (`most_ranks`). vLLM's own option for which rank has which GPU
-    (``device_ids``) takes none twice, so what it is resolved to is said instead."""
+    """Arguments of ``vllm.LLM`` for ranks that share GPUs (`most_ranks`); none where there are as many, or no GPU. vLLM's own option
+    for which rank has which GPU (``device_ids``) takes none twice, so what it is resolved to is said instead."""
+    if not 0 < torch.cuda.device_count() < ranks:
+        return {}
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 

@@ -25,7 +25,7 @@ from ..errors import AlignkitError, InputError, UnsupportedError
 from . import forks, plan
 from . import routing as routed
 from .forks import Fork
-from .machine import family, gpus, installed, machine, most_ranks
+from .machine import family, gpus, installed, machine, most_ranks, no_room
 from .model import KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
 from .train import check_layout
@@ -258,8 +258,8 @@ def _check_options(options: Options) -> Architecture | None:
         raise InputError(f"dtype: {options.dtypes}, expected some of {', '.join(plan.DTYPES)}")
     if options.tp < 1:
         raise InputError(f"tp: {options.tp} is not positive")
-    if gpus() and options.tp > most_ranks():
-        raise InputError(f"tp: {options.tp} ranks need as many GPUs, there is room for {most_ranks()}")
+    if problem := no_room(options.tp):
+        raise InputError(f"tp: {problem}")
     if options.max_tokens < 1:
         raise InputError(f"max_tokens: {options.max_tokens} is not positive")
     if not 0 <= options.temperature < math.inf:

@@ -85,9 +85,7 @@ COMMON = (
     ),
     *(
         Seam(_LAYERS + "fused_moe/config.py", f"FusedMoEParallelConfig.{field}")
-        for field in (
-            *("tp_size", "ep_size", "ep_rank", "dp_size", "sp_size", "pcp_size", "is_sequence_parallel", "enable_eplb"),
-        )
+        for field in "tp_size ep_size ep_rank dp_size sp_size pcp_size is_sequence_parallel enable_eplb".split()
     ),
     # Of replicas that share experts: who they are, how many rows each has, and what one without requests does.
     *(Seam("distributed/parallel_state.py", name) for name in ("get_dp_group", "get_ep_group")),

@@ -1564,7 +1564,7 @@ def test_verl_ranks_share_gpus(module, monkeypatch):
     assert len(asked) == 3 and [vllm_refusal(field, value) for field, value in asked] == [None] * 3
     monkeypatch.setattr(verl, "gpus", lambda: ["0"])
     assert verl.shared(verl.LAYOUTS["one"]) == ([], {})
-    monkeypatch.setattr(verl, "most_ranks", lambda: 1)
+    monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0"])
     monkeypatch.setattr(sys, "argv", ["verl_grpo.py", "--layouts", "one", "pp2"])
     with pytest.raises(SystemExit, match="2"):
         verl.main()

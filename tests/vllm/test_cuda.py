@@ -118,8 +118,7 @@ def start(state, model, options):
         | options
     )
     replicas = options.get("data_parallel_size", 1)
-    if (ranks := replicas * options.get("tensor_parallel_size", 1)) > torch.cuda.device_count():
-        options |= shared_gpus(ranks)
+    options |= shared_gpus(replicas * options.get("tensor_parallel_size", 1))
     state.llm = (Replicas if replicas > 1 else LLM)(model, dtype="bfloat16", **options)
     state.late = watch()
 

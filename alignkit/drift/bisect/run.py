@@ -10,7 +10,7 @@ import torch
 
 from ...check import plan
 from ...check import run as checks
-from ...check.machine import gpus, installed, machine, most_ranks
+from ...check.machine import gpus, installed, machine, no_room
 from ...check.model import MAX_POSITION, make_checkpoint
 from ...check.plan import Job
 from ...check.run import Progress, WorkerError
@@ -236,8 +236,8 @@ def _check(options: Options, sides: list[Side]) -> None:
             name, module = _MODULES[side.engine]
             if not installed(module):
                 raise UnsupportedError(f"{name} is not installed here, which {side.name} runs")
-            if gpus() and side.tp > most_ranks():
-                raise InputError(f"tp: {side.tp} ranks need as many GPUs, there is room for {most_ranks()}")
+            if problem := no_room(side.tp):
+                raise InputError(f"tp: {problem}")
             if side.batch_invariant and not gpus():
                 raise UnsupportedError("batch_invariant: vLLM has that mode on GPUs only")
         elif options.out.exists() and options.out.resolve() in side.directory.resolve().parents:
