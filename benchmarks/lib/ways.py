@@ -37,6 +37,10 @@ def _tree(how) -> str:
     return f"tree parts={how.parts}" + ("" if how.parts == 1 else f" {how.width}{' below' if how.same_outputs else ''}")
 
 
+def _hopper(parts: int, behind: int) -> str:
+    return f"hopper parts={parts} behind={behind}"
+
+
 def _tiles(tile: dict) -> str:
     return f"tiles {tile['BLOCK_M']}x{tile['BLOCK_N']}x{tile['BLOCK_K']} parts={tile['parts']}"
 
@@ -59,7 +63,9 @@ def chosen(p: Product) -> str:
             assert how is not None
             return _tree(how)
         if kernel.name == "hopper":
-            return "hopper parts=1 behind=2"
+            from alignkit.ops.linear import hopper
+
+            return _hopper(1, hopper.BEHIND)
         if kernel.name == "tiles":
             from alignkit.ops.linear import triton
 
@@ -94,8 +100,8 @@ def ways(p: Product) -> dict[str, Way]:
             found[_cublaslt(says)] = way
     if hopper.unfit(p) is None:
         for parts in hopper.ways(p):
-            for behind in (0, 2):
-                found[f"hopper parts={parts} behind={behind}"] = hopper.prepare_parts(p, parts, behind)
+            for behind in (0, hopper.BEHIND):
+                found[_hopper(parts, behind)] = hopper.prepare_parts(p, parts, behind)
     tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
     few = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()
     several = [parts for parts in (1, 2, 4, 8) if parts <= p.leaves]
