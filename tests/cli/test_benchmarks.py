@@ -1050,6 +1050,29 @@ def test_matmul_candidates(tiny, tmp_path, capsys, monkeypatch):
     assert "OTHER BITS: tiny-1b." in capsys.readouterr().out
 
 
+def test_fit_linear(module, tmp_path, capsys, monkeypatch):
+    """Times that follow the model: the least is chosen of a product that is left out too, and the constants are found."""
+    pytest.importorskip("triton")
+    fitted = module("fit_linear")
+    known = {name: getattr(fitted.cost, name) for name in fitted.BEGIN}
+    for name, value in known.items():
+        monkeypatch.setattr(fitted.cost, name, value)  # and back, when this is over
+    rows = []
+    for m, n, k, leaves in [(3, 5120, 17408, 8), (40, 2560, 2432, 4), (100, 4096, 4096, 8), (150, 2048, 4096, 4)]:
+        row = {"m": m, "n": n, "k": k, "leaves": leaves, "pass": "forward", "ways": {"other": 1.0}}
+        for parts in (1, 2, 4, 8):
+            for name in ("tree parts={} 64", "tree parts={} 128", "tree parts={} 96 below", "tiles 64x32x128 parts={}"):
+                if (found := fitted.way(row, name.format(parts))) is not None:
+                    row["ways"][name.format(parts)] = found[1]() / 1e3
+        rows.append(row)
+    path = tmp_path / "ways.json"
+    path.write_text(json.dumps({"rows": rows}))
+    assert fitted.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "left out, 4 products: mean 1.0" in out and "PARTS = Cost(start=" in out
+    assert all(abs(fitted.chosen(row)[0] / 1e3 / min(row["ways"].values()) - 1) < 0.05 for row in rows)
+
+
 # Tables and plots
 
 

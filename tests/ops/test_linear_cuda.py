@@ -517,30 +517,6 @@ def test_capture(fresh, m, known):
         assert_bitwise_equal(out, want)
 
 
-def test_leaves_are_dealt_out_until_all_multiprocessors_are_busy():
-    """66 clusters; 4096 outputs are 16, 32 or 64 tiles, 5120 are 20 or 40."""
-    pytest.importorskip("triton")
-    from alignkit.ops.linear.cuda import deal
-
-    def parts(m, n, leaves):
-        how = deal(m, n, leaves, 66)
-        return how and how.parts
-
-    assert [parts(m, 4096, 8) for m in (16, 17, 64, 65, 128, 129, 256)] == [None, 1, 1, 4, 4, 2, 2]
-    assert parts(64, 4288, 8) == 2  # more tiles than clusters
-    assert [parts(16, 2112, leaves) for leaves in (2, 4, 8)] == [None, 1, 1] and parts(16, 2113, 8) is None
-    assert [deal(m, 4096, 8, 66).width for m in (96, 97, 128, 129, 192, 193)] == [96, 128, 128, 96, 96, 128]
-    assert parts(64, 4096, 2) is None
-    assert parts(128, 5120, 8) == 8 and parts(128, 4096, 4) == 4 and parts(128, 4096, 2) == 2
-    assert all(
-        chosen <= leaves <= 4 * chosen
-        for leaves in (2, 4, 8)
-        for n in range(1, 20000, 777)
-        for m in (65, 129)
-        for chosen in [parts(m, n, leaves)]
-    )
-
-
 def cuda_kernels():
     if dispatch.name("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")

@@ -13,6 +13,8 @@ import torch
 from ...runtime import cuda
 from ...runtime.families import SM90
 from ...runtime.operands import Operand, copied
+from . import cost
+from .cublaslt import rounded
 from .problem import Product
 
 FEW = 256
@@ -149,25 +151,27 @@ def deals(m: int, leaves: int) -> list[Deal]:
     return whole + [Deal(parts, *width) for parts in (2, 4, 8) if parts <= leaves <= 4 * parts for width in widths]
 
 
-def deal(m: int, n: int, leaves: int, clusters: int) -> Deal | None:
-    """Which of `deals`; None: that is for Triton. Parts cost the time of writing and joining them, and with all leaves in a
-    cluster more blocks read each row. Of very few rows, tiles of 16 rows are faster unless there are too few."""
-    if m <= QUARTERED_ROWS:
-        if leaves < 4 or (m <= 16 and n > 32 * clusters):
-            return None
-        return Deal(1 if -(-n // 64) <= clusters else 2)
-    tiles = -(-n // (IDS if m <= 128 else IDS // 2))
-    parts = min(
-        (parts for parts in (2, 4, 8) if parts <= leaves <= 4 * parts),
-        key=lambda parts: (-(-tiles * parts // clusters) / parts, parts),
-    )
-    rows = m if m <= 128 else -(-m // 2)  # of a block
-    return Deal(parts, 96 if rows <= 96 else 128, m > 128)
+def sensible(m: int, leaves: int) -> list[Deal]:
+    """Those of `deals` that do not leave half of a block or of a cluster without rows."""
+    width = 64 if m <= 64 else 96 if m <= 96 or 128 < m <= 192 else 128
+    return [how for how in deals(m, leaves) if how.parts == 1 or how[1:] == (width, m > 128)]
+
+
+def cost_of(m: int, n: int, k: int, leaves: int, how: Deal) -> float:
+    return cost.cluster(n, k, leaves) if how.parts == 1 else cost.parts(m, n, k, leaves, *how)
+
+
+def deal(m: int, n: int, k: int, leaves: int) -> Deal | None:
+    """The fastest by cost.py; None: Triton's tiles are. What is chosen for as many rows as `ladder` has is chosen for all
+    between them too, so that no tile is compiled at a number of rows that nobody foresaw."""
+    m = rounded(m)
+    us, how = min((cost_of(m, n, k, leaves, how), how) for how in sensible(m, leaves))
+    return how if us <= cost.best_of_tiles(m, n, k, leaves)[0] else None
 
 
 def dealt(p: Product) -> Deal | None:
     """As `deal`."""
-    return deal(p.m, p.n, p.leaves, p.multiprocessors // 2)  # a cluster is two blocks
+    return deal(p.m, p.n, p.k, p.leaves)
 
 
 def prepare_tree(p: Product) -> Callable:

@@ -20,6 +20,8 @@ import triton.language as tl
 from ...runtime.launch import prepared
 from ...runtime.operands import MOST, Operand, operand
 from .._triton import tree_sum
+from . import cost
+from .cublaslt import rounded
 from .problem import Product
 
 _JOINED = 512
@@ -163,18 +165,11 @@ def _chain_schedule(m: int) -> dict:
     return _tile(64, 64, 64, stages=5) if m <= 256 else _tile(128, 256, 64, warps=8, stages=3)
 
 
-def _tree_schedule(m: int, n: int, leaf: int) -> dict:
-    """Few rows make few tiles; then a tile's leaves are dealt out, which costs the time of joining them. Many rows come
-    here if hopper.py does not take the operands."""
-    if m <= 64 and leaf <= 256:
-        return _tile(16, 32, 128)
+def _tree_schedule(m: int, n: int, k: int, leaves: int) -> dict:
+    """By cost.py; many rows come here if hopper.py does not take the operands."""
     if m > 256:
         return _tile(64, 128, 64, warps=8)
-    bm, bn = (16, 64) if m <= 32 else (64, 32)
-    count = triton.cdiv(m, bm) * triton.cdiv(n, bn)
-    if count >= 256:
-        return _tile(128, 128, 64, 8, warps=8, stages=3)
-    return _tile(bm, bn, 128, 1 if count > 64 and leaf < 1024 else 1 << (256 // count).bit_length() - 1)
+    return _tile(*cost.best_of_tiles(rounded(m), n, k, leaves)[1])
 
 
 def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> dict:
@@ -182,7 +177,7 @@ def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> dict:
     if dtype == torch.float32:
         chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
     else:
-        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k // leaves)
+        chosen = _chain_schedule(m) if leaves == 1 else _tree_schedule(m, n, k, leaves)
     return chosen | {"parts": min(chosen["parts"], leaves)}
 
 
