@@ -308,6 +308,51 @@ def test_algorithms_are_tried_at_rounded_rows_and_asked_for_at_a_products_own(fr
     assert tried[3:] == [b"4999"]
 
 
+def test_tiles_have_the_numbers_of_cublaslt():
+    from alignkit.ops.linear import waves
+
+    some = {1: (8, 8), 29: (128, 160), 35: (256, 32), 36: (8, 128), 133: (72, 640), 164: (112, 64), 209: (192, 192)}
+    some |= {248: (320, 128), 311: (768, 64), 312: (64, 16), 321: (64, 112), 398: (128, 56), 421: (128, 288)}
+    some |= {447: (128, 512), 467: (192, 176), 502: (256, 160), 548: (384, 104), 630: (768, 80)}
+    assert {i: waves.tiles()[i - 1] for i in some} == some and len(waves.tiles()) == 630
+    assert waves.microseconds(300, 64, 64, 0) is None and waves.microseconds(300, 64, 64, 631) is None
+
+
+def test_suggestions_for_many_rows_are_taken_by_their_rounds(fresh, monkeypatch):
+    """299 rows by 13824 outputs are 44 x 3 tiles of 320 x 128, as many as there are multiprocessors, of which much is outside;
+    54 x 2 of 256 x 152 take less."""
+    monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"tile": int(algorithm)})
+    p = asked_of(*operands(299, 8, 5120), None, torch.empty(299, 8, dtype=BF16), False)._replace(n=13824)
+    suggested = [b"248", b"502", b"501"]
+    assert cublaslt._ordered(p, suggested) == [b"501", b"502", b"248"]
+    for other in (p._replace(m=256), p._replace(a_by_k=False), p._replace(out_dtype=FP32)):
+        assert cublaslt._ordered(other, suggested) == suggested
+    assert cublaslt._ordered(p, [*suggested, b"0"]) == [*suggested, b"0"], "a tile that is not known"
+
+    class Product:
+        def __init__(self, p):
+            self.problem = p
+
+        def suggestions(self):
+            return suggested
+
+        def takes(self, algorithm):
+            return True
+
+        def launcher(self, algorithm):
+            return algorithm
+
+    says = {"split_k": 1, "reduction": 0}
+    monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: says | {"tile": int(algorithm)})
+    monkeypatch.setattr(cublaslt, "_Product", Product)
+    refused, tried = {b"501", b"502"}, []
+    trials(monkeypatch, lambda algorithm, _: tried.append(algorithm) or algorithm not in refused)
+    assert cublaslt._decide(p._replace(m=cublaslt.rounded(299)), None) == b"248" and tried == [b"501", b"502", b"248"]
+    assert cublaslt._decide(p, None) == b"248" and tried[3:] == [], "at its own rows nothing is tried"
+    cublaslt._verdicts[b"502", cublaslt._trial_of(p)] = True
+    assert cublaslt._decide(p._replace(m=298), None) == b"502", "the fastest of those that have passed"
+
+
 @pytest.mark.parametrize("verdicts", [{}, {b"refused": False}, {b"passed": True}, {b"refused": False, b"passed": True}])
 @pytest.mark.parametrize("rows", range(1, 1100, 61))
 def test_no_algorithm_is_taken_that_has_not_passed(fresh, monkeypatch, verdicts, rows):

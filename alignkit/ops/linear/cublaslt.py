@@ -23,6 +23,7 @@ import torch
 
 from ...runtime.cuda import fail
 from ...runtime.operands import Operand
+from . import waves
 from .problem import Product
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ _TRIAL_OUTPUTS, _FEWEST_OUTPUTS = (512, 2048), (128, 512)
 """Rows and columns of a trial at most, and of one with the longest k."""
 _TRIAL_VALUES = 1 << 26
 """Of both operands of a trial."""
+_MANY = 256
+"""With more rows, suggestions are taken in the order of waves.py."""
 _ALIGNMENT = 16
 """Bytes; pointers and rows that start elsewhere are left to the Triton kernel."""
 
@@ -407,25 +410,37 @@ def ladder(most: int) -> list[int]:
     return rows
 
 
+def _modelled(p: Problem) -> bool:
+    """Whether waves.py is for it: forward products and gradients of rows, of many rows."""
+    return p.m > _MANY and p.a_by_k and p.out_dtype == p.dtype
+
+
+def _ordered(p: Problem, algorithms: list[bytes]) -> list[bytes]:
+    """The fastest first, as far as it is known."""
+    if not _modelled(p):
+        return algorithms
+    us = {each: waves.microseconds(p.m, p.n, p.k, configuration(each).get("tile", 0)) for each in algorithms}
+    return algorithms if None in us.values() else sorted(algorithms, key=us.__getitem__)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def _algorithm(p: Problem, product: _Product, chain: Callable) -> bytes | None:
     """The algorithm for a problem. A trial takes milliseconds and waits for the device, and a server meets ever new numbers of
     rows. So the suggestions are tried at rounded ones, of which there are few. At its own rows a product takes the best
-    suggestion if that has passed already, and else what was found at the rounded ones. All of these have the chain's bits."""
+    suggestion if that has passed already, and else what was found at the rounded ones; where it is known how long they take,
+    the fastest of those that have passed. All of these have the chain's bits."""
     m = rounded(p.m)
     like = p._replace(m=m, lda=p.lda if p.a_by_k else max(p.lda, _aligned(m)))
     if like not in _algorithms:
-        _algorithms[like] = next(_admitted(like, _Product(like).suggestions(), chain), None)
+        _algorithms[like] = next(_admitted(like, _ordered(like, _Product(like).suggestions()), chain), None)
     algorithm = _algorithms[like]
     if algorithm is None or like == p:
         return algorithm
-    suggestions = product.suggestions()
-    trial = _trial_of(p)
-    first = next((each for each in suggestions if _verdicts.get((each, trial)) is not False), None)
-    if first is not None and _verdicts.get((first, trial)):
-        return first
-    if not product.takes(algorithm):
-        algorithm = next(_admitted(p, suggestions, chain), None)
-    return algorithm
+    suggestions, trial = _ordered(p, product.suggestions()), _trial_of(p)
+    likely = [each for each in suggestions if _verdicts.get((each, trial)) is not False]
+    passed = [each for each in (likely if _modelled(p) else likely[:1]) if _verdicts.get((each, trial))]
+    if product.takes(algorithm):
+        passed.append(algorithm)
+    return _ordered(p, passed)[0] if passed else next(_admitted(p, suggestions, chain), None)
 
 
 def _decide(p: Problem, chain: Callable) -> Launcher | None:
