@@ -315,6 +315,8 @@ def test_tiles_have_the_numbers_of_cublaslt():
     some |= {248: (320, 128), 311: (768, 64), 312: (64, 16), 321: (64, 112), 398: (128, 56), 421: (128, 288)}
     some |= {447: (128, 512), 467: (192, 176), 502: (256, 160), 548: (384, 104), 630: (768, 80)}
     assert {i: waves.tiles()[i - 1] for i in some} == some and len(waves.tiles()) == 630
+    # 448 x 64 is one round for 698 rows by 5120 outputs, but a narrow tile: it took twice the time of 192 x 192.
+    assert waves.microseconds(698, 5120, 6912, 272) > waves.microseconds(698, 5120, 6912, 209)  # pyright: ignore[reportOptionalOperand]
     assert waves.microseconds(300, 64, 64, 0) is None and waves.microseconds(300, 64, 64, 631) is None
 
 
