@@ -17,7 +17,7 @@ from ..models.config import read_architecture
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 MAX_POSITION = 4096
-KV_HEADS = 4
+HEADS, KV_HEADS = 8, 4
 _ROPE_BASE = 10000.0
 _NORM_EPS = 1e-6
 
@@ -30,7 +30,7 @@ def make_checkpoint(
     seed: int = 0,
     hidden: int = 512,
     layers: int = 4,
-    heads: int = 8,
+    heads: int = HEADS,
     kv_heads: int = KV_HEADS,
     head_dim: int = 64,
     intermediate: int | None = None,

@@ -26,7 +26,7 @@ from . import forks, plan
 from . import routing as routed
 from .forks import Fork
 from .machine import family, gpus, installed, machine, most_ranks, no_room
-from .model import KV_HEADS, MAX_POSITION, make_checkpoint
+from .model import HEADS, KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
 from .train import check_layout
 
@@ -145,8 +145,11 @@ def run(options: Options, progress: Progress) -> Result:
     def made(folder: str, family: str, dtypes: list[str]) -> dict[str, Path]:
         """A model for each dtype."""
         folders = {dtype: out / f"{folder}-{dtype}" for dtype in dtypes}
+        kv_heads = max(KV_HEADS, options.tp)  # each rank has at least one
         return {
-            dtype: make_checkpoint(path, family, getattr(torch, dtype), seed=options.seed).resolve()
+            dtype: make_checkpoint(
+                path, family, getattr(torch, dtype), seed=options.seed, kv_heads=kv_heads
+            ).resolve()
             for dtype, path in folders.items()
         }
 
@@ -273,8 +276,8 @@ def _check_options(options: Options) -> Architecture | None:
     if options.model is not None:
         return _check_model(options.model, options)
     _check_sizes(options, MAX_POSITION)
-    if KV_HEADS % options.tp:
-        raise InputError(f"tp: {options.tp} ranks do not divide the model's {KV_HEADS} KV heads")
+    if HEADS % options.tp:
+        raise InputError(f"tp: {options.tp} ranks do not divide the model's {HEADS} heads")
     return None
 
 
