@@ -227,7 +227,8 @@ def _trainings(rows: list[dict]) -> str:
 
 def cost(results: dict) -> str:
     """A line for each case and unit: what stock has, and the others as shares of it, with the range of their repeats.
-    Engines with TransformerEngine's layer spec by themselves, shares of the stock one with it."""
+    Engines with TransformerEngine's layer spec by themselves, shares of the stock one with it. Then what the aligned training
+    step takes over Hugging Face's, of rows that say it (`x`)."""
     neighbour = any(row["engine"] == "hf_compiled" for row in results["rows"])
     names = ["stock", "stock, with its own option", *(["Hugging Face, compiled"] if neighbour else []), "**aligned**"]
     lines, with_te = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"], []
@@ -243,7 +244,7 @@ def cost(results: dict) -> str:
             *([_share(by.get("hf_compiled"))] if neighbour else []),
             _share(by.get("aligned"), "**{:.2f}**"),
         ]
-        if set(by) - {"stock_te", "aligned_te"}:
+        if any(row["ratio_to_stock"] is not None for name, row in by.items() if not name.endswith("_te")):
             lines.append(f"| {what}, {case} | {_has(stock)} | {' | '.join(shares)} |")
         if "stock_te" in by:
             stock = by["stock_te"] | {"ratio_to_stock": 1.0}
@@ -251,7 +252,26 @@ def cost(results: dict) -> str:
     tables = [lines if len(lines) > 2 else []]
     if with_te:
         tables.append([f"| | {ENGINES['stock_te']} | {ENGINES['aligned_te']} |", "|---|---|---|", *with_te])
+    tables.append(_beside_hugging_face(cases))
     return "\n\n".join("\n".join(table) for table in tables if table)
+
+
+def _beside_hugging_face(cases: dict[tuple[str, str, str], dict[str, dict]]) -> list[str]:
+    """A line for each case of training: what Hugging Face's step takes, and the aligned one over it. `cases`: rows by engine."""
+    lines = [
+        f"| | {ENGINES['hf_compiled']}: ms | **aligned**: time | GiB, peak | **aligned**: memory |",
+        "|---|---|---|---|---|",
+    ]
+    for (what, case, unit), by in cases.items():
+        mine, its = by.get("aligned", {}), by.get("hf_compiled")
+        if unit == "tokens/s" and its and mine.get("x") is not None:
+            memory, middle = cases.get((what, case, "GiB, peak"), {}), median(mine["seconds"])
+            least, most = (mine["x"] * seconds / middle for seconds in (min(mine["seconds"]), max(mine["seconds"])))
+            cells = [_three(1e3 * median(its["seconds"])), f"**{mine['x']:.2f}** ({least:.2f} to {most:.2f})"]
+            cells.append(_three(memory["hf_compiled"]["value"]) if "hf_compiled" in memory else "")
+            cells.append(_cell(memory.get("aligned", {}), "x", "**{:.2f}**"))
+            lines.append(f"| {what}, {case} | {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
 
 
 def _has(row: dict | None) -> str:

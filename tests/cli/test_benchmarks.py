@@ -1,5 +1,6 @@
 """What surrounds the engines in benchmarks/: plans, result files, tables and plots."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from alignkit.check.model import make_checkpoint
 from alignkit.check.train import check_layout
 from alignkit.integrations.recipe.engines import vllm_refusal
 from alignkit.models.config import Architecture
@@ -307,6 +309,72 @@ def test_training_rows(cost):
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
     titled = cost.training_rows({"stock": result("stock", [1.0], 0)}, cost.titled("small-moe", eager=False))
     assert {r["case"] for r in titled} == {"small-moe: 4 x 2048 tokens"}  # beside another size's, never in their place
+    assert {r["x"] for r in [*rows, *titled]} == {None}
+    without_stock = {
+        "hf_compiled": result("hf_compiled", [1.0, 2.0, 3.0], 2**32),
+        "aligned": result("aligned", [1.5], 2**31),
+    }
+    by = {(r["engine"], r["unit"]): r for r in cost.training_rows(without_stock)}
+    assert by["aligned", "tokens/s"]["x"] == pytest.approx(0.75)  # of its time
+    assert by["aligned", "GiB, peak"]["x"] == 0.5 and by["aligned", "tokens/s"]["ratio_to_stock"] is None
+
+
+def test_training_shapes_of_the_long_contexts(cost):
+    """What issues ask for: 8 layers of Qwen3-8B's widths, sequences of up to 32768 tokens."""
+    sizes = cost.SIZES["qwen3-8b-8-layers"]
+    assert sizes == cost.SIZES["qwen3-8b"] | {"layers": 8} and sizes["max_position"] >= 32768
+    assert [cost._shape(text) for text in ("8x1024", "1x32768")] == [(8, 1024), (1, 32768)]
+
+
+def test_a_training_step_that_does_not_fit_is_halved_or_left_out(module, monkeypatch, tmp_path):
+    training, model, out = module("cost_training"), tmp_path / "model", tmp_path / "out.json"
+    make_checkpoint(model, weights=False)
+    monkeypatch.setattr(training, "_megatron", lambda job, arch: contextlib.nullcontext())
+    fits = {"seconds": [1.0], "peak_bytes": 1}
+    monkeypatch.setattr(training, "_measure", lambda model, b, s, *_: fits if b * s <= 64 else None)
+    job = {"engine": "stock", "model": str(model), "cases": [[4, 32], [1, 128], [1, 64]], "repeats": 1}
+    training.run(job | {"profile": False, "runs": [{"out": str(out)}]})
+    result = json.loads(out.read_text())
+    assert [(case["b"], case["s"]) for case in result["cases"]] == [(2, 32), (1, 64)]
+    assert result["too_large"] == [[1, 128]]
+
+
+def test_what_does_not_fit_stock_is_measured_of_the_others(cost, monkeypatch, tmp_path, capsys):
+    options = type("Options", (), {"out": tmp_path, "size": "small", "max_tokens": 1, "repeats": 1, "json": tmp_path})
+    options.only, options.shapes, options.engines = ["training"], [(4, 32), (1, 128)], ["stock", "hf_compiled"]
+    bench, asked = cost.Bench(options), {}
+
+    def run(specs, module):
+        ((name, spec),) = specs.items()
+        asked[spec["engine"]] = spec["cases"]
+        made = {"b": 2, "s": 32, "seconds": [1.0], "peak_bytes": 1}
+        result = {"engine": spec["engine"], "cases": [made], "too_large": [[1, 128]], "profiles": [], "experts": None}
+        return {name: result} if spec["engine"] == "stock" else {}
+
+    monkeypatch.setattr(bench, "run", run)
+    bench.training(tmp_path)
+    assert asked == {"stock": [[4, 32], [1, 128]], "hf_compiled": [[2, 32], [1, 128]]}
+    assert "training-stock: 1 x 128 tokens left out, they do not fit the memory" in capsys.readouterr().out
+    assert {r["engine"] for r in json.loads((tmp_path / "cost.json").read_text())["rows"]} == {"stock"}  # kept so far
+
+
+def test_hugging_faces_step_is_causal_without_a_mask(module, tmp_path):
+    """torch's attention is told so by its argument; later tokens are still hidden."""
+    pytest.importorskip("transformers")
+    training, sizes = module("cost_training"), {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32}
+    make_checkpoint(tmp_path, weights=False, intermediate=64, vocab=100, **sizes)
+    model, tokens = training._HuggingFace(tmp_path), torch.arange(24).view(2, 12)
+    called = []
+    hook = model.model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: called.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    losses = model(tokens, torch.arange(12).expand(2, 12), None, tokens)
+    hook.remove()
+    assert called == [None] and losses.shape == (2, 12)
+    others = tokens.clone()
+    others[:, 8:] = 99
+    again = model(others, torch.arange(12).expand(2, 12), None, tokens)
+    assert torch.equal(again[:, :8], losses[:, :8]) and not torch.equal(again[:, 8:], losses[:, 8:])
 
 
 def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypatch, tmp_path, capsys):
@@ -1365,6 +1433,25 @@ def test_the_cost_table_of_transformer_engine(tables):
     both = tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0), *rows]})
     assert both.endswith("\n\n" + alone) and both.count("| training, 8 x 1024 tokens |") == 3
     assert "TransformerEngine" not in tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0)]})
+
+
+def test_the_cost_table_beside_hugging_face(tables):
+    """Times and memory over its, also of what was never measured beside stock."""
+
+    def one(engine, value, unit, x, seconds=None):
+        case = {"what": "training", "case": "1 x 32768 tokens", "engine": engine, "value": value, "unit": unit}
+        return case | {"ratio_to_stock": None, "x": x, "run": "a"} | ({"seconds": seconds} if seconds else {})
+
+    rows = [
+        one("hf_compiled", 16384, "tokens/s", 1.0, [1.9, 2.0, 2.5]),
+        one("aligned", 18205, "tokens/s", 0.9, [1.7, 1.8, 1.9]),
+        one("hf_compiled", 40, "GiB, peak", 1.0),
+        one("aligned", 30, "GiB, peak", 0.75),
+    ]
+    assert tables.cost({"runs": {"a": INFO}, "rows": rows}) == (
+        "| | Hugging Face, compiled: ms | **aligned**: time | GiB, peak | **aligned**: memory |\n|---|---|---|---|---|\n"
+        "| training, 1 x 32768 tokens | 2000 | **0.90** (0.85 to 0.95) | 40.0 | **0.75** |"
+    )
 
 
 def test_the_table_of_gpu_tests(tables):

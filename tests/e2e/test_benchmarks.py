@@ -90,6 +90,7 @@ def test_the_cost_benchmark(tmp_path):
         "cost.py",
         "--engines",
         "stock",
+        "hf_compiled",
         "aligned",
         "stock_te",
         "aligned_te",
@@ -111,9 +112,11 @@ def test_the_cost_benchmark(tmp_path):
     )
     cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
     both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
-    both |= {("training", "stock_te"), ("training", "aligned_te")}
+    both |= {("training", engine) for engine in ("hf_compiled", "stock_te", "aligned_te")}
     assert {(r["what"], r["engine"]) for r in cost} == both
-    assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in cost if r["unit"] != "GiB, peak")
+    timed = [r for r in cost if r["unit"] != "GiB, peak"]
+    assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in timed)
+    assert all(r["x"] > 0 for r in timed if r["what"] == "training")
     profile = json.loads((tmp_path / "profile.json").read_text())["rows"]
     assert {(r["what"], r["engine"]) for r in profile} == both
     assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)
