@@ -151,30 +151,35 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 class Bench:
     """One command: its jobs, and what they gave."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: argparse.Namespace, **more):
+        """more: what else the results say of it."""
         self.options = options
         self.out = options.out.resolve()
         self.name = run_name()
         self.info = made_on(
-            packages=("transformer-engine",),
-            size=options.size,
-            max_tokens=options.max_tokens,
-            repeats=options.repeats,
-            seconds={},
-            engines={},
+            packages=("transformer-engine",), size=options.size, repeats=options.repeats, seconds={}, engines={}, **more
         )
         self.failures: list[str] = []
 
+    def prepare(self, weights: bool) -> Path:
+        """An empty place to write to, with a model in it, of which `weights` are written or not."""
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        prepare(self.out, ("turns",), ("logs", "jobs", "results"))
+        model = self.out / "model"
+        return make_checkpoint(model, dtype=torch.bfloat16, weights=weights, **SIZES[self.options.size])
+
     def run(self, specs: dict[str, dict], module: str) -> dict[str, dict]:
-        """The results of jobs that run side by side, by name; of those that did not fail."""
+        """The results of jobs that run side by side, by name; of one that failed, what it had written."""
         paths = {name: self.out / "results" / f"{name}.json" for name in specs}
         jobs = [
-            Job(name, module, spec | {"tp": 1, "runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()
+            Job(name, module, {"tp": 1} | spec | {"runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()
         ]
         seconds, failures = execute(jobs, self.out, self.options.timeout, Lines(), keep_going=True, per_gpu=len(jobs))
         self.info["seconds"] |= seconds
         self.failures += failures
-        return {name: json.loads(paths[name].read_text()) for name in specs if name not in failures}
+        return {name: json.loads(paths[name].read_text()) for name in specs if paths[name].exists()}
 
     def rollout(self, model: Path) -> None:
         options = self.options
@@ -314,15 +319,8 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     if len(gpus()) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus()[0]
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    bench = Bench(options)
-    prepare(bench.out)
-    (bench.out / "results").mkdir(exist_ok=True)
-    (bench.out / "turns").unlink(missing_ok=True)
-    written = options.size not in UNWRITTEN and options.only != ["training"]
-    model = make_checkpoint(bench.out / "model", dtype=torch.bfloat16, weights=written, **SIZES[options.size])
+    bench = Bench(options, max_tokens=options.max_tokens)
+    model = bench.prepare(weights=options.size not in UNWRITTEN and options.only != ["training"])
     print(f"the model is made ({time.monotonic() - started:.0f} s)", flush=True)
     with interrupted_by_sigterm():
         if {"rollout", "profile"} & set(options.only):
