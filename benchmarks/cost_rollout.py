@@ -29,7 +29,7 @@ from alignkit.vllm import patch_vllm, worker_status
 
 OPTIONS = {
     "warm_up": None,  # cases that are run before anything is timed; None: all of `cases`
-    "seconds": math.inf,  # after which a case has no repeats beyond the second
+    "seconds": math.inf,  # after which no repeat of a case is begun, but its second
     "prefix_caching": False,
     "captures": None,  # numbers of rows that CUDA graphs are captured for; None: vLLM's own
 }

@@ -6,7 +6,7 @@ Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
 
 Prefill is the time of the prompts with one token sampled for each. Then the same prompts come again: they are in the prefix
 cache but for their last block, so what is timed is `out` tokens for each and, again, one. The difference is what `out` - 1 tokens
-for each take when all requests decode together, without the difference of two long prefills. Medians; of what takes long two repeats.
+for each take when all requests decode together, without the difference of two long prefills. Medians of up to five repeats; of what takes long, of two.
 
 benchmarks/results/h200/long.json gets ``rows``: ``{"size", "engine", "tp", "requests", "prompt", "out", "prefill_s",
 "decode_tok_s", "x_prefill", "x_decode", "prefill_seconds", "decode_seconds"}``: seconds of prefill, and tokens decoded a second, and
@@ -123,8 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--cells", nargs="+", type=_cell, help="requests, prompt, tokens sampled for each, as 8x30000x65"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="of each measurement; the median counts")
-    parser.add_argument("--seconds", type=float, default=6.0, help="after which a measurement ends with two repeats")
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
+    parser.add_argument("--seconds", type=float, default=3.0, help="after which no third repeat is begun")
     parser.add_argument(
         "--eager",
         action="store_true",

@@ -311,7 +311,7 @@ def _spread(row: dict) -> tuple[float, float] | None:
 
 def long(results: dict) -> str:
     """A table for each size and number of ranks, a line for each cell of ``long.py``: tokens decoded a second, of stock and as shares
-    of its, then seconds of prefill likewise."""
+    of its, then seconds of prefill likewise. In words what the engines' starts took."""
     rows = [r for r in results["rows"] if "prefill_s" in r]
     lines = []
     for size, tp in dict.fromkeys((r["size"], r["tp"]) for r in rows):
@@ -336,6 +336,12 @@ def long(results: dict) -> str:
                 cells.append(_longer(mine.get("x_prefill"), mine.get("prefill_seconds", []), _bold(engine)))
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
+    starts: dict[str, float] = {}
+    for run in results["runs"].values():
+        for name, engine in run.get("engines", {}).items():
+            starts.setdefault(name, engine["start_seconds"])
+    if lines and starts:
+        lines.append(f"Seconds of an engine's start: {', '.join(f'{name} {s:.0f}' for name, s in starts.items())}.")
     return "\n".join(lines).rstrip()
 
 

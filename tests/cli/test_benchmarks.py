@@ -1631,7 +1631,8 @@ def test_the_table_of_long_contexts(tables):
         one("batch_invariant", 1, None, 12.0, None, 1.25) | {"decode_seconds": []},
         one("aligned", 2, 900.0, 5.0, None, None),
     ]
-    assert tables.long({"runs": {"a": INFO}, "rows": rows}).splitlines() == [
+    run = INFO | {"engines": {"stock TP 1": {"start_seconds": 61.2}, "aligned TP 1": {"start_seconds": 38.0}}}
+    assert tables.long({"runs": {"a": run, "b": INFO}, "rows": rows}).splitlines() == [
         "| qwen3-8b, TP 1: requests x prompt | stock: tokens/s | stock, VLLM_BATCH_INVARIANT=1 | **aligned** "
         "| stock: prefill, s | stock, VLLM_BATCH_INVARIANT=1 | **aligned** |",
         "|---|---|---|---|---|---|---|",
@@ -1640,6 +1641,8 @@ def test_the_table_of_long_contexts(tables):
         "| qwen3-8b, TP 2: requests x prompt | stock: tokens/s | **aligned** | stock: prefill, s | **aligned** |",
         "|---|---|---|---|---|",
         "| 8 x 30000 |  |  |  |  |",
+        "",
+        "Seconds of an engine's start: stock TP 1 61, aligned TP 1 38.",
     ]
     assert tables.moe({"rows": rows}) == tables.moe({"rows": [operation]}) and tables.moe({"rows": rows[1:]}) == ""
 
