@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--cells", nargs="+", type=_cell, help="requests, prompt, tokens sampled for each, as 8x30000x65"
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
-    parser.add_argument("--seconds", type=float, default=3.0, help="after which no third repeat is begun")
+    parser.add_argument("--seconds", type=float, default=3.0, help="after which no repeat is begun but the second")
     parser.add_argument(
         "--eager",
         action="store_true",
