@@ -6,7 +6,8 @@ Training: forward and backward of a Megatron-core model. A random-weight Qwen3, 
 throughout; each engine in a process of its own; medians. Small models, whose engines fit on the GPU together and whose steps
 wait for the host, are measured by turns.
 
-benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, and
+benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, those of
+training also ``x``, the time or the memory over that of "hf_compiled" in the same run, and
 ``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
 Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
 fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned";
@@ -22,6 +23,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -42,8 +44,9 @@ PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
 TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned", *TRANSFORMER_ENGINE)
 SIZES = DENSE | MIXTURES
-UNWRITTEN = ("qwen3-8b", "qwen3-30b-a3b")
-"""Sizes whose weights the engines make up for themselves, small and random: nothing is learnt from writing 16 or 61 GB."""
+UNWRITTEN = tuple(size for size in SIZES if size.startswith(("qwen3-8b", "qwen3-30b-a3b")))
+"""Sizes whose weights vLLM makes up for itself, small and random: nothing is learnt from writing 16 or 61 GB. Training draws
+its weights at every size."""
 SHORT = 32
 """Tokens of a prompt where decoding is what is measured."""
 KEY = ("what", "case", "engine", "unit")
@@ -125,6 +128,11 @@ def training_rows(results: dict[str, dict], title: str = "") -> list[dict]:
                 }
             )
             rows.append(common | {"value": case["peak_bytes"] / 2**30, "unit": "GiB, peak"})
+    beside = {(row["case"], row["unit"]): row["value"] for row in rows if row["engine"] == "hf_compiled"}
+    for row in rows:
+        neighbour = beside.get((row["case"], row["unit"]))
+        share = row["value"] / neighbour if neighbour else None
+        row["x"] = 1 / share if share and row["unit"] == "tokens/s" else share
     return with_ratios(rows)
 
 
@@ -143,30 +151,35 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 class Bench:
     """One command: its jobs, and what they gave."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: argparse.Namespace, **more):
+        """more: what else the results say of it."""
         self.options = options
         self.out = options.out.resolve()
         self.name = run_name()
         self.info = made_on(
-            packages=("transformer-engine",),
-            size=options.size,
-            max_tokens=options.max_tokens,
-            repeats=options.repeats,
-            seconds={},
-            engines={},
+            packages=("transformer-engine",), size=options.size, repeats=options.repeats, seconds={}, engines={}, **more
         )
         self.failures: list[str] = []
 
+    def prepare(self, weights: bool) -> Path:
+        """An empty place to write to, with a model in it, of which `weights` are written or not."""
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        prepare(self.out, ("turns",), ("logs", "jobs", "results"))
+        model = self.out / "model"
+        return make_checkpoint(model, dtype=torch.bfloat16, weights=weights, **SIZES[self.options.size])
+
     def run(self, specs: dict[str, dict], module: str) -> dict[str, dict]:
-        """The results of jobs that run side by side, by name; of those that did not fail."""
+        """The results of jobs that run side by side, by name; of one that failed, what it had written."""
         paths = {name: self.out / "results" / f"{name}.json" for name in specs}
         jobs = [
-            Job(name, module, spec | {"tp": 1, "runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()
+            Job(name, module, {"tp": 1} | spec | {"runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()
         ]
         seconds, failures = execute(jobs, self.out, self.options.timeout, Lines(), keep_going=True, per_gpu=len(jobs))
         self.info["seconds"] |= seconds
         self.failures += failures
-        return {name: json.loads(paths[name].read_text()) for name in specs if name not in failures}
+        return {name: json.loads(paths[name].read_text()) for name in specs if paths[name].exists()}
 
     def rollout(self, model: Path) -> None:
         options = self.options
@@ -190,17 +203,20 @@ class Bench:
             for i, engine in enumerate(engines)
         }
         together = [specs] if options.turns else [{name: spec} for name, spec in specs.items()]
-        results = {result["engine"]: result for some in together for result in self.run(some, "cost_rollout").values()}
-        for engine, result in results.items():
-            self.info["engines"][f"rollout {engine}"] = {
-                k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")
-            }
-        self.save("rollout", rollout_rows(results) if measured else [], results)
+        results = {}
+        for some in together:
+            new = {result["engine"]: result for result in self.run(some, "cost_rollout").values()}
+            for engine, result in new.items():
+                self.info["engines"][f"rollout {engine}"] = {
+                    k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")
+                }
+            results |= new
+            self.save("rollout", rollout_rows(results) if measured else [], results, new)
 
     def training(self, model: Path) -> None:
         options = self.options
         measured, profiled = "training" in options.only, "profile" in options.only
-        cases = [list(shape) for shape in options.shapes]
+        cases, title = [list(shape) for shape in options.shapes], titled(options.size, eager=False)
         results = {}
         for engine in [e for e in TRAINING_ENGINES if e in options.engines]:
             if engine in TRANSFORMER_ENGINE and not installed("transformer_engine"):
@@ -219,15 +235,19 @@ class Bench:
             results[engine] = result
             if result["experts"]:
                 self.info["engines"][f"training {engine}"] = {"experts": result["experts"]}
+            for b, s in result["too_large"]:
+                print(f"training-{engine}: {b} x {s} tokens left out, they do not fit the memory", flush=True)
             if engine == "stock":  # what fits it is what all are measured with
-                cases = [[case["b"], case["s"]] for case in result["cases"]]
-        title = titled(options.size, eager=False)
-        self.save("training", training_rows(results, title) if measured else [], results, title)
+                cases = [[case["b"], case["s"]] for case in result["cases"]] + result["too_large"]
+            self.save("training", training_rows(results, title) if measured else [], results, [engine], title)
 
-    def save(self, what: str, rows: list[dict], results: dict[str, dict], title: str = "") -> None:
-        """Merges into cost.json and profile.json, and prints. title: of the profiles' cases."""
-        for row in rows:
+    def save(
+        self, what: str, rows: list[dict], results: dict[str, dict], new: Collection[str], title: str = ""
+    ) -> None:
+        """Merges into cost.json and profile.json, and prints what the `new` engines gave. title: of the profiles' cases."""
+        for row in (row for row in rows if row["engine"] in new):
             ratio = f"{row['ratio_to_stock']:.3f} of stock" if row["ratio_to_stock"] else ""
+            ratio += f"  {row['x']:.3f} over Hugging Face" if row.get("x") else ""
             print(
                 f"{row['what']:<8} {row['case']:<30} {row['engine']:<16} {row['value']:>10.1f} {row['unit']:<16} "
                 f"{ratio}"
@@ -238,7 +258,7 @@ class Bench:
             for result in results.values()
             for p in result["profiles"]
         ]
-        for row in profiled:
+        for row in (row for row in profiled if row["engine"] in new):
             print(
                 f"{what}, {row['case']}, {row['engine']}: {row['gpu_ms']:.2f} ms of {row['wall_ms']:.2f} ms; "
                 + ", ".join(f"{k} {v:.2f}" for k, v in row["families"].items())
@@ -282,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="rollout engines side by side, measured by turns (the default but for qwen3-8b and qwen3-30b-a3b)",
+        help="rollout engines side by side, measured by turns (the default but for sizes of qwen3-8b and qwen3-30b-a3b)",
     )
     parser.add_argument(
         "--eager",
@@ -295,22 +315,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.turns is None:
         options.turns = options.size not in UNWRITTEN
-    if options.size in UNWRITTEN and options.only != ["rollout"]:
-        parser.error(f"--size {options.size} is for --only rollout")
 
     started = time.monotonic()
     if len(gpus()) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus()[0]
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    bench = Bench(options)
-    prepare(bench.out)
-    (bench.out / "results").mkdir(exist_ok=True)
-    (bench.out / "turns").unlink(missing_ok=True)
-    model = make_checkpoint(
-        bench.out / "model", dtype=torch.bfloat16, weights=options.size not in UNWRITTEN, **SIZES[options.size]
-    )
+    bench = Bench(options, max_tokens=options.max_tokens)
+    model = bench.prepare(weights=options.size not in UNWRITTEN and options.only != ["training"])
     print(f"the model is made ({time.monotonic() - started:.0f} s)", flush=True)
     with interrupted_by_sigterm():
         if {"rollout", "profile"} & set(options.only):

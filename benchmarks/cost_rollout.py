@@ -1,15 +1,19 @@
-"""One vLLM engine in this process, timed: ``cost.py`` runs ``python -m cost_rollout JOB.json``.
+"""One vLLM engine in this process, timed: ``cost.py`` and ``long.py`` run ``python -m cost_rollout JOB.json``.
 
 JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``load_format`` (of its weights),
-``eager`` (bool), ``cases``, ``repeats``, ``turns`` (`Turns`'s arguments) and ``runs``, ``[{"out"}]``. A case is ``{"name",
-"lengths", "max_tokens", "profile"}``: a prompt of each length, all sent at once, how many tokens are sampled for each, and
-"prefill", "decode" or null: what of it is profiled. OUT holds seconds for each case and repeat, profiles, and what ran. Every repeat has prompts of its own, and
-the prefix cache is off.
+``eager`` (bool), ``tp``, ``cases``, ``repeats``, ``turns`` (`Turns`'s arguments), ``runs``, ``[{"out"}]``, and `OPTIONS`.
+A case is ``{"name", "lengths", "max_tokens", "profile"}``: a prompt of each length, all sent at once, how many tokens are sampled
+for each, and "prefill", "decode" or null: what of it is profiled. Every repeat has prompts of its own, and finds nothing in the
+prefix cache. With ``"cached": true`` they are those of the last repeat of a case before it, found in the prefix cache but for
+their last block.
+
+OUT holds seconds for each case and repeat, profiles, and what ran; it is written anew after each case.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -23,13 +27,24 @@ from alignkit.check import plan
 from alignkit.check.rollout import GPU_SHARE, cache_bytes, shut_down
 from alignkit.vllm import patch_vllm, worker_status
 
+OPTIONS = {
+    "warm_up": None,  # cases that are run before anything is timed; None: all of `cases`
+    "seconds": math.inf,  # after which no repeat of a case is begun, but its second
+    "prefix_caching": False,
+    "captures": None,  # numbers of rows that CUDA graphs are captured for; None: vLLM's own
+}
+"""Options of a JOB, and what they are where it does not say."""
 PROFILED_TOKENS = 32
 """Decoded in a profile: long enough for the prompts to hardly count."""
+LARGEST_BLOCK = 128
+"""Tokens of a block of the cache, on a CPU; on GPUs 16."""
+WARM_UP_SEED, PROFILE_SEED = 1 << 20, 1 << 21
+"""Of prompts that no repeat has."""
 _ENV = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "INFO",  # of what the engine's start takes its time for
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the profiler be started in the worker
 }
 
@@ -57,6 +72,7 @@ class Turns:
 
 def run(job: dict) -> None:
     """Starts the engine, times every case, and writes the result."""
+    job = OPTIONS | job
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_BATCH_INVARIANT"] = "1" if job["engine"] == "batch_invariant" else "0"
@@ -68,28 +84,39 @@ def run(job: dict) -> None:
     sequences = max(len(case["lengths"]) for case in job["cases"])
     longest = max(max(case["lengths"]) + case["max_tokens"] for case in job["cases"]) + 1
     # That mode chooses no backend itself.
-    attention = {"attention_backend": "FLASH_ATTN"} if job["engine"] == "batch_invariant" else {}
+    more = {"attention_backend": "FLASH_ATTN"} if job["engine"] == "batch_invariant" else {}
+    if job["captures"] and not job["eager"]:
+        more["compilation_config"] = {"cudagraph_capture_sizes": job["captures"]}
+    # The cache has room for a quarter more: nothing is preempted, and prompts that come again are still there.
     held = max(sum(case["lengths"]) + len(case["lengths"]) * case["max_tokens"] for case in job["cases"])
     started = time.perf_counter()
     llm = vllm.LLM(
         job["model"],
         load_format=job["load_format"],
         dtype="bfloat16",
+        tensor_parallel_size=job["tp"],
         skip_tokenizer_init=True,
         enforce_eager=job["eager"],
         max_model_len=longest,
         max_num_seqs=sequences,
-        enable_prefix_caching=False,
+        enable_prefix_caching=job["prefix_caching"],
         seed=0,
-        kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", 1, held),
+        kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", 1, held * 5 // 8) // job["tp"],
         gpu_memory_utilization=GPU_SHARE,
-        **attention,
+        **more,
     )
+    config, out = llm.llm_engine.vllm_config, Path(job["runs"][0]["out"])
     result = {
         "engine": job["engine"],
         "start_seconds": round(time.perf_counter() - started, 1),
         "cases": [],
         "profiles": [],
+        "mode": config.compilation_config.mode.name,
+        "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+        "v2_runner": config.use_v2_model_runner,
+        "attention": llm.collective_rpc(_attention)[0],
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "status": worker_status(llm)[0],
     }
 
     def generate(case: dict, seed: int, max_tokens: int) -> float:
@@ -104,32 +131,41 @@ def run(job: dict) -> None:
         made = sum(len(o.outputs[0].logprobs) for o in outputs)
         if made != len(prompts) * max_tokens:
             raise RuntimeError(f"{made} logprobs instead of {len(prompts) * max_tokens}")
+        for o, length in zip(outputs, case["lengths"], strict=True):
+            found = o.num_cached_tokens or 0
+            if found < length - LARGEST_BLOCK if case.get("cached") else found > 0:
+                raise RuntimeError(f"{found} tokens of a prompt of {length} were in the prefix cache")
         return seconds
 
-    for case in job["cases"]:
-        generate(case, 0, case["max_tokens"])  # the first time compiles kernels
+    for i, case in enumerate(job["warm_up"] or job["cases"]):
+        generate(case, WARM_UP_SEED + i, case["max_tokens"])  # the first time compiles kernels
     turns = Turns(**job["turns"]) if job["turns"] else nullcontext()
+    last = 0  # the seed of the prompts that were last
     for case in job["cases"]:
         times = []
-        for i in range(job["repeats"]):
+        while len(times) < job["repeats"] and (len(times) < 2 or sum(times) < job["seconds"]):
+            last += not case.get("cached")
             with turns:
-                times.append(generate(case, 1 + i, case["max_tokens"]))
+                times.append(generate(case, last, case["max_tokens"]))
         if times:
+            print(f"{case['name']}, {case['max_tokens']} tokens: {', '.join(f'{t:.3f}' for t in times)} s", flush=True)
             result["cases"].append(
                 {
                     "name": case["name"],
                     "requests": len(case["lengths"]),
                     "prompt_tokens": sum(case["lengths"]),
                     "max_tokens": case["max_tokens"],
+                    "cached": case.get("cached", False),
                     "seconds": times,
                 }
             )
+            out.write_text(json.dumps(result))
     for case in job["cases"]:
         if case["profile"]:
             tokens = 1 if case["profile"] == "prefill" else min(PROFILED_TOKENS, case["max_tokens"])
             with turns:
                 llm.collective_rpc(_start)
-                seconds = generate(case, 100, tokens)
+                seconds = generate(case, PROFILE_SEED, tokens)
                 result["profiles"].append(
                     {
                         "case": f"{case['name']}: {case['profile']}",
@@ -137,16 +173,7 @@ def run(job: dict) -> None:
                         "kernels": llm.collective_rpc(_stop)[0],
                     }
                 )
-    config = llm.llm_engine.vllm_config
-    result |= {
-        "mode": config.compilation_config.mode.name,
-        "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
-        "v2_runner": config.use_v2_model_runner,
-        "attention": llm.collective_rpc(_attention)[0],
-        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-        "status": worker_status(llm)[0],
-    }
-    Path(job["runs"][0]["out"]).write_text(json.dumps(result))
+    out.write_text(json.dumps(result))
     shut_down(llm)
 
 

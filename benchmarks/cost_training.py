@@ -1,14 +1,16 @@
 """Forward and backward of a model, timed: ``cost.py`` runs ``python -m cost_training JOB.json``.
 
-JOB: ``engine`` ("stock" | "stock_fused" | "stock_te" | "hf_compiled" | "aligned" | "aligned_te"), ``model`` (HF directory),
-``cases`` (``[b, s]`` each), ``repeats``, ``profile`` (bool) and ``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns
-for its labels. A micro-batch that does not fit the memory is halved. OUT holds seconds and bytes for each case.
+JOB: ``engine`` ("stock" | "stock_fused" | "stock_te" | "hf_compiled" | "aligned" | "aligned_te"), ``model`` (a directory with
+a ``config.json``), ``cases`` (``[b, s]`` each), ``repeats``, ``profile`` (bool) and ``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns
+for its labels. A micro-batch that does not fit the memory is halved; of one sequence it is left out. OUT holds seconds and bytes
+for each case, and ``too_large``, the cases that were left out. Weights are drawn on the device.
 
 "stock" is the local layer spec with Megatron-core's defaults; "stock_fused" switches on the fusions that it can run
 without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned". "stock_te" and "aligned_te" have
 TransformerEngine's layer spec, the stock one with every fusion that Megatron-core knows for it, and with the attention that
 TransformerEngine chooses. "hf_compiled" is the neighbour that people
-train with: Hugging Face's model with torch's scaled_dot_product_attention, the loss in fp32, all of it by torch.compile.
+train with: Hugging Face's model with torch's scaled_dot_product_attention, causal by its argument and not by a mask, the loss in
+fp32, all of it by torch.compile.
 Experts are modules of their own in the local layer spec; TransformerEngine's has them in one, ``moe_grouped_gemm``. OUT says which.
 """
 
@@ -29,6 +31,8 @@ from alignkit.convert import Architecture, read_architecture
 FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
 TRANSFORMER_ENGINE = ("stock_te", "aligned_te")
 """Engines with its layer spec."""
+MASKED = ("stock", "stock_fused")
+"""Engines whose attention takes a mask; that of the others knows that it is causal."""
 _WARM_UP = 3
 
 
@@ -36,17 +40,18 @@ def run(job: dict) -> None:
     """Builds the model, times every case, and writes the result."""
     from lib import profiles
 
-    result = {"engine": job["engine"], "cases": [], "profiles": [], "experts": None}
-    arch, masked = read_architecture(job["model"]), job["engine"] not in TRANSFORMER_ENGINE
+    result = {"engine": job["engine"], "cases": [], "too_large": [], "profiles": [], "experts": None}
+    arch, masked = read_architecture(job["model"]), job["engine"] in MASKED
     vocab = arch.vocab
     with _hugging_face(job) if job["engine"] == "hf_compiled" else _megatron(job, arch) as model:
         if arch.experts and job["engine"] != "hf_compiled":
             result["experts"] = type(model.decoder.layers[0].mlp.experts).__name__
         for b, s in job["cases"]:
-            while (measured := _measure(model, b, s, vocab, job["repeats"], masked)) is None:
-                if b == 1:
-                    raise RuntimeError(f"a micro-batch of one sequence of {s} tokens does not fit the memory")
+            while (measured := _measure(model, b, s, vocab, job["repeats"], masked)) is None and b > 1:
                 b //= 2
+            if measured is None:
+                result["too_large"].append([b, s])
+                continue
             result["cases"].append({"b": b, "s": s} | measured)
             if job["profile"] and not result["profiles"]:
                 step = _step(model, b, s, vocab, masked)
@@ -77,11 +82,23 @@ def _megatron(job: dict, arch: Architecture) -> Iterator[torch.nn.Module]:
         yield gpt_model(
             job["model"],
             torch.bfloat16,
+            weights=_drawn(arch),
             transformer_engine=job["engine"] in TRANSFORMER_ENGINE,
             **_fusions(job["engine"]),
             **({"moe_grouped_gemm": True} if arch.experts and job["engine"] in TRANSFORMER_ENGINE else {}),
         ).train()
     dist.destroy_process_group()
+
+
+def _drawn(arch: Architecture) -> dict[str, torch.Tensor]:
+    """Weights by their names in a checkpoint: a step's time does not know their values."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def draw(shape: tuple[int, ...]) -> torch.Tensor:
+        options = {"dtype": torch.bfloat16, "device": device}
+        return torch.ones(shape, **options) if len(shape) == 1 else torch.randn(shape, **options) * 0.02
+
+    return {name: draw(shape) for _, shapes, _ in arch.weights() for name, shape in shapes.items()}
 
 
 def _fusions(engine: str) -> dict[str, bool]:
@@ -103,6 +120,9 @@ class _HuggingFace(torch.nn.Module):
         super().__init__()
         config = AutoConfig.from_pretrained(model_dir)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        # It makes no mask where it sees that there is nothing to hide but what comes later. While torch compiles it, it
+        # does not look; with a mask of s x s entries torch's attention has twice the work, and none of its fast kernels.
+        sys.modules[type(self.model).__module__].create_causal_mask = lambda *_, **__: None
 
     def forward(self, tokens, positions, mask, labels):
         logits = self.model(tokens, position_ids=positions, use_cache=False).logits
@@ -112,15 +132,13 @@ class _HuggingFace(torch.nn.Module):
 
 @contextlib.contextmanager
 def _hugging_face(job: dict) -> Iterator[torch.nn.Module]:
-    """Weights of its own: a step's time does not know them."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = _HuggingFace(job["model"])
     yield torch.compile(model.train(), dynamic=False)
 
 
 def _step(model, b: int, s: int, vocab: int, masked: bool) -> Callable[[], None]:
-    """Forward and backward of one micro-batch, its gradients fresh. masked: with a causal mask, which Megatron's own
-    attention takes; TransformerEngine's knows that it is causal."""
+    """Forward and backward of one micro-batch, its gradients fresh. masked: with a causal mask."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(b * s)
     tokens, labels = (torch.randint(vocab, (b, s), generator=generator).to(device) for _ in range(2))

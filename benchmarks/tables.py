@@ -227,7 +227,8 @@ def _trainings(rows: list[dict]) -> str:
 
 def cost(results: dict) -> str:
     """A line for each case and unit: what stock has, and the others as shares of it, with the range of their repeats.
-    Engines with TransformerEngine's layer spec by themselves, shares of the stock one with it."""
+    Engines with TransformerEngine's layer spec by themselves, shares of the stock one with it. Then what the aligned training
+    step takes over Hugging Face's, of rows that say it (`x`)."""
     neighbour = any(row["engine"] == "hf_compiled" for row in results["rows"])
     names = ["stock", "stock, with its own option", *(["Hugging Face, compiled"] if neighbour else []), "**aligned**"]
     lines, with_te = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"], []
@@ -243,7 +244,7 @@ def cost(results: dict) -> str:
             *([_share(by.get("hf_compiled"))] if neighbour else []),
             _share(by.get("aligned"), "**{:.2f}**"),
         ]
-        if set(by) - {"stock_te", "aligned_te"}:
+        if any(row["ratio_to_stock"] is not None for name, row in by.items() if not name.endswith("_te")):
             lines.append(f"| {what}, {case} | {_has(stock)} | {' | '.join(shares)} |")
         if "stock_te" in by:
             stock = by["stock_te"] | {"ratio_to_stock": 1.0}
@@ -251,7 +252,25 @@ def cost(results: dict) -> str:
     tables = [lines if len(lines) > 2 else []]
     if with_te:
         tables.append([f"| | {ENGINES['stock_te']} | {ENGINES['aligned_te']} |", "|---|---|---|", *with_te])
+    tables.append(_beside_hugging_face(cases))
     return "\n\n".join("\n".join(table) for table in tables if table)
+
+
+def _beside_hugging_face(cases: dict[tuple[str, str, str], dict[str, dict]]) -> list[str]:
+    """A line for each case of training: what Hugging Face's step takes, and the aligned one over it. `cases`: rows by engine."""
+    lines = [
+        f"| | {ENGINES['hf_compiled']}: ms | **aligned**: time | GiB, peak | **aligned**: memory |",
+        "|---|---|---|---|---|",
+    ]
+    for (what, case, unit), by in cases.items():
+        mine, its = by.get("aligned", {}), by.get("hf_compiled")
+        if unit == "tokens/s" and its and mine.get("x") is not None:
+            memory = cases.get((what, case, "GiB, peak"), {})
+            cells = [_three(1e3 * median(its["seconds"])), _longer(mine["x"], mine["seconds"], "**{:.2f}**")]
+            cells.append(_three(memory["hf_compiled"]["value"]) if "hf_compiled" in memory else "")
+            cells.append(_cell(memory.get("aligned", {}), "x", "**{:.2f}**"))
+            lines.append(f"| {what}, {case} | {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
 
 
 def _has(row: dict | None) -> str:
@@ -273,6 +292,14 @@ def _share(row: dict | None, text: str = "{:.2f}") -> str:
     return text.format(row["ratio_to_stock"]) + (f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "")
 
 
+def _longer(x: float | None, seconds: list[float], text: str = "{:.2f}") -> str:
+    """``1.06 (1.05 to 1.08)``: time over another's, the middle and the range of the repeats."""
+    if x is None:
+        return ""
+    least, most = (x * s / median(seconds) for s in (min(seconds), max(seconds)))
+    return f"{text.format(x)} ({least:.2f} to {most:.2f})"
+
+
 def _spread(row: dict) -> tuple[float, float] | None:
     """The slowest and the fastest repeat's throughput, as shares of stock's middle; None of what has no repeats."""
     seconds = row.get("seconds")
@@ -280,6 +307,46 @@ def _spread(row: dict) -> tuple[float, float] | None:
         return None
     middle = row["ratio_to_stock"] * median(seconds)
     return middle / max(seconds), middle / min(seconds)
+
+
+def long(results: dict) -> str:
+    """A table for each size and number of ranks, a line for each cell of ``long.py``: tokens decoded a second, of stock and as shares
+    of its, then seconds of prefill likewise. In words what the engines' starts took."""
+    rows = [r for r in results["rows"] if "prefill_s" in r]
+    lines = []
+    for size, tp in dict.fromkeys((r["size"], r["tp"]) for r in rows):
+        by: dict[tuple[int, int], dict[str, dict]] = {}
+        for r in rows:
+            if (r["size"], r["tp"]) == (size, tp):
+                by.setdefault((r["requests"], r["prompt"]), {})[r["engine"]] = r
+        engines = [e for e in ("batch_invariant", "aligned") if any(e in row for row in by.values())]
+        names = [ENGINES[e] for e in engines]
+        heads = [f"{size}, TP {tp}: requests x prompt", "stock: tokens/s", *names, "stock: prefill, s", *names]
+        lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        for (requests, prompt), row in by.items():
+            stock = row.get("stock", {})
+            cells = [f"{requests} x {prompt}", _cell(stock, "decode_tok_s", "{:.0f}")]
+            for engine in engines:
+                mine = row.get(engine, {})
+                share = {"ratio_to_stock": mine.get("x_decode"), "seconds": mine.get("decode_seconds")}
+                cells.append(_share(share, _bold(engine)))
+            cells.append(_three(stock["prefill_s"]) if stock else "")
+            for engine in engines:
+                mine = row.get(engine, {})
+                cells.append(_longer(mine.get("x_prefill"), mine.get("prefill_seconds", []), _bold(engine)))
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    starts: dict[str, float] = {}
+    for run in results["runs"].values():
+        for name, engine in run.get("engines", {}).items():
+            starts.setdefault(name, engine["start_seconds"])
+    if lines and starts:
+        lines.append(f"Seconds of an engine's start: {', '.join(f'{name} {s:.0f}' for name, s in starts.items())}.")
+    return "\n".join(lines).rstrip()
+
+
+def _bold(engine: str) -> str:
+    return "**{:.2f}**" if engine == "aligned" else "{:.2f}"
 
 
 def where_drift(results: dict) -> str:
@@ -483,10 +550,12 @@ def tree_sum(results: dict) -> str:
 
 
 def moe(results: dict) -> str:
-    """A line for each pass and routing of so many tokens, a column for each implementation: µs, and TFLOP/s of many tokens."""
-    impls = list(dict.fromkeys(r["impl"] for r in results["rows"]))
+    """A line for each pass and routing of so many tokens, a column for each implementation: µs, and TFLOP/s of many tokens.
+    Rows of whole engines are `long`'s."""
+    rows = [r for r in results["rows"] if "impl" in r]
+    impls = list(dict.fromkeys(r["impl"] for r in rows))
     by: dict[tuple, dict[str, dict]] = {}
-    for r in results["rows"]:
+    for r in rows:
         by.setdefault((r["tokens"], r["pass"], r["routing"]), {})[r["impl"]] = r
     lines = [f"| tokens | pass | routing | {' | '.join(impls)} |", "|---" * (len(impls) + 3) + "|"]
     for (tokens, which, routing), row in sorted(by.items()):
@@ -495,7 +564,7 @@ def moe(results: dict) -> str:
             for i in impls
         ]
         lines.append(f"| {tokens} | {which.replace('_', ' ')} | {routing} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(lines) if by else ""
 
 
 def attention(results: dict) -> str:
@@ -816,7 +885,7 @@ def _read(name: str):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-FILES = {"layouts": "e2e"}
+FILES = {"layouts": "e2e", "moe_engines": "moe"}
 """Of tables whose results are in a file of another name."""
 
 
@@ -832,6 +901,8 @@ def tables() -> dict[str, str]:
         "e2e": e2e,
         "layouts": layouts,
         "cost": cost,
+        "long": long,
+        "moe_engines": long,
         "profile": profile,
         "linear_logp": linear_logp,
         "gdn_bwd_dhu": gdn_bwd_dhu,

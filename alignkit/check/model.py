@@ -35,6 +35,7 @@ def make_checkpoint(
     head_dim: int = 64,
     intermediate: int | None = None,
     vocab: int = 2000,
+    max_position: int = MAX_POSITION,
     std: float = 0.05,
     logit_std: float = 2.5,
     weights: bool = True,
@@ -58,6 +59,7 @@ def make_checkpoint(
         (experts), ``"qwen2_moe"`` (and one for all tokens), ...
     dtype: ``torch.bfloat16`` or ``torch.float32``. The same seed gives the same values, rounded to dtype.
     tied: the output layer is the embedding.
+    max_position: how many positions the model has, prompt and answer together.
     std: standard deviation of the trunk's weights.
     logit_std: about the standard deviation of a position's logits. It keeps the softmax real: the entropy of
         the next token is well below log(vocab), and no token has all the mass.
@@ -114,7 +116,7 @@ def make_checkpoint(
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": MAX_POSITION,
+        "max_position_embeddings": max_position,
         "rms_norm_eps": _NORM_EPS,
         "rope_theta": _ROPE_BASE,
         "rope_scaling": None if rope_scaling is None else dict(rope_scaling),

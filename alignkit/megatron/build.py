@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -130,6 +130,7 @@ def gpt_model(
     transformer_engine: bool = False,
     vp_stage: int | None = None,
     hybrid_layer_pattern: str | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
     **overrides,
 ) -> GPTModel:
     """GPTModel, or with a pattern HybridModel, with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
@@ -140,7 +141,8 @@ def gpt_model(
 
     transformer_engine: take the layer spec of that name, for which TransformerEngine must be installed, in place of the
         local one. hybrid_layer_pattern: an attention and an MLP for each layer, ``*-*-*-*-``, with the borders of a pipeline's
-        stages where it has some, ``*-*-|*-*-``. overrides: fields of the TransformerConfig.
+        stages where it has some, ``*-*-|*-*-``. weights: HF names to whole tensors, in place of the directory's; it then needs
+        no more than its ``config.json``. overrides: fields of the TransformerConfig.
 
     A model with experts has its expert-parallel and expert-tensor-parallel groups from there too.
     Raises UnsupportedError naming what is not of a model of a known family, before anything is built.
@@ -173,7 +175,7 @@ def gpt_model(
     }
     weights = to_megatron(
         arch,
-        Checkpoint(model_dir),
+        Checkpoint(model_dir) if weights is None else weights,
         tp_rank=rank,
         tp_size=tp,
         dtype=dtype,

@@ -26,6 +26,7 @@ SIZES = {
         "head_dim": 128,
         "intermediate": 12288,
         "vocab": 151936,
+        "max_position": 40960,
     },
     "small": {
         "hidden": 256,
@@ -37,6 +38,7 @@ SIZES = {
         "vocab": 2000,
     },
 }
+SIZES["qwen3-8b-8-layers"] = SIZES["qwen3-8b"] | {"layers": 8}
 
 _A3B = {
     "arch": "qwen3_moe",
@@ -49,6 +51,7 @@ _A3B = {
     "experts": 128,
     "top_k": 8,
     "vocab": 151936,
+    "max_position": 40960,
 }
 MIXTURES = {
     "qwen3-30b-a3b": _A3B,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def parser(
     doc: str,
-    results: Path,
+    results: Path | None,
     *,
     json: str = "the file of the results",
     seconds: float | None = None,

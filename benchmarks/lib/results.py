@@ -41,14 +41,19 @@ def read(path: Path) -> dict:
 
 def keys(old: dict, key: tuple[str, ...]) -> set[tuple]:
     """Of the rows that are there."""
-    return {tuple(row[k] for k in key) for row in old.get("rows", [])}
+    return {_of(row, key) for row in old.get("rows", [])}
+
+
+def _of(row: dict, key: tuple[str, ...]) -> tuple:
+    """What tells a row from others; None for what rows of another kind, in the same file, do not have."""
+    return tuple(row.get(k) for k in key)
 
 
 def merge(old: dict, name: str, info: dict, new: list[dict], key: tuple[str, ...]) -> dict:
     """The contents of a result file after run `name` made the rows `new`; `key`: what tells rows apart."""
     made = [row | {"run": name} for row in new]
-    anew = {tuple(row[k] for k in key) for row in made}
-    kept = [row for row in old.get("rows", []) if tuple(row[k] for k in key) not in anew]
+    anew = {_of(row, key) for row in made}
+    kept = [row for row in old.get("rows", []) if _of(row, key) not in anew]
     merged = kept + made
     runs = old.get("runs", {}) | {name: info}
     used = {row["run"] for row in merged}

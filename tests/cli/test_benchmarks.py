@@ -1,5 +1,6 @@
 """What surrounds the engines in benchmarks/: plans, result files, tables and plots."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from alignkit.check.model import make_checkpoint
 from alignkit.check.train import check_layout
 from alignkit.integrations.recipe.engines import vllm_refusal
 from alignkit.models.config import Architecture
@@ -307,6 +309,72 @@ def test_training_rows(cost):
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
     titled = cost.training_rows({"stock": result("stock", [1.0], 0)}, cost.titled("small-moe", eager=False))
     assert {r["case"] for r in titled} == {"small-moe: 4 x 2048 tokens"}  # beside another size's, never in their place
+    assert {r["x"] for r in [*rows, *titled]} == {None}
+    without_stock = {
+        "hf_compiled": result("hf_compiled", [1.0, 2.0, 3.0], 2**32),
+        "aligned": result("aligned", [1.5], 2**31),
+    }
+    by = {(r["engine"], r["unit"]): r for r in cost.training_rows(without_stock)}
+    assert by["aligned", "tokens/s"]["x"] == pytest.approx(0.75)  # of its time
+    assert by["aligned", "GiB, peak"]["x"] == 0.5 and by["aligned", "tokens/s"]["ratio_to_stock"] is None
+
+
+def test_training_shapes_of_the_long_contexts(cost):
+    """What issues ask for: 8 layers of Qwen3-8B's widths, sequences of up to 32768 tokens."""
+    sizes = cost.SIZES["qwen3-8b-8-layers"]
+    assert sizes == cost.SIZES["qwen3-8b"] | {"layers": 8} and sizes["max_position"] >= 32768
+    assert [cost._shape(text) for text in ("8x1024", "1x32768")] == [(8, 1024), (1, 32768)]
+
+
+def test_a_training_step_that_does_not_fit_is_halved_or_left_out(module, monkeypatch, tmp_path):
+    training, model, out = module("cost_training"), tmp_path / "model", tmp_path / "out.json"
+    make_checkpoint(model, weights=False)
+    monkeypatch.setattr(training, "_megatron", lambda job, arch: contextlib.nullcontext())
+    fits = {"seconds": [1.0], "peak_bytes": 1}
+    monkeypatch.setattr(training, "_measure", lambda model, b, s, *_: fits if b * s <= 64 else None)
+    job = {"engine": "stock", "model": str(model), "cases": [[4, 32], [1, 128], [1, 64]], "repeats": 1}
+    training.run(job | {"profile": False, "runs": [{"out": str(out)}]})
+    result = json.loads(out.read_text())
+    assert [(case["b"], case["s"]) for case in result["cases"]] == [(2, 32), (1, 64)]
+    assert result["too_large"] == [[1, 128]]
+
+
+def test_what_does_not_fit_stock_is_measured_of_the_others(cost, monkeypatch, tmp_path, capsys):
+    options = type("Options", (), {"out": tmp_path, "size": "small", "max_tokens": 1, "repeats": 1, "json": tmp_path})
+    options.only, options.shapes, options.engines = ["training"], [(4, 32), (1, 128)], ["stock", "hf_compiled"]
+    bench, asked = cost.Bench(options), {}
+
+    def run(specs, module):
+        ((name, spec),) = specs.items()
+        asked[spec["engine"]] = spec["cases"]
+        made = {"b": 2, "s": 32, "seconds": [1.0], "peak_bytes": 1}
+        result = {"engine": spec["engine"], "cases": [made], "too_large": [[1, 128]], "profiles": [], "experts": None}
+        return {name: result} if spec["engine"] == "stock" else {}
+
+    monkeypatch.setattr(bench, "run", run)
+    bench.training(tmp_path)
+    assert asked == {"stock": [[4, 32], [1, 128]], "hf_compiled": [[2, 32], [1, 128]]}
+    assert "training-stock: 1 x 128 tokens left out, they do not fit the memory" in capsys.readouterr().out
+    assert {r["engine"] for r in json.loads((tmp_path / "cost.json").read_text())["rows"]} == {"stock"}  # kept so far
+
+
+def test_hugging_faces_step_is_causal_without_a_mask(module, tmp_path):
+    """torch's attention is told so by its argument; later tokens are still hidden."""
+    pytest.importorskip("transformers")
+    training, sizes = module("cost_training"), {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32}
+    make_checkpoint(tmp_path, weights=False, intermediate=64, vocab=100, **sizes)
+    model, tokens = training._HuggingFace(tmp_path), torch.arange(24).view(2, 12)
+    called = []
+    hook = model.model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: called.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    losses = model(tokens, torch.arange(12).expand(2, 12), None, tokens)
+    hook.remove()
+    assert called == [None] and losses.shape == (2, 12)
+    others = tokens.clone()
+    others[:, 8:] = 99
+    again = model(others, torch.arange(12).expand(2, 12), None, tokens)
+    assert torch.equal(again[:, :8], losses[:, :8]) and not torch.equal(again[:, 8:], losses[:, 8:])
 
 
 def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypatch, tmp_path, capsys):
@@ -337,6 +405,169 @@ def test_rollout_cases(cost):
     only = cost.rollout_cases(title, [64, 256], 1500, 128, measured=False, profiled=True)
     assert [c["name"] for c in only] == [f"qwen3-30b-a3b, eager: 64 requests{more}" for more in ("", ", short prompts")]
     assert [cost.titled("large", eager) for eager in (False, True)] == ["", "eager: "]
+
+
+# long
+
+
+@pytest.fixture
+def long(module):
+    return module("long")
+
+
+def engine_result(engine, seconds):
+    """What cost_rollout writes of cells of 2 x 300; seconds: by (cached, max_tokens)."""
+    of = {"name": "2 x 300", "requests": 2, "prompt_tokens": 600}
+    cases = [of | {"cached": key[0], "max_tokens": key[1], "seconds": s} for key, s in seconds.items()]
+    return {"engine": engine, "tp": 1, "start_seconds": 9.0, "cases": cases, "profiles": []}
+
+
+def test_cells(long):
+    cell = long.Cell(3, 300, 9)
+    assert [(c["lengths"], c["max_tokens"], c["cached"]) for c in cell.cases()] == [
+        ([300] * 3, 1, False),
+        ([300] * 3, 1, True),
+        ([300] * 3, 9, True),
+    ]
+    assert cell.warm_up() == {"lengths": [300, 16, 16], "max_tokens": 8}
+    assert long.Cell(2, 5, 3).warm_up() == {"lengths": [5, 5], "max_tokens": 3}
+    assert [tuple(c[:2]) for c in long.DENSE] == [(1, 30000), (8, 30000), (32, 8000), (64, 512), (1, 128)]
+    assert [tuple(c[:2]) for c in long.EXPERTS] == [(1, 512), (16, 512), (64, 512), (256, 512)]
+    assert long.captures(long.DENSE) == [1, 8, 32, 64, 128] and long.captures(long.EXPERTS) == [1, 16, 64, 256, 512]
+    longest = max(cell.prompt + cell.out for cell in long.DENSE + long.EXPERTS)
+    assert all(long.SIZES[size]["max_position"] > longest for size in ("qwen3-8b", "qwen3-30b-a3b"))
+
+
+def test_long_rows(long):
+    """Medians; shares of stock's, whichever engine came first; what was not come to is None."""
+    cells = [long.Cell(2, 300, 9), long.Cell(1, 300, 9)]
+    stock = engine_result("stock", {(False, 1): [3.0, 1.0, 2.0], (True, 1): [0.5], (True, 9): [2.5, 1.5, 4.5]})
+    aligned = engine_result("aligned", {(False, 1): [2.5], (True, 1): [0.25, 0.5, 0.75], (True, 9): [3.0]})
+    rows = {r["engine"]: r for r in long.rows([aligned, stock], cells, "qwen3-8b")}
+    assert len(rows) == 2  # of the second cell there is nothing
+    assert rows["stock"]["prefill_s"] == 2.0 and rows["stock"]["decode_tok_s"] == 2 * 8 / 2.0
+    assert rows["stock"]["x_prefill"] == rows["stock"]["x_decode"] == 1.0
+    assert rows["aligned"]["x_prefill"] == 1.25 and rows["aligned"]["x_decode"] == pytest.approx(0.8)
+    assert rows["aligned"]["decode_seconds"] == [2.5] and "tok_s" not in rows["aligned"]
+    alone = long.rows([aligned], cells, "qwen3-30b-a3b")[0]
+    assert (alone["tok_s"], alone["x"], alone["x_prefill"]) == (alone["decode_tok_s"], None, None)
+    (cut,) = long.rows([engine_result("stock", {(False, 1): [1.0], (True, 1): [0.5]})], cells, "qwen3-8b")
+    assert cut["prefill_s"] == 1.0 and cut["decode_tok_s"] is None and cut["x_decode"] is None
+    assert "decoding none" in long.line(cut)
+
+
+def test_long_keeps_what_ran(long, monkeypatch, tmp_path, capsys):
+    """The file is written after each engine; rows of another kind in it stay."""
+    path, ran = tmp_path / "moe.json", []
+    other = {"impl": "vllm", "pass": "layer", "tokens": 1, "routing": "uniform", "us": 9.0, "run": "old"}
+    path.write_text(json.dumps({"runs": {"old": INFO}, "rows": [other]}))
+    timed = {(False, 1): [1.0], (True, 1): [0.5], (True, 9): [2.5]}
+
+    def run(bench, specs, module):
+        ((name, spec),) = specs.items()
+        written = json.loads(path.read_text())["rows"]
+        ran.append((name, spec["tp"], [r["engine"] for r in written if "engine" in r]))
+        if spec["engine"] == "aligned":
+            bench.failures.append(name)
+            return {}
+        return {name: engine_result(spec["engine"], timed)}
+
+    monkeypatch.setattr(long.Bench, "run", run)
+    arguments = ["--size", "small-moe", "--cells", "2x300x9", "--json", str(path), "--out", str(tmp_path / "out")]
+    assert long.main([*arguments, "--engines", "stock", "aligned", "batch_invariant"]) == 2
+    assert ran == [("stock-tp1", 1, []), ("aligned-tp1", 1, ["stock"]), ("batch_invariant-tp1", 1, ["stock"])]
+    results = json.loads(path.read_text())
+    assert results["rows"][0] == other and [r["engine"] for r in results["rows"][1:]] == ["stock", "batch_invariant"]
+    (info,) = [info for name, info in results["runs"].items() if name != "old"]
+    assert info["engines"]["stock TP 1"]["start_seconds"] == 9.0 and info["cells"] == [[2, 300, 9]]
+    said = capsys.readouterr().out
+    assert "the start took 9.0 s" in said and "failed: aligned-tp1" in said
+    assert long.merge(results, "new", INFO, [other], ("impl", "pass"))["rows"][:2] == results["rows"][1:]
+
+
+class Vllm:
+    """What cost_rollout sees of vLLM; prompts are in its prefix cache once they have been there."""
+
+    def __init__(self, monkeypatch, caches=True):
+        self.asked, self.made, self._seen, self._caches = [], None, set(), caches
+        fake = types.ModuleType("vllm")
+        fake.SamplingParams = lambda **options: types.SimpleNamespace(**options)
+        fake.LLM = self.llm
+        monkeypatch.setitem(sys.modules, "vllm", fake)
+
+    def llm(self, model, **options):
+        self.made, self._seen = options, set()
+        mode = types.SimpleNamespace(mode=types.SimpleNamespace(name="NONE"), cudagraph_mode=None)
+        scheduler = types.SimpleNamespace(max_num_batched_tokens=9)
+        config = types.SimpleNamespace(
+            compilation_config=mode, use_v2_model_runner=False, scheduler_config=scheduler, additional_config={}
+        )
+        engine = types.SimpleNamespace(vllm_config=config)
+        return types.SimpleNamespace(llm_engine=engine, generate=self.generate, collective_rpc=lambda _: ["Impl"])
+
+    def generate(self, prompts, params, use_tqdm):
+        made = []
+        for prompt in (tuple(p["prompt_token_ids"]) for p in prompts):
+            found = len(prompt) - 1 if self._caches and prompt in self._seen else 0
+            sampled = types.SimpleNamespace(logprobs=[0.0] * params.max_tokens)
+            made.append(types.SimpleNamespace(num_cached_tokens=found, outputs=[sampled]))
+        self.asked.append(([p["prompt_token_ids"] for p in prompts], params.max_tokens))
+        self._seen.update(tuple(p["prompt_token_ids"]) for p in prompts)
+        return made
+
+
+@pytest.fixture
+def rollout(module, monkeypatch):
+    """cost_rollout without an engine. The environment that it sets is left as it was."""
+    rollout = module("cost_rollout")
+    for name in [*rollout._ENV, "VLLM_BATCH_INVARIANT"]:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(rollout, "worker_status", lambda llm: [{}])
+    monkeypatch.setattr(rollout, "shut_down", lambda llm: None)
+    return rollout
+
+
+def rollout_job(long, tmp_path, **change):
+    cell = long.Cell(2, 300, 4)
+    make_checkpoint(tmp_path / "model", weights=False)
+    job = {"engine": "stock", "model": str(tmp_path / "model"), "load_format": "dummy", "eager": True, "turns": None}
+    job |= {"tp": 1, "cases": cell.cases(), "warm_up": [cell.warm_up(), cell.warm_up()], "repeats": 3}
+    return job | {"prefix_caching": True, "runs": [{"out": str(tmp_path / "out.json")}]} | change
+
+
+def test_prompts_come_again_to_be_decoded(long, rollout, monkeypatch, tmp_path):
+    """Those of the last prefill; every prefill and warm-up has its own."""
+    vllm = Vllm(monkeypatch)
+    rollout.run(rollout_job(long, tmp_path, captures=[1, 2]))
+    warm, timed = vllm.asked[:2], vllm.asked[2:]
+    assert [(len(prompts[0]), len(prompts[1]), tokens) for prompts, tokens in warm] == [(300, 16, 4)] * 2
+    assert [tokens for _, tokens in timed] == [1] * 6 + [4] * 3
+    firsts = [tuple(prompts[0]) for prompts, _ in warm + timed]
+    assert len(set(firsts)) == 5 and set(firsts[5:]) == {firsts[4]}
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [(c["cached"], c["max_tokens"], len(c["seconds"])) for c in result["cases"]] == [
+        (False, 1, 3),
+        (True, 1, 3),
+        (True, 4, 3),
+    ]
+    assert vllm.made["enable_prefix_caching"] and vllm.made["tensor_parallel_size"] == 1
+    assert "compilation_config" not in vllm.made  # eager
+    rollout.run(rollout_job(long, tmp_path, captures=[1, 2], eager=False, seconds=0.0, tp=2))
+    assert vllm.made["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {len(c["seconds"]) for c in result["cases"]} == {2}  # at least two, however long they take
+
+
+def test_prompts_that_were_not_cached_are_no_figure(long, rollout, monkeypatch, tmp_path):
+    """Nor those that were, and should not have been. What was measured before is kept."""
+    Vllm(monkeypatch, caches=False)
+    with pytest.raises(RuntimeError, match="0 tokens of a prompt of 300 were in the prefix cache"):
+        rollout.run(rollout_job(long, tmp_path))
+    assert [c["cached"] for c in json.loads((tmp_path / "out.json").read_text())["cases"]] == [False]
+    Vllm(monkeypatch)
+    monkeypatch.setattr(rollout.plan, "draw_prompts", lambda vocab, seed, lengths: [[1] * n for n in lengths])
+    with pytest.raises(RuntimeError, match="299 tokens of a prompt of 300 were in the prefix cache"):
+        rollout.run(rollout_job(long, tmp_path))
 
 
 def test_profile_summary(module):
@@ -1388,6 +1619,55 @@ def test_the_cost_table_of_transformer_engine(tables):
     both = tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0), *rows]})
     assert both.endswith("\n\n" + alone) and both.count("| training, 8 x 1024 tokens |") == 3
     assert "TransformerEngine" not in tables.cost({"runs": {"a": INFO}, "rows": [one("stock", 1000, "tokens/s", 1.0)]})
+
+
+def test_the_cost_table_beside_hugging_face(tables):
+    """Times and memory over its, also of what was never measured beside stock."""
+
+    def one(engine, value, unit, x, seconds=None):
+        case = {"what": "training", "case": "1 x 32768 tokens", "engine": engine, "value": value, "unit": unit}
+        return case | {"ratio_to_stock": None, "x": x, "run": "a"} | ({"seconds": seconds} if seconds else {})
+
+    rows = [
+        one("hf_compiled", 16384, "tokens/s", 1.0, [1.9, 2.0, 2.5]),
+        one("aligned", 18205, "tokens/s", 0.9, [1.7, 1.8, 1.9]),
+        one("hf_compiled", 40, "GiB, peak", 1.0),
+        one("aligned", 30, "GiB, peak", 0.75),
+    ]
+    assert tables.cost({"runs": {"a": INFO}, "rows": rows}) == (
+        "| | Hugging Face, compiled: ms | **aligned**: time | GiB, peak | **aligned**: memory |\n|---|---|---|---|---|\n"
+        "| training, 1 x 32768 tokens | 2000 | **0.90** (0.85 to 0.95) | 40.0 | **0.75** |"
+    )
+
+
+def test_the_table_of_long_contexts(tables):
+    def one(engine, tp, decode, prefill, x_decode, x_prefill, size="qwen3-8b"):
+        row = {"size": size, "engine": engine, "tp": tp, "requests": 8, "prompt": 30000, "out": 129, "run": "a"}
+        row |= {"decode_tok_s": decode, "x_decode": x_decode, "decode_seconds": [1.0, 2.0, 4.0]}
+        return row | {"prefill_s": prefill, "x_prefill": x_prefill, "prefill_seconds": [9.0, 10.0, 12.0]}
+
+    operation = {"impl": "vllm", "pass": "layer", "tokens": 1, "routing": "uniform", "us": 9.0, "tflops": 1, "run": "a"}
+    rows = [
+        operation,
+        one("stock", 1, 581.4, 9.5, 1.0, 1.0),
+        one("aligned", 1, 570.0, 10.0, 0.98, 1.05),
+        one("batch_invariant", 1, None, 12.0, None, 1.25) | {"decode_seconds": []},
+        one("aligned", 2, 900.0, 5.0, None, None),
+    ]
+    run = INFO | {"engines": {"stock TP 1": {"start_seconds": 61.2}, "aligned TP 1": {"start_seconds": 38.0}}}
+    assert tables.long({"runs": {"a": run, "b": INFO}, "rows": rows}).splitlines() == [
+        "| qwen3-8b, TP 1: requests x prompt | stock: tokens/s | stock, VLLM_BATCH_INVARIANT=1 | **aligned** "
+        "| stock: prefill, s | stock, VLLM_BATCH_INVARIANT=1 | **aligned** |",
+        "|---|---|---|---|---|---|---|",
+        "| 8 x 30000 | 581 |  | **0.98** (0.49 to 1.96) | 9.50 | 1.25 (1.12 to 1.50) | **1.05** (0.95 to 1.26) |",
+        "",
+        "| qwen3-8b, TP 2: requests x prompt | stock: tokens/s | **aligned** | stock: prefill, s | **aligned** |",
+        "|---|---|---|---|---|",
+        "| 8 x 30000 |  |  |  |  |",
+        "",
+        "Seconds of an engine's start: stock TP 1 61, aligned TP 1 38.",
+    ]
+    assert tables.moe({"rows": rows}) == tables.moe({"rows": [operation]}) and tables.moe({"rows": rows[1:]}) == ""
 
 
 def test_the_table_of_gpu_tests(tables):

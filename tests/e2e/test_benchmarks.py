@@ -90,6 +90,7 @@ def test_the_cost_benchmark(tmp_path):
         "cost.py",
         "--engines",
         "stock",
+        "hf_compiled",
         "aligned",
         "stock_te",
         "aligned_te",
@@ -111,9 +112,11 @@ def test_the_cost_benchmark(tmp_path):
     )
     cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
     both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
-    both |= {("training", "stock_te"), ("training", "aligned_te")}
+    both |= {("training", engine) for engine in ("hf_compiled", "stock_te", "aligned_te")}
     assert {(r["what"], r["engine"]) for r in cost} == both
-    assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in cost if r["unit"] != "GiB, peak")
+    timed = [r for r in cost if r["unit"] != "GiB, peak"]
+    assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in timed)
+    assert all(r["x"] > 0 for r in timed if r["what"] == "training")
     profile = json.loads((tmp_path / "profile.json").read_text())["rows"]
     assert {(r["what"], r["engine"]) for r in profile} == both
     assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)
@@ -130,6 +133,23 @@ def test_the_cost_of_a_mixture(tmp_path):
     assert all(r["value"] > 0 for r in cost["rows"] if r["unit"] != "GiB, peak")
     (run,) = cost["runs"].values()
     assert run["engines"]["training aligned"] == {"experts": "SequentialMLP"}
+
+
+def test_the_benchmark_of_long_contexts(tmp_path):
+    """Two engines, started once each; the second time prompts are found in the prefix cache, or it fails."""
+    result, eager = tmp_path / "long.json", {"TORCHDYNAMO_DISABLE": "1"}
+    cells = ["--engines", "aligned", "stock", "--cells", "3x300x17", "1x20x17", "--repeats", 2]
+    out = benchmark("long.py", *cells, "--json", result, "--out", tmp_path / "out", env=eager)
+    assert out.count("the start took") == 2
+    results = json.loads(result.read_text())
+    rows = {(r["engine"], r["requests"], r["prompt"]): r for r in results["rows"]}
+    assert rows.keys() == {(engine, *cell) for engine in ("aligned", "stock") for cell in ((3, 300), (1, 20))}
+    for r in rows.values():
+        assert len(r["prefill_seconds"]) == len(r["decode_seconds"]) == 2 and (r["tp"], r["out"]) == (1, 17)
+        assert r["prefill_s"] > 0 and r["decode_tok_s"] > 0 and r["x_prefill"] > 0 and r["x_decode"] > 0
+    assert {(r["x_prefill"], r["x_decode"]) for r in rows.values() if r["engine"] == "stock"} == {(1.0, 1.0)}
+    (run,) = results["runs"].values()
+    assert run["engines"]["aligned TP 1"]["status"]["patched"] and not run["engines"]["stock TP 1"]["status"]["patched"]
 
 
 def test_where_the_drift_comes_from(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignkit.check.train import recompute
-from alignkit.convert import read_architecture
+from alignkit.convert import Checkpoint, read_architecture
 from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
@@ -95,9 +95,19 @@ def test_weights_changed_in_place_reach_a_new_model(checkpoint, rows, world, pai
     assert_bitwise_equal(workers.load_and_compute(world, path, torch.bfloat16, rows, sent), after)
 
 
+def test_weights_in_place_of_the_directorys(checkpoint, world, tmp_path):
+    """A directory without weights will do then."""
+    path = checkpoint("qwen3", torch.bfloat16)
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    expected = workers.build(path, torch.bfloat16).state_dict()
+    made = workers.build(tmp_path, torch.bfloat16, weights=dict(Checkpoint(path))).state_dict()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert_bitwise_equal(made[key], value, key)
+
+
 def test_reference(checkpoint, rows, world):
     """Against a float64 model: the conversion is right, and so is every op's place in the model."""
-    from alignkit.convert import Checkpoint
     from tests.megatron import reference
 
     for arch, tied, rope in (
