@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from .errors import AlignkitError, InputError, UnsupportedError
-from .models import FAMILIES
+from .models import ARCHITECTURES, FAMILIES
 
 # What a command does is imported when it runs: a broken installation is then an error like others, not a traceback and
 # Python's status 1, which here means "not equal".
@@ -48,8 +48,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE, Qwen2-MoE, Mixtral or GLM-4.5 model.  [default: a "
-    "random-weight one is made]",
+    help=f"HF checkpoint directory: {', '.join(ARCHITECTURES)}.  [default: a random-weight one is made]",
 )
 @click.option(
     "--model-family",

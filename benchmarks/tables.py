@@ -116,7 +116,8 @@ def gpu_test(results: dict) -> str:
     lines = ["| suite | passed | failed | skipped | minutes |", "|---|---|---|---|---|"]
     for row in sorted(results["rows"], key=lambda row: row["suite"]):
         counts = [str(row[k]) for k in ("passed", "failed", "skipped")]
-        lines.append(f"| {row['suite']} | {' | '.join(counts)} | {row['seconds'] / 60:.1f} |")
+        suite = row["suite"] + (", a part" if row.get("cut") else "")
+        lines.append(f"| {suite} | {' | '.join(counts)} | {row['seconds'] / 60:.1f} |")
     return "\n".join(lines)
 
 

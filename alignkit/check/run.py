@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import config
+from ..config import Config, config
 from ..contract.experts import ExpertTree
 from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
@@ -438,7 +438,7 @@ def _start(job: Job, out: Path, devices: list[str] | None) -> subprocess.Popen |
 
 def _environ() -> dict[str, str]:
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | os.environ
-    env.pop("ALIGNKIT_VLLM", None)  # the job alone says whether its engine is patched
+    env.pop(Config.vllm.name, None)  # the job alone says whether its engine is patched
     return env
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .tp import _finish, _tree
+from .tp import balanced_tree, finish
 
 
 class CP:
@@ -107,8 +107,8 @@ class CP:
         if sharers == 1:
             summed = parts[:, 0]
         else:
-            added = _tree([part.float() for part in parts.unbind(1)])
-            summed = _finish(added.view(-1, t.shape[-1]), None, t.dtype).view(added.shape)
+            added = balanced_tree([part.float() for part in parts.unbind(1)])
+            summed = finish(added.view(-1, t.shape[-1]), None, t.dtype).view(added.shape)
         return summed.transpose(0, 1).reshape(rows, have, t.shape[-1]).contiguous()
 
     def _swap(self, t: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ class TP:
             return shared.sum(product, rows, columns, bias, torch.float32, scatter).to(dtype)
         sums = torch.empty(rows, columns, dtype=torch.float32, device=device)
         product(slice(0, rows), sums)
-        return _finish(self._sum_gathered(sums, scatter), bias, dtype)
+        return finish(self._sum_gathered(sums, scatter), bias, dtype)
 
     def _sum(self, t: torch.Tensor, scatter: bool) -> torch.Tensor:
         if self.size == 1:
@@ -123,11 +123,11 @@ class TP:
 
     def _sum_gathered(self, t: torch.Tensor, scatter: bool) -> torch.Tensor:
         if not scatter:
-            return _tree(self.all_gather(t))
+            return balanced_tree(self.all_gather(t))
         t = t.contiguous()
         parts = torch.empty_like(t)
         dist.all_to_all_single(parts, t, group=self.group)
-        return _tree(list(parts.chunk(self.size, dim=0)))
+        return balanced_tree(list(parts.chunk(self.size, dim=0)))
 
     def _workspace(self, device: torch.device, rows: int, columns: int, scatter: bool) -> symmetric.Workspace | None:
         """The group's, if it takes these sums. On all ranks or none, as their shapes agree."""
@@ -276,7 +276,8 @@ def _place_numbers(n: int, device: torch.device) -> torch.Tensor:
         return (x ^ (x >> 31 & (1 << 33) - 1)) | 1
 
 
-def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
+def balanced_tree(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Of the ranks' parts, in rank order: the balanced tree, neighbours first."""
     while len(parts) > 1:
         parts = [_add(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
@@ -284,17 +285,20 @@ def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """On a CPU by our kernels, which round and keep denormals in every mode that a thread may be in."""
-    ours = families.on_host(a.device) and a.dtype in native.DTYPES and native.available()
-    return native.add(a, b) if ours else a + b
+    return native.add(a, b) if a.dtype in native.DTYPES and _by_kernels(a) else a + b
 
 
-def _finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 sums [M, N] plus bias [N], rounded; likewise."""
-    if families.on_host(sums.device) and native.available():
+def finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 sums [M, N] plus bias [N], if there is one, rounded to `dtype`; by the same kernels as `_add`."""
+    if _by_kernels(sums):
         y = torch.empty(sums.shape, dtype=dtype, device=sums.device)
         native.round(sums, y, None if bias is None else bias.float().contiguous())
         return y
     return (sums if bias is None else sums + bias.float()).to(dtype)
+
+
+def _by_kernels(t: torch.Tensor) -> bool:
+    return families.on_host(t.device) and native.available()
 
 
 SINGLE = TP(None)

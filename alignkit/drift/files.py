@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from ..contract import contract_id
 from ..errors import InputError
+from ..runtime.families import on_host
 from . import bounded
 
 FORMAT = "alignkit-logprobs"
@@ -205,7 +206,7 @@ def _check(logprobs: Logprobs) -> None:
         if list(values.shape) != [len(row)]:
             raise InputError(f"logprobs: sequence {i} has shape {list(values.shape)}, but {len(row)} tokens")
         # A value on a CPU may have come from anywhere; one that still lies elsewhere says who computed it.
-        if values.device.type != "cpu" and contract not in ("stock", contract_id(values.device)):
+        if not on_host(values.device) and contract not in ("stock", contract_id(values.device)):
             raise InputError(
                 f"contract: {contract!r}, but sequence {i}'s logprobs lie on {values.device}, whose "
                 f"contract is {contract_id(values.device)!r}"

@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import torch
 
 import alignkit
+from alignkit.config import Config
 from alignkit.errors import UnsupportedError
 from alignkit.integrations.framework import Framework
 from alignkit.integrations.functions import require_known
-from alignkit.vllm.plugin import ENV
+
+ENV = Config.vllm.name
 
 
 class Patch(Framework):

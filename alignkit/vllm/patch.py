@@ -15,14 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from alignkit.config import Config
 from alignkit.engines import patch as engine_patch
 from alignkit.errors import UnsupportedError
-from alignkit.vllm.plugin import ENV
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.versions import VERSIONS, installed
 from alignkit.vllm.worker_class import MADE, is_aligned, worker_class
 
+ENV = Config.vllm.name
+"""Set to 1 while patched, so that processes started meanwhile patch themselves."""
 ASKED_FOR = frozenset({"enable_sp", "fuse_gemm_comms"})
 """Compiler passes that vLLM turns on for those only who ask for them; others are defaults of its optimization levels."""
 

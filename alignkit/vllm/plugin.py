@@ -7,7 +7,6 @@ import os
 from alignkit.config import Config, config
 
 ENV = Config.vllm.name
-"""Set to 1 while patched, so that processes started meanwhile patch themselves."""
 
 
 def register() -> None:

@@ -19,8 +19,8 @@ class Version:
 
     family: of the devices that it runs on. worker: the stock worker class. attention: the entry of
     `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused request must also be, for vLLM's
-    server to tell the client why. graphs: whether the V2 runner, torch.compile and CUDA graphs are supported. replicas: whether data
-    parallelism inside vLLM is.
+    server to tell the client why. graphs: whether the V2 runner, torch.compile and CUDA graphs are supported. replicas: whether
+    data parallelism inside vLLM is. scores: what the V2 runner's function that gives logprobs of ids is called.
     without: supported architectures that this version builds of other layers than alignkit's, and of which.
     """
 

@@ -3,9 +3,11 @@
 import contextlib
 import importlib
 import json
+import math
 import os
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -702,8 +704,9 @@ def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
     assert sorted(suite for lane in tests.LANES for suite in lane) == sorted(tests.SUITES)
     monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": ["NVIDIA H200"] * 2})
     row = {"arguments": [], "passed": 1, "failed": 0, "skipped": 0, "failures": [], "skips": {}, "could_have_run": []}
+    row |= {"cut": []}
 
-    def run_suite(suite, at_once, arguments, gpus):
+    def run_suite(suite, at_once, arguments, gpus, clock):
         if suite in ("vllm", "ranks"):
             meet.wait()  # one after the other they would never pass
         return {"suite": suite} | row | {"exit_status": int(suite == "fuzz"), "seconds": 1.0}
@@ -714,6 +717,59 @@ def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
     assert {row["suite"] for row in made["rows"]} == set(tests.SUITES) and made["not_run"] == []
     assert len({row["run"] for row in made["rows"]}) == 1
     assert tests.main(["--json", str(out), "--suites", "ops", "megatron"]) == 0
+
+
+CUT = """import time
+def test_fails(): assert {{0: "planted"}} == {{}}
+def test_passes(): pass
+def test_waits():
+    open({begun!r}, "w").close()
+    time.sleep(600)
+def test_after(): pass
+"""
+
+
+def test_gpu_tests_that_are_cut_name_what_failed(module, tmp_path, monkeypatch, capfd):
+    """A failure is told when it happens; what is not run to its end, or not at all, is named."""
+    tests, out, begun = module("gpu_tests"), tmp_path / "gpu_test.json", tmp_path / "begun"
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for name in ("first", "second", "third"):
+        (tmp_path / f"test_{name}.py").write_text(CUT.format(begun=str(begun)))
+    monkeypatch.setattr(tests, "ROOT", tmp_path)
+    suites = {"begun": ("test_first.py", "test_second.py"), "other": ("test_third.py",)}
+    monkeypatch.setattr(tests, "SUITES", {name: (files, {}) for name, files in suites.items()})
+    monkeypatch.setattr(tests, "LANES", (("begun", "other"),))
+    monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": []})
+    clock, early = tests.Clock(math.inf), []
+
+    def stop_when_a_test_waits():
+        end = time.monotonic() + 60
+        while not (begun.exists() and "test_passes PASSED" in "".join(early)) and time.monotonic() < end:
+            early.append(capfd.readouterr().out)
+            time.sleep(0.05)
+        clock.stop()
+
+    monkeypatch.setattr(tests, "Clock", lambda minutes: clock)
+    threading.Thread(target=stop_when_a_test_waits, daemon=True).start()
+    assert tests.main(["--json", str(out)]) == 1
+    before = "".join(early)
+    assert "test_first.py::test_fails FAILED" in before and "! test_first.py::test_fails, call" in before
+    assert "planted" in before and "not run" not in before
+    said, made = capfd.readouterr().out, json.loads(out.read_text())
+    (row,) = made["rows"]
+    assert (row["suite"], row["passed"], row["failures"]) == ("begun", 1, ["test_first.test_fails"])
+    assert row["cut"] == ["test_first.py", "test_second.py"] and made["not_run"] == ["other"]
+    assert "failed: test_first.test_fails" in said and "not run to its end: test_second.py" in said
+    assert "not run: other" in said
+
+
+def test_gpu_tests_stop_when_time_is_up(module):
+    tests = module("gpu_tests")
+    clock = tests.Clock(0.01)
+    process = clock.start([sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"], {})
+    assert process is not None and process.stdout.readline() == "begun\n"
+    assert clock.end(process) != 0 and clock.up
+    assert clock.start(["true"], {}) is None
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from ...contract import contract_id
 from ...errors import DriftError, InputError
+from ...runtime.families import on_host
 from ..compare import DriftReport, compare_tensors, finite_or_none
 from . import sinks as _sinks
 from .names import NAMES
@@ -178,7 +179,7 @@ class Monitor:
                 raise InputError(f"context: {name!r:.80}: expected names of letters, digits and _, and tensors")
         # A value on a CPU may have come from anywhere; one that lies elsewhere says who computed it.
         for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp)):
-            if self.contract != "stock" and x.device.type != "cpu" and self.contract != contract_id(x.device):
+            if self.contract != "stock" and not on_host(x.device) and self.contract != contract_id(x.device):
                 raise InputError(
                     f"contract: {self.contract!r}, but {name} lies on {x.device}, whose contract is "
                     f"{contract_id(x.device)!r}"

@@ -64,9 +64,10 @@ def _corner(tile, M, N):
 
 
 @gluon.jit
-def _copy(a_desc, b_desc, a_smem, b_smem, bars, M, N, steps, parts, LEAVES: gl.constexpr):
+def _copy(a_desc, b_desc, shared, sizes, LEAVES: gl.constexpr):
     """The warp that copies. Outside of the operands, and behind the end of a leaf, there are zeros."""
-    full, empty, _ = bars
+    a_smem, b_smem, full, empty, _ = shared
+    M, N, steps, parts = sizes
     it = 0
     count = _count(M, N)
     for task in range(gl.program_id(0), count * parts, gl.num_programs(0)):
@@ -85,18 +86,13 @@ def _copy(a_desc, b_desc, a_smem, b_smem, bars, M, N, steps, parts, LEAVES: gl.c
 
 @gluon.jit
 def _multiply(
-    c_desc,
-    BIAS,
-    a_smem,
-    b_smem,
+    WHICH: gl.constexpr,
     four,
     c_smem,
-    bars,
-    M,
-    N,
-    steps,
-    parts,
-    WHICH: gl.constexpr,
+    c_desc,
+    BIAS,
+    shared,
+    sizes,
     LEAVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BEHIND: gl.constexpr,
@@ -104,7 +100,8 @@ def _multiply(
     """The group of warps that computes the rows of half WHICH of a tile. A stage is handed back when the next product has
     been started, at the end of a leaf when its own is done."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    full, empty, go = bars
+    a_smem, b_smem, full, empty, go = shared
+    M, N, steps, parts = sizes
     it = 0
     count = _count(M, N)
     last = gl.minimum(steps * LEAVES, BEHIND) - 1  # before the other group begins
@@ -112,9 +109,8 @@ def _multiply(
         mbarrier.wait(go, 0)
     for task in range(gl.program_id(0), count * parts, gl.num_programs(0)):
         m, n = _corner(task % count, M, N)
-        m += (
-            task // count * (gl.cdiv(M, 2 * ROWS) * 2 * ROWS)
-        )  # the sums of each part lie below those of the part before
+        # The sums of each part lie below those of the part before.
+        m += task // count * (gl.cdiv(M, 2 * ROWS) * 2 * ROWS)
         acc = gl.zeros((ROWS, COLS), gl.float32, layout)
         one = acc  # sums of 1, 2 and 4 leaves wait for their pair; that of 4 not in registers
         two = acc
@@ -177,50 +173,12 @@ def _matmul(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    bars = (full, empty, go)
+    shared, sizes = (a_smem, b_smem, full, empty, go), (M, N, steps, parts)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    c_desc,
-                    BIAS,
-                    a_smem,
-                    b_smem,
-                    four.index(0),
-                    c0,
-                    bars,
-                    M,
-                    N,
-                    steps,
-                    parts,
-                    0,
-                    LEAVES,
-                    HAS_BIAS,
-                    BEHIND,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    c_desc,
-                    BIAS,
-                    a_smem,
-                    b_smem,
-                    four.index(1),
-                    c1,
-                    bars,
-                    M,
-                    N,
-                    steps,
-                    parts,
-                    1,
-                    LEAVES,
-                    HAS_BIAS,
-                    BEHIND,
-                ),
-            ),
-            (_copy, (a_desc, b_desc, a_smem, b_smem, bars, M, N, steps, parts, LEAVES)),
+            (_multiply, (0, four.index(0), c0, c_desc, BIAS, shared, sizes, LEAVES, HAS_BIAS, BEHIND)),
+            (_multiply, (1, four.index(1), c1, c_desc, BIAS, shared, sizes, LEAVES, HAS_BIAS, BEHIND)),
+            (_copy, (a_desc, b_desc, shared, sizes, LEAVES)),
         ],
         [4, 1],
         [240, 24],

@@ -8,7 +8,6 @@ from types import ModuleType
 import torch
 
 from ...runtime import dispatch
-from ...runtime.families import CPU
 from ...runtime.operands import operand
 from ..linear import matmul, product
 from . import blocks, problem
@@ -189,7 +188,7 @@ class GivenLogits:
 
     def blocks(self, rows: int, columns: int) -> tuple[int, None]:
         most = self.family.head_rows
-        return cpu_rows(columns, WORKSPACE[CPU]) if most is None or not self.family.on_gpu else most, None
+        return cpu_rows(columns, WORKSPACE[self.family]) if most is None else most, None
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
         return self.given[rows if self.order is None else self.order[rows]][:, columns]
