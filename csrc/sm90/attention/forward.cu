@@ -6,7 +6,8 @@
 // positions. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
 //
 // The tensor core has to have products to do while probabilities are computed. A group has its sums of values of the
-// block before under way meanwhile, and the other groups have products to do as well: groups take turns to begin theirs.
+// block before under way meanwhile, and the other group has products to do as well: they take turns to begin theirs. The
+// probabilities of two blocks are held, so those of the one are rounded while those of the other are multiplied.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -62,20 +63,12 @@ constexpr float kSlack = 2, kMost = 4, kUnit = 0x1p-21f;
 constexpr uint32_t kBitsOfMost = 0x40800000;
 constexpr float kInfinity = __builtin_huge_valf();
 
-// What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
-// and registers of threads that bring them and that compute.
+// How many groups of 64 rows there are, registers of threads that bring and that compute, and, by the length of a head,
+// blocks of keys that are on their way.
+constexpr int kGroups = 2, kFew = 40, kMany = 232;
+static_assert(kGroups * kMany + kFew <= (kGroups + 1) * (65536 / 128 / (kGroups + 1) / 8 * 8), "more than there are");
 template <int kDim>
-struct Plan;
-
-template <>
-struct Plan<128> {
-  static constexpr int groups = 2, stages = 2, few = 32, many = 232;
-};
-
-template <>
-struct Plan<64> {
-  static constexpr int groups = 3, stages = 4, few = 32, many = 160;
-};
+constexpr int kStages = kDim == 64 ? 4 : 2;
 
 struct Tile {
   int s;  // the sequence; -1: there are no more tiles
@@ -91,13 +84,13 @@ struct State {
 
 template <int kDim>
 struct Shared {
-  static constexpr int groups = Plan<kDim>::groups, stages = Plan<kDim>::stages, rows = groups * 64;
-  static constexpr int halves = kDim / kHalf, threads = (groups + 1) * 128;
+  static constexpr int stages = kStages<kDim>, rows = kGroups * 64, halves = kDim / kHalf;
+  static constexpr int threads = (kGroups + 1) * 128;
   __nv_bfloat16 q[rows * kDim];
   __nv_bfloat16 k[stages][kKeys * kDim];
   __nv_bfloat16 v[stages][kKeys * kDim];
-  float4 joined[kDim / 8][groups * 128];  // of each thread, its sums over the leaves before
-  alignas(16) State whole[groups * 32][2];  // of the two rows that four lanes share, over the leaves before
+  float4 joined[kDim / 8][kGroups * 128];  // of each thread, its sums over the leaves before
+  alignas(16) State whole[kGroups * 32][2];  // of the two rows that four lanes share, over the leaves before
   Tile tile[2];  // in turn: one is read while the next is found
   uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
   uint64_t on_its_way;  // values of which the producer has to wipe out rows
@@ -110,7 +103,6 @@ __device__ __forceinline__ int blocks_of(const Problem& p, const Tile& t, int gr
   return begin < t.q_len ? (t.context + last) / kKeys + 1 : 0;
 }
 
-template <int kGroups>
 __device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
   int most = 0;
 #pragma unroll 1
@@ -244,7 +236,7 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
     barrier_wait(&sh.found, phases % 2);
     const Tile& t = sh.tile[phases % 2];
     if (t.s < 0) return;
-    int n = blocks_of_any<Shared<kDim>::groups>(p, t), head = t.head / p.shared;
+    int n = blocks_of_any(p, t), head = t.head / p.shared;
     auto end = [&] { return t.context + t.q_len; };  // read again, while registers are short
     __syncwarp();
     if (leads()) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
@@ -371,7 +363,7 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
-  constexpr int stage_step = kKeys * kDim * 2 >> 4, groups = Plan<kDim>::groups;
+  constexpr int stage_step = kKeys * kDim * 2 >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   // Of the rows of the tile that a thread has, the first; the other is 8 further.
@@ -384,13 +376,14 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   uint32_t visited = 0;  // blocks of the tiles before
   int q_phase = 0;
   float s[kKeys / 2], acc[sums];  // scores of a block, and sums
-  uint32_t probability[kKeys / 16][4];
+  using Probabilities = uint32_t[kKeys / 16][4];
+  Probabilities even, odd;  // of blocks in turn, rounded
 #pragma unroll
   for (int i = 0; i < sums; ++i) acc[i] = 0;
-  // Turns to begin products: a group's when the group before it has begun its own.
+  // Turns to begin products: a group's when the other has begun its own.
   auto turn_begin = [&] { named_barrier_sync(1 + group, 256); };
-  auto turn_end = [&] { named_barrier_arrive(group + 1 < groups ? 2 + group : 1, 256); };
-  if (group == groups - 1) turn_end();
+  auto turn_end = [&] { named_barrier_arrive(2 - group, 256); };
+  if (group == 1) turn_end();
   for (;;) {
     barrier_wait(&sh.q_full, q_phase);
     const Tile& t = sh.tile[q_phase];  // read again where it is needed: registers are short
@@ -426,57 +419,65 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         multiply<false, false>(s, q0 + j / 4 * q_half + j % 4 * kNext<false>, k + j / 4 * k_half + j % 4 * kNext<false>,
                                j > 0);
     };
-    auto sum = [&](int i) {  // begins
+    auto sum = [&](int i, const Probabilities& probability) {  // begins
       bool more = i % kLeaf != 0;
       uint64_t v = v0 + stage_of(i) * stage_step;
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j)
         multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
     };
-    // The scores of a block become probabilities. That a row's m moves any of its four lanes may see; they need meet
-    // only then.
-    auto weigh = [&](int i) {
+    // Of the scores, with the maxima that there are; `part` goes on from what it was before the block.
+    auto exponentials = [&](Probabilities& to, const uint32_t (&before)[2]) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) part[h] = before[h] - static_cast<uint32_t>(uint64_t{kKeys / 4} * kBitsOfMost);
+#pragma unroll
+      for (int x = 0; x < kKeys / 2; x += 2) {
+        float p[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          p[e] = power_of_2(__fmaf_rn(s[x + e], factor, shift[x / 2 % 2]));
+          part[x / 2 % 2] += __float_as_uint(p[e] + kMost);
+        }
+        to[x / 8][x / 2 % 4] = pack<__nv_bfloat16>(p[0], p[1]);
+      }
+    };
+    // The probabilities of a block. They are computed before it is known whether m moves, for it rarely does but where a
+    // leaf begins; then they are computed again. That a row's m moves any of its four lanes may see, so they meet only
+    // then.
+    auto weigh = [&](int i, Probabilities& to) {
       if (i >= plain) {
         int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
+      uint32_t before[2] = {part[0], part[1]};
       float top[2];
-      greatest(s, top);
       auto exceeds = [&](int h) { return (top[h] - row[h].m) * factor > kSlack; };
-      moved = __any_sync(~0u, exceeds(0) || exceeds(1));
+      moved = true;
+      if (i % kLeaf) {
+        exponentials(to, before);
+        greatest(s, top);
+        moved = __any_sync(~0u, exceeds(0) || exceeds(1));
+      }
       if (moved) {
+        greatest(s, top);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           top[h] = greatest_of_row(top[h]);
-          uint32_t before = sum_of_row(part[h]);
+          uint32_t all = sum_of_row(before[h]);
           alpha[h] = 1;
           if (exceeds(h)) {
             alpha[h] = power_of_2((row[h].m - top[h]) * factor);
-            row[h].l = __fmaf_rn(__uint2float_rn(before), kUnit, row[h].l) * alpha[h];
+            row[h].l = __fmaf_rn(__uint2float_rn(all), kUnit, row[h].l) * alpha[h];
             row[h].m = top[h];
-            part[h] = 0;
+            before[h] = 0;
           }
           shift[h] = -row[h].m * factor;
         }
+        exponentials(to, before);
       }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) part[h] -= static_cast<uint32_t>(uint64_t{kKeys / 4} * kBitsOfMost);
-#pragma unroll
-      for (int x = 0; x < kKeys / 2; ++x) {
-        s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
-        part[x / 2 % 2] += __float_as_uint(s[x] + kMost);
-      }
-      products_taken(s);
       // Branches, across which the assembler moves no wait for products, up to before the probabilities.
       wait_for_values(i);
-    };
-    auto round = [&] {
-#pragma unroll
-      for (int j = 0; j < kKeys / 16; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          probability[j][i] = pack<__nv_bfloat16>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
     };
     // What was added since m moved joins l.
     auto settle = [&] {
@@ -527,30 +528,38 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     };
     // From the scores of block 0 to the probabilities of the last one, of which only the product is left.
     auto go = [&] {
-      weigh(0);
-      round();
+      weigh(0, even);
       bool ready = false;
-#pragma unroll 1
-      for (int i = 1; i < n; ++i) {
+      auto block = [&](int i, Probabilities& to, const Probabilities& before) {
         if (!ready) wait_for_keys(i);
         make_room(i - 1);
         turn_begin();
         products_begin();
         score(i);
         products_end();
-        sum(i - 1);
+        sum(i - 1, before);
         products_end();
         turn_end();
         if (i % kLeaf == 0) end_leaf(i);
         products_wait<1>();
         products_taken(s);
         keys_taken(i);
-        weigh(i);
+        weigh(i, to);
         ready = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
         products_wait<0>();
         products_taken(acc);
         values_taken(i - 1);
-        round();
+      };
+      int i = 1;
+#pragma unroll 1
+      for (; i + 1 < n; i += 2) {
+        block(i, odd, even);
+        block(i + 1, even, odd);
+      }
+      if (i < n) {
+        block(i, odd, even);
+#pragma unroll
+        for (int x = 0; x < kKeys / 4; ++x) even[x / 4][x % 4] = odd[x / 4][x % 4];
       }
       queries_taken();
       make_room(n - 1);
@@ -569,7 +578,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       keys_taken(0);
       go();
       products_begin();
-      sum(n - 1);
+      sum(n - 1, even);
       products_end();
       products_wait<0>();
       products_taken(acc);
@@ -577,7 +586,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     } else {
       queries_taken();
     }
-    int all = blocks_of_any<Shared<kDim>::groups>(p, t);
+    int all = blocks_of_any(p, t);
 #pragma unroll 1
     for (int i = n; i < all; ++i) {  // other groups' blocks
       wait_for_keys(i);
@@ -618,7 +627,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
             __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
     }
   }
-  if (group == 0) turn_begin();  // which the last group's last one ended for
+  if (group == 0) turn_begin();  // which the other's last one ended for
 }
 
 template <int kDim>
@@ -628,7 +637,7 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
   extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
   Shared<kDim>& sh = *reinterpret_cast<Shared<kDim>*>(raw);
   if (threadIdx.x == 0) {
-    constexpr int warps = Shared<kDim>::groups * 4;
+    constexpr int warps = kGroups * 4;
     barrier_init(&sh.found, 1);
     barrier_init(&sh.q_full, 1);
     barrier_init(&sh.q_empty, warps + 1);
@@ -654,13 +663,13 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     return;
   }
   if (threadIdx.x / 128 == 0) {
-    registers_down<Plan<kDim>::few>();
+    registers_down<kFew>();
     if (threadIdx.x < 32)
       bring_queries(sh, &q, p);
     else if (threadIdx.x < 64)
       bring_keys(sh, &k, &v, p);
   } else {
-    registers_up<Plan<kDim>::many>();
+    registers_up<kMany>();
     attend<kDim>(sh, p);
   }
 }
