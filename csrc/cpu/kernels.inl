@@ -820,7 +820,7 @@ static void weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, con
 
 constexpr i64 KB = NR;     // positions of a key block: the contract's kv_block
 constexpr i64 LEAF = 128;  // of a leaf, a whole number of blocks: the contract's kv_leaf
-constexpr float SLACK = 1;  // by how much a score may exceed the running maximum: the contract's kv_slack
+constexpr float SLACK = 1;  // by how much a score may exceed the running maximum
 constexpr i64 QB = 16;     // query positions of a work item: free
 
 static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "csrc"
 BLOCK, LEAF, PAD = SM90.kv_block, SM90.kv_leaf, 128
 F32, F64 = np.float32, np.float64
-SLACK, MOST, UNIT = F32(SM90.kv_slack), F32(4), F32(2.0**-21)
+MOST, UNIT = F32(4), F32(2.0**-21)
 
 
 def compiled(name: str, folder: Path) -> ctypes.CDLL:
@@ -112,7 +112,7 @@ def attend(q, k, v, context, factor):
             score = chain(q, kb, np.zeros((n, BLOCK), F32))
             score = np.where(b + np.arange(BLOCK)[None] <= pos[:, None], score, F32(-np.inf))
             top, seen = np.fmax.reduce(score, axis=1), b <= pos
-            moves = (top - m) * factor > SLACK
+            moves = ex2(fma(top, factor, -m * factor)) + MOST >= 2 * MOST
             alpha = np.where(moves, ex2((m - top) * factor), F32(1))
             z = np.where(moves, fma(since.astype(F32), UNIT, z) * alpha, z)
             m, since = np.where(moves, top, m), np.where(moves, np.uint32(0), since)
@@ -268,7 +268,7 @@ def test_infinite_scores(kernel):
 
 
 def test_maxima_that_stay_and_move(kernel):
-    """Scores that exceed the running maximum by a little less than the slack, by a little more, and in other leaves not at all."""
+    """Scores that exceed the running maximum by a little less than 2 powers of 2, by a little more, and in other leaves not at all."""
     n, dim = 1100, 128
     q, k, v = torch.ones(n, 1, dim).bfloat16(), torch.zeros(n, 1, dim).bfloat16(), draw(n, 1, dim, 3)
     height = torch.zeros(n)  # scores, as exponents of 2

@@ -6,13 +6,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...runtime.families import SM90
-
 PAD = tl.constexpr(128)
 VALUES = ["tokens", "seqs", "tiles", "programs", "slots", "pads", "pages", "width", "most"]
 """Arguments that change from call to call: no kernel is compiled for one of their values."""
-SLACK, MOST = tl.constexpr(SM90.kv_slack), tl.constexpr(2.0**SM90.kv_slack)
-"""A running maximum moves to that of a block if this exceeds it by more than SLACK powers of 2; so a probability is up to MOST."""
+MOST = tl.constexpr(4.0)
+"""A running maximum moves to that of a block if MOST + p would be 2 MOST or more, p being the greatest probability."""
 BITS_OF_MOST, UNIT = tl.constexpr(0x40800000), tl.constexpr(2.0**-21)
 """MOST as fp32, and the last of the low bits above it."""
 FEW, FAR = tl.constexpr(16), tl.constexpr(2048)
@@ -190,7 +188,7 @@ def visit(
             j = b + tl.arange(0, KVB)
             score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
         top = tl.max(score, axis=1)
-        moves = (top - m) * factor > SLACK
+        moves = tl.exp2(tl.fma(top, factor, -m * factor)) + MOST >= 2 * MOST
         alpha = tl.where(moves, tl.exp2((m - top) * factor), 1.0)
         l = tl.where(moves, tl.fma(since.to(tl.float32), UNIT, l) * alpha, l)
         since = tl.where(moves, 0, since)

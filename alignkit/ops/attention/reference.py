@@ -10,7 +10,9 @@ from .._calls import in_torch
 from .._common import exp, fma, tree
 from .paging import by_rows
 
-KV_BLOCK, KV_LEAF, KV_SLACK = CPU.kv_block, CPU.kv_leaf, CPU.kv_slack
+KV_BLOCK, KV_LEAF = CPU.kv_block, CPU.kv_leaf
+SLACK = 1.0
+"""By how much a score may exceed the running maximum."""
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
@@ -34,7 +36,7 @@ def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor
             * scale
         )
         top = s.amax(1)
-        moves = top - m > KV_SLACK
+        moves = top - m > SLACK
         alpha, m = torch.where(moves, exp(m - top), 1.0), torch.where(moves, top, m)
         p = exp(s - m[:, None])
         l = fma(l, alpha, tree(torch.nn.functional.pad(p, (0, KV_BLOCK - p.shape[1]))))

@@ -57,10 +57,10 @@ struct Problem : AlignkitAttention {
 
 constexpr int kKeys = 128;          // of a block
 constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
-// A row's running maximum moves where a block's exceeds it by more than 2 powers of 2. So a probability is up to 4; in
-// the low bits of 4 + p it is rounded to a multiple of 2^-21.
-constexpr float kSlack = 2, kMost = 4, kUnit = 0x1p-21f;
-constexpr uint32_t kBitsOfMost = 0x40800000;
+// In the low bits of 4 + p a probability is rounded to a multiple of 2^-21. A row's running maximum moves where 4 + p would
+// reach 8, as it does, with bits that no lesser one has, for infinity and NaN.
+constexpr float kMost = 4, kUnit = 0x1p-21f;
+constexpr uint32_t kBitsOfMost = 0x40800000, kTooMuch = 0x3f000000;
 constexpr float kInfinity = __builtin_huge_valf();
 
 // How many groups of 64 rows there are, registers of threads that bring and that compute, and, by the length of a head,
@@ -426,24 +426,27 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       for (int j = 0; j < kKeys / 16; ++j)
         multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
     };
-    // Of the scores, with the maxima that there are; `part` goes on from what it was before the block.
+    // Of the scores, with the maxima that there are; `part` goes on from what it was before the block. Returns all bits of
+    // what was added.
     auto exponentials = [&](Probabilities& to, const uint32_t (&before)[2]) {
+      uint32_t bits = 0;
 #pragma unroll
       for (int h = 0; h < 2; ++h) part[h] = before[h] - static_cast<uint32_t>(uint64_t{kKeys / 4} * kBitsOfMost);
 #pragma unroll
       for (int x = 0; x < kKeys / 2; x += 2) {
         float p[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          p[e] = power_of_2(__fmaf_rn(s[x + e], factor, shift[x / 2 % 2]));
-          part[x / 2 % 2] += __float_as_uint(p[e] + kMost);
-        }
+        for (int e = 0; e < 2; ++e) p[e] = power_of_2(__fmaf_rn(s[x + e], factor, shift[x / 2 % 2]));
+        uint32_t a = __float_as_uint(p[0] + kMost), b = __float_as_uint(p[1] + kMost);
+        part[x / 2 % 2] += a + b;
+        bits |= a | b;
         to[x / 8][x / 2 % 4] = pack<__nv_bfloat16>(p[0], p[1]);
       }
+      return bits;
     };
     // The probabilities of a block. They are computed before it is known whether m moves, for it rarely does but where a
-    // leaf begins; then they are computed again. That a row's m moves any of its four lanes may see, so they meet only
-    // then.
+    // leaf begins; then they are computed again. That a row's m moves one of its four lanes sees, so they meet, and look
+    // for the greatest score, only then.
     auto weigh = [&](int i, Probabilities& to) {
       if (i >= plain) {
         int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
@@ -451,22 +454,17 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
       uint32_t before[2] = {part[0], part[1]};
-      float top[2];
-      auto exceeds = [&](int h) { return (top[h] - row[h].m) * factor > kSlack; };
       moved = true;
-      if (i % kLeaf) {
-        exponentials(to, before);
-        greatest(s, top);
-        moved = __any_sync(~0u, exceeds(0) || exceeds(1));
-      }
+      if (i % kLeaf) moved = __any_sync(~0u, exponentials(to, before) & kTooMuch);
       if (moved) {
+        float top[2];
         greatest(s, top);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           top[h] = greatest_of_row(top[h]);
           uint32_t all = sum_of_row(before[h]);
           alpha[h] = 1;
-          if (exceeds(h)) {
+          if (power_of_2(__fmaf_rn(top[h], factor, shift[h])) + kMost >= 2 * kMost) {
             alpha[h] = power_of_2((row[h].m - top[h]) * factor);
             row[h].l = __fmaf_rn(__uint2float_rn(all), kUnit, row[h].l) * alpha[h];
             row[h].m = top[h];
