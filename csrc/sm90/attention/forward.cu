@@ -55,6 +55,7 @@ struct Problem : AlignkitAttention {
   int positions;   // of a tile
   int reciprocal;  // of `together`, times 2^16
   int shared;      // heads of q that share one of k
+  float4* joined;  // see Shared: what it has no room for, for each block of threads
 
   // The position of a tile's row; there are few rows.
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
@@ -65,22 +66,39 @@ constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
 constexpr float kInfinity = __builtin_huge_valf();
 
 // What depends on the length of a head: which way it goes, how many groups of 64 rows there are, how many blocks of
-// keys are on their way, registers of threads that bring them and that compute, and how many 16 of the dimensions of
-// queries the latter hold.
+// keys are on their way, registers of threads that bring them and that compute, how many 16 of the dimensions of
+// queries the latter hold, and, of the four sums of a leaf that a thread has in a column of 8, how many columns' lie in
+// shared memory once they are joined.
 template <int kDim>
 struct Plan;
 
 template <>
 struct Plan<128> {
   static constexpr bool ahead = true;
-  static constexpr int groups = 2, stages = 4, few = 40, many = 232, held = 8;
+  static constexpr int groups = 2, stages = 4, few = 40, many = 232, held = 8, joined = 16;
 };
 
 template <>
 struct Plan<64> {
   static constexpr bool ahead = false;
-  static constexpr int groups = 4, stages = 8, few = 32, many = 112, held = 1;
+  static constexpr int groups = 4, stages = 8, few = 32, many = 112, held = 1, joined = 8;
 };
+
+template <>
+struct Plan<96> {
+  static constexpr bool ahead = false;
+  static constexpr int groups = 3, stages = 3, few = 32, many = 160, held = 6, joined = 12;
+};
+
+template <>
+struct Plan<256> {
+  static constexpr bool ahead = false;
+  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 2, joined = 8;
+};
+
+// Whether the warps that bring rows have the registers to keep what they found.
+template <int kDim>
+constexpr bool keeps_more = Plan<kDim>::few > 32;
 
 struct Tile {
   int s;  // the sequence; -1: there are no more tiles
@@ -97,11 +115,12 @@ struct State {
 template <int kDim>
 struct Shared {
   static constexpr int groups = Plan<kDim>::groups, stages = Plan<kDim>::stages, rows = groups * 64;
-  static constexpr int halves = kDim / kHalf, threads = (groups + 1) * 128;
-  __nv_bfloat16 q[rows * kDim];
-  __nv_bfloat16 k[stages][kKeys * kDim];
-  __nv_bfloat16 v[stages][kKeys * kDim];
-  float4 joined[kDim / 8][groups * 128];  // of each thread, its sums over the leaves before
+  static constexpr int halves = kHalves<kDim>, width = halves * kHalf, threads = (groups + 1) * 128;
+  static constexpr int elsewhere = kDim / 8 - Plan<kDim>::joined;  // of `joined`, in Problem::joined
+  __nv_bfloat16 q[rows * width];
+  __nv_bfloat16 k[stages][kKeys * width];
+  __nv_bfloat16 v[stages][kKeys * width];
+  float4 joined[Plan<kDim>::joined][groups * 128];  // of each thread, its sums over the leaves before
   alignas(16) State whole[groups * 32][2];  // of the two rows that four lanes share, over the leaves before
   Tile tile[2];  // in turn: one is read while the next is found
   uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
@@ -201,7 +220,7 @@ struct Walk {
 template <int kDim>
 __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMap* q, const Problem& p) {
   constexpr int rows = Shared<kDim>::rows;
-  Walk<Plan<kDim>::ahead> walk(p);
+  Walk<keeps_more<kDim>> walk(p);
   for (int turn = 0;; turn ^= 1) {
     Tile t = walk.next();
     barrier_wait(&sh.q_empty, turn ^ 1);
@@ -211,7 +230,7 @@ __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMa
       if (t.s < 0) {
         barrier_arrive(&sh.q_full);
       } else {
-        barrier_expect(&sh.q_full, p.positions * p.together * kDim * 2);
+        barrier_expect(&sh.q_full, p.positions * p.together * Shared<kDim>::width * 2);
 #pragma unroll
         for (int h = 0; h < Shared<kDim>::halves; ++h)
           copy_box(sh.q + h * rows * kHalf, q, h * kHalf, t.head, t.q0 + t.first, 0, &sh.q_full);
@@ -229,7 +248,7 @@ __device__ __forceinline__ void wipe(__nv_bfloat16* v, int left, int lane) {
 #pragma unroll 1
   for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
 #pragma unroll
-    for (int h = 0; h < kDim / kHalf; ++h)
+    for (int h = 0; h < kHalves<kDim>; ++h)
       *reinterpret_cast<uint4*>(v + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
   shared_written();
   __syncwarp();
@@ -263,7 +282,7 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
     int row = row_of(first);
 #pragma unroll 1
     for (int i = 0; i < n; ++i, step<stages>(stage, phase)) {
-      int left = end - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
+      int left = end - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * Shared<kDim>::width * 2;
       bool here = half < halves && first < left, whole = left >= kKeys;
       int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
       barrier_wait(&sh.k_empty[stage], phase ^ 1);
@@ -317,7 +336,7 @@ __device__ __forceinline__ void bring_keys_keeping_less(Shared<kDim>& sh, const 
 #pragma unroll 1
     for (int i = 0; i < n; ++i, ++visited) {
       uint32_t stage = visited % stages, phase = visited / stages % 2;
-      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
+      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * Shared<kDim>::width * 2;
       bool here = half() < halves && first < left, whole = left >= kKeys;
       int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
       barrier_wait(&sh.k_empty[stage], phase ^ 1);
@@ -448,8 +467,9 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
 // A group of four warps and its 64 rows of each tile.
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
-  constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
-  constexpr int stage_step = kKeys * kDim * 2 >> 4, held = Plan<kDim>::held;
+  constexpr int stages = Shared<kDim>::stages, groups = Shared<kDim>::groups, rows = groups * 64;
+  constexpr int sums = kDim / 2, steps = kDim / 16;
+  constexpr int stage_step = kKeys * Shared<kDim>::width * 2 >> 4, held = Plan<kDim>::held;
   constexpr bool ahead = Plan<kDim>::ahead;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
@@ -554,7 +574,11 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       }
       __syncwarp();
     };
-    auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
+    auto joined = [&](int x) -> float4& {
+      if (x < Plan<kDim>::joined) return sh.joined[x][thread_again() - 128];
+      int place = static_cast<int>(blockIdx.x) * Shared<kDim>::elsewhere + x - Plan<kDim>::joined;
+      return p.joined[place * groups * 128 + thread_again() - 128];
+    };
     // What is there before block i is added.
     auto make_room = [&](int i) {
       if (i % kLeaf) {
@@ -766,7 +790,7 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     registers_down<Plan<kDim>::few>();
     if (threadIdx.x < 32)
       bring_queries(sh, &q, p);
-    else if (threadIdx.x < 64 && Plan<kDim>::ahead)
+    else if (threadIdx.x < 64 && keeps_more<kDim>)
       bring_keys(sh, &k, &v, p);
     else if (threadIdx.x < 64)
       bring_keys_keeping_less(sh, &k, &v, p);
@@ -786,10 +810,11 @@ inline int part_rows_of(const AlignkitAttention& p) {
 }
 
 template <int kDim>
-cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
+cudaError_t launch(const AlignkitAttention& given, void* memory, int memory_bytes, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
+  constexpr int elsewhere = Shared<kDim>::elsewhere * Shared<kDim>::groups * 128 * static_cast<int>(sizeof(float4));
   Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1,
-               given.heads / given.kv_heads};
+               given.heads / given.kv_heads, static_cast<float4*>(memory)};
   int device, processors;
   CUtensorMap q, k, v;
   if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
@@ -800,6 +825,8 @@ cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   if (cudaError_t e =
           cudaFuncSetAttribute(attention_forward<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
+  if constexpr (elsewhere > 0) processors = std::min(processors, memory_bytes / elsewhere);
+  if (processors == 0) return cudaErrorInvalidValue;
   int64_t tiles = (int64_t{p.tokens} / p.positions + p.sequences) * (p.heads / p.together);
   unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
   return launch_early(attention_forward<kDim>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
@@ -808,13 +835,16 @@ cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
 }  // namespace
 }  // namespace alignkit
 
-// Returns a cudaError_t.
-extern "C" int alignkit_attention_forward(const AlignkitAttention* p, cudaStream_t stream) {
+// `memory`, of `bytes`: of heads of 256, for joined sums, 98304 for each block of threads, of which there are no more than
+// that suffices for, nor than multiprocessors. Returns a cudaError_t.
+extern "C" int alignkit_attention_forward(const AlignkitAttention* p, void* memory, int bytes, cudaStream_t stream) {
   if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
       (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
     return cudaErrorInvalidValue;
   using alignkit::launch;
-  if (p->dim == 128) return launch<128>(*p, stream);
-  if (p->dim == 64) return launch<64>(*p, stream);
+  if (p->dim == 256) return launch<256>(*p, memory, bytes, stream);
+  if (p->dim == 128) return launch<128>(*p, memory, bytes, stream);
+  if (p->dim == 96) return launch<96>(*p, memory, bytes, stream);
+  if (p->dim == 64) return launch<64>(*p, memory, bytes, stream);
   return cudaErrorInvalidValue;
 }

@@ -23,6 +23,10 @@ namespace {
 constexpr int kHalf = 64;         // elements of a head that lie beside each other in shared memory
 constexpr int kStatistics = 128;  // a sequence's begin at a multiple
 
+// Of the last one there may be a part, which zeros follow.
+template <int kDim>
+constexpr int kHalves = (kDim + kHalf - 1) / kHalf;
+
 __device__ __forceinline__ int64_t at(const AlignkitInts& ints, int64_t i) {
   return ints.wide ? static_cast<const int64_t*>(ints.data)[i] : static_cast<const int32_t*>(ints.data)[i];
 }
