@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import _Ints, arguments, gradients
+from alignkit.ops.attention.cuda import JOINED, Arguments, _Ints, arguments, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -36,19 +36,29 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     library = folder / f"{name}.so"
     options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"  # that forbids jumps to other stacks
     subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
-    lib = ctypes.CDLL(str(library))
-    getattr(lib, f"alignkit_attention_{name}").argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lib
+    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return compiled("forward", tmp_path_factory.mktemp("on_cpu"))
+    """forward(arguments) returns the error; ``blocks``: of threads that there is memory for."""
+    function = compiled("forward", tmp_path_factory.mktemp("on_cpu")).alignkit_attention_forward
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+
+    def forward(a: Arguments, blocks: int = 2) -> int:
+        size = JOINED.get(a.dim, 0) * blocks
+        joined = torch.full((size // 4,), float("nan"))
+        return function(ctypes.addressof(a), joined.data_ptr(), size, None)
+
+    return forward
 
 
 @pytest.fixture(scope="module")
 def backward(tmp_path_factory):
-    return compiled("backward", tmp_path_factory.mktemp("on_cpu"))
+    """backward(gradients) returns the error."""
+    function = compiled("backward", tmp_path_factory.mktemp("on_cpu")).alignkit_attention_backward
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return lambda a: function(ctypes.addressof(a), None)
 
 
 libm = ctypes.CDLL("libm.so.6")
@@ -150,6 +160,13 @@ def wanted(q, k, v, context, factor):
         (64, 2, 2, 1, [193, 1, 100]),
         (64, 5, 1, 5, [40, 530]),
         (64, 1, 1, 1, [1090]),
+        (96, 2, 1, 1, [1, 64, 0, 193, 3]),
+        (96, 3, 1, 3, [65, 70]),
+        (96, 1, 1, 1, [1100]),
+        (256, 2, 1, 1, [1, 64, 0, 130, 3]),
+        (256, 3, 1, 3, [65, 70]),
+        (256, 1, 1, 1, [600]),
+        (256, 1, 1, 1, [1090]),
     ],
 )
 def test_packed(kernel, dim, heads, kv, together, lens):
@@ -164,7 +181,7 @@ def test_packed(kernel, dim, heads, kv, together, lens):
     shift = torch.full((heads, pads * PAD), float("-inf"))
     a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.shift, a.pads = shift.data_ptr(), pads
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     expected = torch.full_like(shift, float("-inf"))
     for s, n in enumerate(lens):
         rows = slice(int(starts[s]), int(starts[s]) + n)
@@ -187,6 +204,10 @@ def test_packed(kernel, dim, heads, kv, together, lens):
         (128, 7, 1, 48, 7, [(30, 500), (19, 64)]),
         (128, 1, 1, 64, 1, [(140, 450)]),
         (64, 2, 1, 32, 2, [(100, 31), (17, 1)]),
+        (96, 4, 2, 16, 2, [(20, 100), (3, 0), (70, 7)]),
+        (96, 1, 1, 48, 1, [(200, 450)]),
+        (256, 2, 1, 32, 2, [(20, 100), (3, 0), (70, 7)]),
+        (256, 1, 1, 16, 1, [(70, 1010)]),
     ],
 )
 def test_paged(kernel, dim, heads, kv, page, together, shapes):
@@ -210,7 +231,7 @@ def test_paged(kernel, dim, heads, kv, page, together, shapes):
     a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.kv_len, a.table, a.table_row = _Ints(seq_lens.data_ptr(), 1), _Ints(table.data_ptr(), 0), table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, 4, 18, 1 << 20
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     for s, ((n, context), (ks, vs)) in enumerate(zip(shapes, keys, strict=True)):
         rows = slice(int(starts[s]), int(starts[s]) + n)
         result = wanted(q[rows], ks, vs, context, a.factor)[0] if n > 4 else torch.full_like(q[rows], 7.0)
@@ -232,7 +253,7 @@ def test_division(kernel):
     out, shift = torch.zeros_like(q), torch.zeros(heads, (total // PAD + len(lens) + 1) * PAD)
     a = arguments(q, k, v, out, starts, dim**-0.5, 1)
     a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     for s, n in enumerate(lens):
         rows = slice(int(starts[s]), int(starts[s]) + n)
         result, _ = wanted(q[rows], k[rows], v[rows], 0, a.factor)
@@ -248,7 +269,7 @@ def test_wrong_starts(kernel):
         out, shift = torch.zeros_like(q), torch.zeros(2, 8 * PAD)
         a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1)
         a.shift, a.pads = shift.data_ptr(), 8
-        assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+        assert kernel(a) == 0
         assert out.isnan().all() and not shift.any()
 
 
@@ -316,7 +337,7 @@ def test_backward(backward, dim, heads, kv, lens):
     for t in (q, k, v, g):  # the last sequence is all NaN, which no other may meet
         if len(lens) > 1:
             t[last:] = float("nan")
-    assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+    assert backward(a) == 0
     for s, n in enumerate(lens):
         rows, at = slice(int(starts[s]), int(starts[s]) + n), (int(starts[s]) // PAD + s) * PAD
         if n == 0 or (s and s == len(lens) - 1):
@@ -332,5 +353,5 @@ def test_backward_of_wrong_starts(backward):
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         grads = [torch.zeros_like(q) for _ in range(3)]
         a = gradients(q, q, q, q, statistics, statistics, grads, torch.tensor(starts), 1.0)
-        assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+        assert backward(a) == 0
         assert all(t.isnan().all() for t in grads)

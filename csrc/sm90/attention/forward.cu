@@ -93,7 +93,7 @@ struct Plan<96> {
 template <>
 struct Plan<256> {
   static constexpr bool ahead = false;
-  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 2, joined = 8;
+  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 4, joined = 8;
 };
 
 // Whether the warps that bring rows have the registers to keep what they found.
@@ -468,7 +468,7 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, groups = Shared<kDim>::groups, rows = groups * 64;
-  constexpr int sums = kDim / 2, steps = kDim / 16;
+  constexpr int sums = kDim / 2, steps = kDim / 16, elsewhere = Shared<kDim>::elsewhere, within = sums - 4 * elsewhere;
   constexpr int stage_step = kKeys * Shared<kDim>::width * 2 >> 4, held = Plan<kDim>::held;
   constexpr bool ahead = Plan<kDim>::ahead;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
@@ -574,29 +574,72 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       }
       __syncwarp();
     };
-    auto joined = [&](int x) -> float4& {
-      if (x < Plan<kDim>::joined) return sh.joined[x][thread_again() - 128];
-      int place = static_cast<int>(blockIdx.x) * Shared<kDim>::elsewhere + x - Plan<kDim>::joined;
-      return p.joined[place * groups * 128 + thread_again() - 128];
+    auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
+    auto join_sums = [&](float4& to, int x) {
+      to.x = __fmaf_rn(to.x, j[0].whole, acc[x] * j[0].leaf);
+      to.y = __fmaf_rn(to.y, j[0].whole, acc[x + 1] * j[0].leaf);
+      to.z = __fmaf_rn(to.z, j[1].whole, acc[x + 2] * j[1].leaf);
+      to.w = __fmaf_rn(to.w, j[1].whole, acc[x + 3] * j[1].leaf);
+    };
+    // The sums of the leaf before block i join those of the leaves before that.
+    auto put_away = [&](int i) {
+      if (i == kLeaf) {
+#pragma unroll
+        for (int x = 0; x < within; x += 4) joined(x / 4) = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
+      } else if (i) {
+#pragma unroll
+        for (int x = 0; x < within; x += 4) {
+          float4 to = joined(x / 4);
+          join_sums(to, x);
+          joined(x / 4) = to;
+        }
+      }
+    };
+    // Likewise, where some of these lie in memory. Those that have been joined leave registers to those on their way.
+    auto memory_of_joined = [&] { return p.joined + blockIdx.x * elsewhere * groups * 128 + (thread_again() - 128); };
+    auto put_away_there = [&](int i) {
+      float4* memory = memory_of_joined();
+      auto load = [&](auto& to, int first) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(to) / sizeof(to[0])); ++i)
+          to[i] = __ldcg(memory + (first + i) * groups * 128);
+      };
+      auto join = [&](auto& to, int first) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(to) / sizeof(to[0])); ++i) {
+          join_sums(to[i], within + 4 * (first + i));
+          __stcg(memory + (first + i) * groups * 128, to[i]);
+#pragma unroll
+          for (int x = 0; x < 4; ++x) acc[within + 4 * (first + i) + x] = 0;
+        }
+      };
+      if (i == kLeaf) {
+        put_away(i);
+#pragma unroll
+        for (int x = within; x < sums; x += 4)
+          __stcg(memory + (x - within) / 4 * groups * 128, make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]));
+      } else if constexpr (elsewhere > 0) {
+        static_assert(elsewhere % 3 == 0);
+        constexpr int third = elsewhere / 3;
+        float4 a[third], b[third], c[third];
+        load(a, 0);
+        put_away(i);
+        __syncwarp();  // or the assembler has more on their way than there are registers for
+        load(b, third);
+        join(a, 0);
+        __syncwarp();
+        load(c, 2 * third);
+        join(b, third);
+        join(c, 2 * third);
+      }
     };
     // What is there before block i is added.
     auto make_room = [&](int i) {
       if (i % kLeaf) {
 #pragma unroll
         for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
-      } else if (i == kLeaf) {
-#pragma unroll
-        for (int x = 0; x < sums; x += 4) joined(x / 4) = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
-      } else if (i) {
-#pragma unroll
-        for (int x = 0; x < sums; x += 4) {
-          float4 to = joined(x / 4);
-          to.x = __fmaf_rn(to.x, j[0].whole, acc[x] * j[0].leaf);
-          to.y = __fmaf_rn(to.y, j[0].whole, acc[x + 1] * j[0].leaf);
-          to.z = __fmaf_rn(to.z, j[1].whole, acc[x + 2] * j[1].leaf);
-          to.w = __fmaf_rn(to.w, j[1].whole, acc[x + 3] * j[1].leaf);
-          joined(x / 4) = to;
-        }
+      } else if constexpr (elsewhere == 0) {
+        put_away(i);
       }
     };
     // From the scores of block 0 to the probabilities of the last one, of which only the product is left.
@@ -687,8 +730,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         products_taken(acc);
         values_taken(i - 1);
         round(even);
+        if constexpr (elsewhere > 0)
+          if (i % kLeaf == 0) put_away_there(i);  // here: the registers of scores are free
       }
-      queries_taken();
+      if (held < steps) queries_taken();
       make_room(n - 1);
     };
 
@@ -736,7 +781,11 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         if (seen) last = join(all_leaves, row[h], factor, false);
 #pragma unroll
         for (int x = 2 * h; x < sums; x += 4) {
-          const float2& before = reinterpret_cast<const float2*>(&joined(x / 4))[h];
+          float2 before;
+          if (x < within)
+            before = reinterpret_cast<const float2*>(&joined(x / 4))[h];
+          else
+            before = __ldcg(reinterpret_cast<const float2*>(memory_of_joined() + (x - within) / 4 * groups * 128) + h);
           acc[x] = seen ? __fmaf_rn(before.x, last.whole, acc[x] * last.leaf) : before.x;
           acc[x + 1] = seen ? __fmaf_rn(before.y, last.whole, acc[x + 1] * last.leaf) : before.y;
         }
