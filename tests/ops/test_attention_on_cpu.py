@@ -26,7 +26,8 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     to = folder / "sm90/attention"
     to.mkdir(parents=True)
     shutil.copy(SOURCE / "interface.h", folder)
-    shutil.copy(SOURCE / "sm90/attention/heads.cuh", to)
+    for header in (SOURCE / "sm90/attention").glob("*.cuh"):
+        shutil.copy(header, to)
     shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
     text = (SOURCE / f"sm90/attention/{name}.cu").read_text()
     declared = "extern __shared__ __align__(1024) uint8_t raw[];"
@@ -316,6 +317,9 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
         (64, 4, 2, [193, 1, 100]),
         (64, 5, 1, [40, 530]),
         (64, 1, 1, [5] * 40 + [260]),
+        (96, 2, 1, [1, 64, 0, 130, 3]),
+        (96, 3, 3, [65, 128, 127]),
+        (96, 2, 1, [300]),
     ],
 )
 def test_backward(backward, dim, heads, kv, lens):

@@ -14,6 +14,7 @@ from .common import FAR, FEW, PAD
 from .problem import Attention
 
 DIMS = (64, 96, 128, 256)
+GRADIENT_DIMS = (64, 96, 128)
 JOINED = {256: 98304}
 """Bytes of the sums of a tile over its leaves, those that have no room on the multiprocessor, by the length of a head."""
 MOST_HEADS = 1 << 30
@@ -66,12 +67,12 @@ class Gradients(ctypes.Structure):
     ]
 
 
-def refuses(p: Attention) -> str | None:
+def refuses(p: Attention, dims: tuple[int, ...] = DIMS) -> str | None:
     """Why the kernel is not for it; None: it is."""
     rows, heads, dim = p.q[0]
     kv_rows, kv_heads, _ = p.k[0]
-    if dim not in DIMS:
-        return f"heads of {dim}, of {' or '.join(map(str, DIMS))}"
+    if dim not in dims:
+        return f"heads of {dim}, of {', '.join(map(str, dims[:-1]))} or {dims[-1]}"
     if heads // kv_heads > GROUP:
         return f"groups of {heads // kv_heads} heads, of at most {GROUP}"
     if not 0 < rows * heads < MOST_HEADS or not 0 < kv_rows < 2**31:
@@ -86,6 +87,10 @@ def paged_refuses(p: Attention) -> str | None:
     if p.page % PAGE:
         return f"pages of {p.page} rows, not of a multiple of {PAGE}"
     return refuses(p)
+
+
+def backward_refuses(p: Attention) -> str | None:
+    return refuses(p, GRADIENT_DIMS)
 
 
 def _ints(t: torch.Tensor) -> _Ints:
