@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import JOINED, Arguments, _Ints, arguments, gradients
+from alignkit.ops.attention.cuda import JOINED, Arguments, _Ints, arguments, differentiator, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -57,9 +57,11 @@ def kernel(tmp_path_factory):
 @pytest.fixture(scope="module")
 def backward(tmp_path_factory):
     """backward(gradients) returns the error."""
-    function = compiled("backward", tmp_path_factory.mktemp("on_cpu")).alignkit_attention_backward
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lambda a: function(ctypes.addressof(a), None)
+    files = {"alignkit_attention_backward": "backward", "alignkit_attention_backward_256": "backward_256"}
+    functions = {name: getattr(compiled(file, tmp_path_factory.mktemp("on_cpu")), name) for name, file in files.items()}
+    for function in functions.values():
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return lambda a: functions[differentiator(a.dim)](ctypes.addressof(a), None)
 
 
 libm = ctypes.CDLL("libm.so.6")
@@ -320,6 +322,9 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
         (96, 2, 1, [1, 64, 0, 130, 3]),
         (96, 3, 3, [65, 128, 127]),
         (96, 2, 1, [300]),
+        (256, 2, 1, [1, 64, 0, 130, 3]),
+        (256, 3, 3, [65, 128, 127]),
+        (256, 2, 1, [300, 63, 5]),
     ],
 )
 def test_backward(backward, dim, heads, kv, lens):

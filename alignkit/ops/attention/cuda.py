@@ -14,7 +14,6 @@ from .common import FAR, FEW, PAD
 from .problem import Attention
 
 DIMS = (64, 96, 128, 256)
-GRADIENT_DIMS = (64, 96, 128)
 JOINED = {256: 98304}
 """Bytes of the sums of a tile over its leaves, those that have no room on the multiprocessor, by the length of a head."""
 MOST_HEADS = 1 << 30
@@ -67,12 +66,12 @@ class Gradients(ctypes.Structure):
     ]
 
 
-def refuses(p: Attention, dims: tuple[int, ...] = DIMS) -> str | None:
+def refuses(p: Attention) -> str | None:
     """Why the kernel is not for it; None: it is."""
     rows, heads, dim = p.q[0]
     kv_rows, kv_heads, _ = p.k[0]
-    if dim not in dims:
-        return f"heads of {dim}, of {', '.join(map(str, dims[:-1]))} or {dims[-1]}"
+    if dim not in DIMS:
+        return f"heads of {dim}, of {', '.join(map(str, DIMS[:-1]))} or {DIMS[-1]}"
     if heads // kv_heads > GROUP:
         return f"groups of {heads // kv_heads} heads, of at most {GROUP}"
     if not 0 < rows * heads < MOST_HEADS or not 0 < kv_rows < 2**31:
@@ -87,10 +86,6 @@ def paged_refuses(p: Attention) -> str | None:
     if p.page % PAGE:
         return f"pages of {p.page} rows, not of a multiple of {PAGE}"
     return refuses(p)
-
-
-def backward_refuses(p: Attention) -> str | None:
-    return refuses(p, GRADIENT_DIMS)
 
 
 def _ints(t: torch.Tensor) -> _Ints:
@@ -142,13 +137,18 @@ def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Grad
     return g
 
 
+def differentiator(dim: int) -> str:
+    """The function of the library for gradients of heads of `dim`."""
+    return "alignkit_attention_backward_256" if dim == 256 else "alignkit_attention_backward"
+
+
 def backward(q, k, v, starts, out, shift, d_out, scale: float):
     if d_out.data_ptr() % 16:  # part of another tensor
         d_out = d_out.clone()
     delta = triton.sums(out, d_out, starts)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     g = gradients(q, k, v, d_out, shift, delta, grads, starts, scale)
-    cuda.call("alignkit_attention_backward", q.device, ctypes.byref(g))
+    cuda.call(differentiator(g.dim), q.device, ctypes.byref(g))
     return grads
 
 

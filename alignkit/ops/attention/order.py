@@ -13,6 +13,6 @@ from ...runtime.families import CUDA
 
 ORDER = {
     "attention": (Kernel("cuda", CUDA, "cuda", rule="refuses"), *PLAIN),
-    "attention_backward": (Kernel("cuda", CUDA, "cuda", rule="backward_refuses"), *PLAIN),
+    "attention_backward": (Kernel("cuda", CUDA, "cuda", rule="refuses"), *PLAIN),
     "paged_attention": (Kernel("cuda", CUDA, "cuda", rule="paged_refuses"), *PLAIN),
 }
