@@ -77,13 +77,17 @@ class Case:
         return f"{of}, {self.heads}/{self.kv_heads} heads of {self.head_dim}"
 
 
-def cases(which: str, quick: bool) -> list[Case]:
+HEAD_DIMS = (128, 64, 96, 256)
+"""Of passes other than decoding."""
+
+
+def cases(which: str, quick: bool, head_dims: list[int] | None = None) -> list[Case]:
+    """``head_dims``: of passes other than decoding; None: all, or of the quick ones 128."""
     if which != "decode":
-        equal = [Case(8, 1024), Case(4, 4096), Case(1, 16384), Case(1, 32768)]
-        if quick:
-            return equal[1:3]
-        drawn, narrow = Case(64, 65536, drawn=True), [Case(c.batch, c.context, head_dim=64) for c in equal]
-        return [*equal, drawn, *narrow]
+        shapes = [(8, 1024), (4, 4096), (1, 16384), (1, 32768)][1 if quick else 0 : 3 if quick else 4]
+        dims = head_dims or ([128] if quick else HEAD_DIMS)
+        equal = [Case(*shape, head_dim=dim) for dim in dims for shape in shapes]
+        return equal if quick else [*equal, *(Case(64, 65536, head_dim=dim, drawn=True) for dim in dims if dim != 64)]
     if quick:
         return [Case(b, c) for b, c in ((1, 1024), (1, 32768), (4, 8192), (16, 8192), (64, 8192), (256, 1024))]
     return [
@@ -319,6 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=PEER, default=list(PEER), metavar="PASS", help=", ".join(PEER))
     parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
     parser.add_argument("--quick", action="store_true", help="few cases of each")
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, help="of passes other than decoding")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
@@ -328,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     had = keys(old, KEY) if options.resume else set()
     rows: list[dict] = []
     for which in options.only:
-        for case in cases(which, options.quick):
+        for case in cases(which, options.quick, options.head_dims):
             if tuple({"impl": "alignkit", "pass": which, **asdict(case)}[k] for k in KEY) in had:
                 continue
             if time_is_up(options, started):

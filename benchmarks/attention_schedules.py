@@ -87,9 +87,9 @@ def by_build(path: Path) -> Callable:
     """`cuda.forward` by the kernel of another library."""
     library = ctypes.CDLL(str(path.resolve()))
 
-    def call(function: str, device: torch.device, arguments) -> None:
+    def call(function: str, device: torch.device, arguments, joined: torch.Tensor | None, size: int) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        if error := getattr(library, function)(arguments, stream):
+        if error := getattr(library, function)(arguments, ctypes.c_void_p(cuda.cuda.pointer(joined)), size, stream):
             raise RuntimeError(f"{path}: {function}: CUDA error {error}")
 
     def forward(*inputs):

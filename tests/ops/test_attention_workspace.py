@@ -6,8 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from alignkit.ops.attention import reserve
-from alignkit.ops.attention import cuda
+from alignkit.ops.attention import cuda, reserve
 from alignkit.ops.attention import triton as backend
 
 BF16, PAGE = torch.bfloat16, 16
@@ -36,8 +35,7 @@ def joined(heads: int, kv: int, dim: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "heads,kv,dim",
-    [(32, 8, 128), (28, 4, 128), (64, 8, 128), (40, 40, 128), (16, 1, 64), (32, 8, 96), (16, 2, 256)],
+    "heads,kv,dim", [(32, 8, 128), (28, 4, 128), (64, 8, 128), (40, 40, 128), (16, 1, 64), (32, 8, 96), (16, 2, 256)]
 )
 @pytest.mark.parametrize("positions", [512, 1024, 40960, 131072, 1 << 20])
 def test_no_call_takes_more_than_was_reserved(positions, heads, kv, dim):

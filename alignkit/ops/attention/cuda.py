@@ -1,4 +1,4 @@
-"""CUDA: bf16 with heads of 64 or 128, of training and of the longer parts of sequences in a rollout, by the tensor core's
+"""CUDA: bf16 with heads of 64, 96, 128 or 256, of training and of the longer parts of sequences in a rollout, by the tensor core's
 asynchronous products (csrc/sm90/attention). Everything else is Triton's: the same bits."""
 
 from __future__ import annotations

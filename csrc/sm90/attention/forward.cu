@@ -3,15 +3,17 @@
 //
 // A tile is 64 rows for each group of warps that computes: positions of one head, or fewer positions of the heads of a
 // group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of 64
-// positions. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
+// positions. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory, and what
+// that has no room for, of heads of 256, in memory.
 //
 // The tensor core has to have products to do while probabilities are computed. There are two ways, of the same bits:
 // - Ahead, for heads of 128: two groups. While one computes the probabilities of a block, two of its products are under
 //   way: the scores of the block after, and the sums of values of the one before. It holds the scores of two blocks,
 //   and all of its queries.
-// - Beside others, for heads of 64: four groups, of fewer registers. While one computes the probabilities of a block,
-//   only its sums of values of the block before are under way, but other groups have products to do as well. It holds
-//   the scores of one block, and of its queries a part; the tensor core reads the others from shared memory.
+// - Beside others, for heads of 64, 96 and 256: four, three and two groups. While one computes the probabilities of a
+//   block, only its sums of values of the block before are under way, but other groups have products to do as well. It
+//   holds the scores of one block, and of its queries what registers are left for; the tensor core reads the others from
+//   shared memory.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
