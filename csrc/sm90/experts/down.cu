@@ -1,9 +1,10 @@
 // Rows in the order of experts, each by its expert's matrix: a chain over ascending k, or the balanced tree of 2, 4 or 8 chains
 // over leaves of k.
 //
-// A block takes 128 rows by 128 columns: of so many, a thread's registers hold the sums of a leaf and those of one and two leaves
-// that wait for as many more; those of four wait in shared memory. One warp copies operands there, through the ends of leaves
-// and tiles without a pause; two groups of four warps multiply 64 rows each. A leaf may end wherever 16 of k do.
+// A block takes 128 rows by 128 columns. One warp copies operands to shared memory, through the ends of leaves and tiles without a
+// pause, and shares them with the other blocks of its cluster; two groups of four warps multiply 64 rows each. A leaf may end wherever
+// 16 of k do. What has been multiplied is added, rounded and stored while the next leaf is multiplied: of a thread's sums, registers
+// hold those of that leaf, of the one before, and of one or two that wait for as many more; shared memory those of two or four.
 #include "experts.cuh"
 
 namespace alignkit {
@@ -13,6 +14,9 @@ constexpr int kDownColumns = 128;
 constexpr int kSums = kDownColumns / 2;  // of a thread
 constexpr int kDepth = 4;                // stages
 constexpr int kSlices = kStep / 16;      // of a stage
+constexpr int kTall = 2, kWide = 2;      // a cluster's blocks
+using DownTurns = Turns<kTall, kWide>;
+constexpr int kPart = kRows / DownTurns::kBlocks, kPartOfB = kDownColumns / kTall;  // rows of an operand that are copied at a time
 
 struct DownStage {
   __nv_bfloat16 a[kRows * kStep];
@@ -39,16 +43,32 @@ struct Down {
 
 __device__ __forceinline__ void copy_down(DownShared& sh, const CUtensorMap* a, const CUtensorMap* all, const Down& p) {
   int stage = 0, phase = 0;
-  Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
+  DownTurns::Tile t;
+  for (DownTurns turns(sh.rows, p.experts); turns.next(t);) {
     const CUtensorMap* map = p.weights.map(all, t.expert);
-    int column = p.weights.first_row(t.expert) + t.column * kDownColumns;
+    int column = p.weights.first_row(t.expert) + t.column * kDownColumns, tall = turns.rank / kWide, wide = turns.rank % kWide;
+    // Blocks with the same rows, and those with the same columns.
+    uint16_t beside = (1 << kWide) - 1 << tall * kWide, below = 0;
+    for (int i = 0; i < kTall; ++i) below |= 1 << (i * kWide + wide);
 #pragma unroll 1
     for (int k = 0; k < p.k; k += kStep, step<kDepth>(stage, phase)) {
       barrier_wait(&sh.empty[stage], phase ^ 1);
       barrier_expect(&sh.full[stage], kDownBytes);
-      copy_box(sh.stage[stage].b, map, k, column, &sh.full[stage]);
-      copy_box(sh.stage[stage].a, a, k, t.row, &sh.full[stage]);  // of rows of the next expert nothing is stored
+      __nv_bfloat16 *to_a = sh.stage[stage].a, *to_b = sh.stage[stage].b;
+      uint64_t* full = &sh.full[stage];
+      // Of rows of the next expert nothing is stored.
+      if (t.flat) {
+        int part = turns.rank * kPart;
+        copy_box_to((1 << DownTurns::kBlocks) - 1, to_a + part * kStep, a, k, t.row + part, full);
+        for (int part = 0; part < kDownColumns; part += kPartOfB) copy_box(to_b + part * kStep, map, k, column + part, full);
+      } else {
+        for (int i = 0; i < kTall; ++i) {
+          int part = (wide * kTall + i) * kPart;
+          copy_box_to(beside, to_a + part * kStep, a, k, t.row + part, full);
+        }
+        int part = tall * kPartOfB;
+        copy_box_to(below, to_b + part * kStep, map, k, column + part, full);
+      }
     }
   }
 }
@@ -58,13 +78,15 @@ struct Reader {
   DownShared& sh;
   uint64_t a, b;  // operands of the next 16 of k
   int stage = 0, phase = 0, slice = 0;
-  int before = -1;  // a stage of which products may still be under way
+  int before = -1;     // a stage of which products may still be under way
+  bool first = false;  // the other group waits for products to have begun
 
   __device__ Reader(DownShared& sh, int group)
       : sh(sh), a(operand<false>(sh.stage[0].a + group * kGroupRows * kStep)), b(operand<false>(sh.stage[0].b)) {}
 
+  // Of this block and the others.
   __device__ void free(int which) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(&sh.empty[which]);
+    if (threadIdx.x % 32 < DownTurns::kBlocks) barrier_arrive(&sh.empty[which], threadIdx.x % 32);
   }
 
   // A chain over the next `slices` of 16.
@@ -90,6 +112,8 @@ struct Reader {
       case 2: multiply_slices<kFirst, 2>(sums); break;
       default: multiply_slices<kFirst, 1>(sums);
     }
+    if (first) named_barrier_arrive(1, 256);
+    first = false;
     slice += some;
     a += some * kNext<false>;
     b += some * kNext<false>;
@@ -179,9 +203,14 @@ __device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0), slices = (p.leaf + 15) / 16;
   float* four = sh.four[group] + threadIdx.x % 128;
   Reader reader(sh, group);
-  Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
+  bool first = true;
+  DownTurns::Tile t;
+  for (DownTurns turns(sh.rows, p.experts); turns.next(t);) {
     float sums[kSums];
+    // The second group stays behind, so that the two do not wait for their last products together.
+    if (first && group == 1) named_barrier_sync(1, 256);
+    reader.first = first && group == 0;
+    first = false;
     Tree<kLeaves>::sum(reader, sums, slices, four);
     reader.end();
     int column = t.column * kDownColumns;
@@ -201,17 +230,20 @@ __device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
 }
 
 template <int kLeaves>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(DownTurns::kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     down(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap weights, const Down p) {
   extern __shared__ uint8_t raw[];
-  DownShared& sh = begin_block<DownShared>(raw, p.experts, 1);
+  DownShared& sh = begin_block<DownShared, 8, DownTurns::kBlocks>(
+      raw, p.experts, 1, [&](int rows) { return DownTurns::of(rows, p.experts.across); });
   if (threadIdx.x / 128 == 2) {
-    registers_down<24>();
+    registers_down<40>();
     if (threadIdx.x == 2 * 128) copy_down(sh, &a, &weights, p);
   } else {
-    registers_up<240>();
+    registers_up<232>();
     multiply_down<kLeaves>(sh, p);
   }
+  __syncwarp();
+  cluster_sync();  // nobody leaves while another block may still write here
 }
 
 template <int kLeaves>
@@ -219,9 +251,9 @@ cudaError_t launch_down(const CUtensorMap& a, const CUtensorMap& weights, const 
                         cudaStream_t stream) {
   constexpr auto kernel = down<kLeaves>;
   constexpr int bytes = sizeof(DownShared) + 1024;
-  int processors;
-  if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
-  return launch_early(kernel, blocks_of(pairs, p.experts, processors), kThreads, bytes, stream, a, weights, p);
+  int clusters;
+  if (cudaError_t e = prepare<kernel>(bytes, DownTurns::kBlocks, &clusters)) return e;
+  return launch_early(kernel, blocks_of<DownTurns>(pairs, p.experts, clusters), kThreads, bytes, stream, a, weights, p);
 }
 
 }  // namespace
@@ -236,9 +268,9 @@ extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void*
                                      int round, int pairs, int n, int k, int leaves, cudaStream_t stream) {
   if (experts > kMostExperts) return cudaErrorInvalidValue;
   CUtensorMap maps[2] = {};
-  if (cudaError_t e = map_of(&maps[0], {a, a_pitch}, Layout::kPlain, pairs, k, kRows)) return e;
+  if (cudaError_t e = map_of(&maps[0], {a, a_pitch}, Layout::kPlain, pairs, k, kPart)) return e;
   if (!each)
-    if (cudaError_t e = map_of(&maps[1], {weights, pitch}, Layout::kPlain, static_cast<int64_t>(experts) * n, k, kDownColumns)) return e;
+    if (cudaError_t e = map_of(&maps[1], {weights, pitch}, Layout::kPlain, static_cast<int64_t>(experts) * n, k, kPartOfB)) return e;
   Down p = {out,
             out_pitch,
             round != 0,
@@ -258,5 +290,5 @@ extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void*
 
 // The map of a matrix [n, k], 128 bytes, for `each`.
 extern "C" int alignkit_experts_down_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
-  return write_map(map, {matrix, pitch}, rows, k, kDownColumns);
+  return write_map(map, {matrix, pitch}, rows, k, kPartOfB);
 }

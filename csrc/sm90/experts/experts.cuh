@@ -16,15 +16,16 @@ struct Experts {
   int across;  // tiles of columns
 };
 
-// For each expert: its first pair, and how many tiles of rows come before its own. Likewise behind the last one.
+// For each expert: its first pair, and how many tiles come before its own, of rows, or, by clusters, turns. Likewise behind the
+// last one.
 struct Rows {
   int pair[kMostExperts + 1];
   int tiles[kMostExperts + 1];
 };
 
-// By a whole warp, of tiles of kHeight rows. It asks memory for the ends of many experts before it waits for the first of them.
-template <int kHeight>
-__device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
+// By a whole warp, where `of` rows are so many. It asks memory for the ends of many experts before it waits for the first of them.
+template <class Of>
+__device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e, const Of& of) {
   constexpr int at_once = 5;  // 32 experts each; of 128 all
   int lane = threadIdx.x % 32, before = 0;
 #pragma unroll 1
@@ -38,7 +39,7 @@ __device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
     }
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
-      int expert = first + i * 32 + lane, tiles = (end[i] - pair[i] + kHeight - 1) / kHeight, sum = tiles;
+      int expert = first + i * 32 + lane, tiles = of(end[i] - pair[i]), sum = tiles;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         int other = __shfl_up_sync(~0u, sum, distance);
@@ -54,23 +55,30 @@ __device__ __forceinline__ void count_tiles(Rows& rows, const Experts& e) {
 }
 
 // What a kernel of these begins with. Shared has stages' barriers `full`, of so many arrivals, and `empty`, of kWarps that
-// multiply, and `rows`.
-template <class Shared, int kHeight = kRows, int kWarps = 8>
-__device__ __forceinline__ Shared& begin_block(uint8_t* raw, const Experts& e, int arrivals) {
+// multiply in each of the kBlocks of a cluster, and `rows`, which are counted by `of`.
+template <class Shared, int kWarps, int kBlocks, class Of>
+__device__ __forceinline__ Shared& begin_block(uint8_t* raw, const Experts& e, int arrivals, const Of& of) {
   constexpr int depth = sizeof(Shared::full) / sizeof(uint64_t);
   Shared& sh = *reinterpret_cast<Shared*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   if (threadIdx.x == 0) {
     for (int i = 0; i < depth; ++i) {
       barrier_init(&sh.full[i], arrivals);
-      barrier_init(&sh.empty[i], kWarps);
+      barrier_init(&sh.empty[i], kWarps * kBlocks);
     }
     barrier_init_done();
   }
+  if (kBlocks > 1) cluster_sync();
   wait_for_kernel_before();
   let_next_kernel_begin();
-  if (threadIdx.x < 32) count_tiles<kHeight>(sh.rows, e);
+  if (threadIdx.x < 32) count_tiles(sh.rows, e, of);
   __syncthreads();
   return sh;
+}
+
+// Likewise, of blocks by themselves that take tiles of kHeight rows.
+template <class Shared, int kHeight = kRows, int kWarps = 8>
+__device__ __forceinline__ Shared& begin_block(uint8_t* raw, const Experts& e, int arrivals) {
+  return begin_block<Shared, kWarps, 1>(raw, e, arrivals, [](int rows) { return (rows + kHeight - 1) / kHeight; });
 }
 
 struct Tile {
@@ -113,6 +121,69 @@ struct Walk {
   }
 };
 
+// The turns of clusters of kTall by kWide blocks. A block takes a tile of 128 rows; a cluster, in its turn, kTall of an expert's
+// tiles of rows by kWide of columns, or, of the last tile of rows where their number is odd, kTall * kWide of columns. So blocks
+// share operands, and tiles are no larger for it.
+template <int kTall, int kWide>
+struct Turns {
+  static_assert(kTall <= 2);
+  static constexpr int kBlocks = kTall * kWide;
+
+  struct Tile {
+    int expert;
+    int row, end;  // of this block: the first pair, and the one behind the expert's last
+    int column;    // a tile's
+    bool flat;     // all blocks of the cluster have the same rows
+  };
+
+  const Rows& rows;
+  const Experts& experts;
+  int rank, i, expert = -1;
+
+  __device__ Turns(const Rows& rows, const Experts& experts)
+      : rows(rows), experts(experts), rank(kBlocks > 1 ? cluster_rank() : 0), i(blockIdx.x / kBlocks) {}
+
+  __host__ __device__ static int tall(int across) { return (across + kWide - 1) / kWide; }
+  __host__ __device__ static int flat(int across) { return (across + kBlocks - 1) / kBlocks; }
+
+  // Of an expert with so many rows.
+  __device__ static int of(int rows, int across) {
+    int tiles = (rows + kRows - 1) / kRows;
+    return tiles / kTall * tall(across) + tiles % kTall * flat(across);
+  }
+
+  __device__ bool next(Tile& t) {
+    if (i >= rows.tiles[experts.count]) return false;
+    if (expert < 0) expert = find();
+    while (rows.tiles[expert + 1] <= i) ++expert;
+    constexpr int band_rows = kBandRows / kTall;
+    int begin = rows.pair[expert], j = i - rows.tiles[expert], wide = tall(experts.across);
+    t.expert = expert;
+    t.end = rows.pair[expert + 1];
+    int down = (t.end - begin + kRows - 1) / kRows / kTall;
+    t.flat = j >= down * wide;
+    if (t.flat) {
+      t.row = begin + down * kTall * kRows;
+      t.column = (j - down * wide) * kBlocks + rank;
+    } else {
+      int first = j / (band_rows * wide) * band_rows, band = min(band_rows, down - first);
+      j -= first * wide;
+      t.row = begin + ((first + j % band) * kTall + rank / kWide) * kRows;
+      t.column = j / band * kWide + rank % kWide;
+    }
+    i += gridDim.x / kBlocks;
+    return true;
+  }
+
+  // The last expert whose turns begin at or before i.
+  __device__ int find() const {
+    int last = 0;
+    for (int far = kMostExperts / 2; far; far /= 2)
+      if (last + far < experts.count && rows.tiles[last + far] <= i) last += far;
+    return last;
+  }
+};
+
 // The experts' matrices, bf16, as the copy engine knows them: all of them one behind the other, or each by itself.
 struct Matrices {
   const CUtensorMap* each;  // in memory; null: there is one for all
@@ -120,7 +191,7 @@ struct Matrices {
 
   __device__ const CUtensorMap* map(const CUtensorMap* all, int expert) const {
     if (!each) return all;
-    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(each + expert) : "memory");
+    map_seen(each + expert);
     return each + expert;
   }
   __device__ int first_row(int expert) const { return each ? 0 : expert * rows; }
@@ -128,9 +199,10 @@ struct Matrices {
 
 // Host.
 
-// As many blocks as there may be tiles, or as the device holds.
-inline unsigned blocks_of(int64_t pairs, const Experts& e, int processors) {
-  return static_cast<unsigned>(std::min<int64_t>((pairs / kRows + e.count) * e.across, processors));
+// Blocks of as many clusters as there may be turns, or as the device holds.
+template <class Turns>
+unsigned blocks_of(int64_t pairs, const Experts& e, int clusters) {
+  return static_cast<unsigned>(std::min<int64_t>((pairs / kRows + e.count) * Turns::tall(e.across), clusters) * Turns::kBlocks);
 }
 
 // The map of one matrix, to memory of the caller.

@@ -2,6 +2,7 @@
 //
 // A block takes 128 rows by 128 features: 256 columns, those of gate and those of up. A group of four warps gathers the rows
 // into shared memory, and one of its threads has the copy engine bring the matrices; two groups multiply 64 rows each.
+// Two blocks, a cluster, have the same features of other rows, if there are: then one brings gate's matrix for both, the other up's.
 // Each output is one chain over ascending k.
 #include "../ptx/exponential.cuh"
 #include "experts.cuh"
@@ -11,6 +12,8 @@ namespace {
 
 constexpr int kFeatures = kColumns / 2;  // of a tile
 constexpr int kLag = 2;  // copies that are on their way when one is waited for
+using GatedTurns = Turns<2, 1>;
+constexpr uint16_t kBoth = 3;  // blocks
 
 struct GatedShared {
   Stage stage[kStages];
@@ -40,8 +43,8 @@ __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* all, 
     if (lane == 0) barrier_arrive(&sh.full[announced]);
     if (++announced == kStages) announced = 0;
   };
-  Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
+  GatedTurns::Tile t;
+  for (GatedTurns turns(sh.rows, p.experts); turns.next(t);) {
     const __nv_bfloat16* from[each];
     int pairs = t.end - t.row;
 #pragma unroll
@@ -56,8 +59,15 @@ __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* all, 
       barrier_wait(&sh.empty[stage], phase ^ 1);
       if (thread == 0) {
         barrier_expect(&sh.full[stage], sizeof(Stage::b));
-        copy_box(sh.stage[stage].b, map, k, gate, &sh.full[stage]);
-        copy_box(sh.stage[stage].b + kFeatures * kStep, map, k, gate + p.features, &sh.full[stage]);
+        __nv_bfloat16 *of_gate = sh.stage[stage].b, *of_up = of_gate + kFeatures * kStep;
+        if (t.flat || GatedTurns::kBlocks == 1) {
+          copy_box(of_gate, map, k, gate, &sh.full[stage]);
+          copy_box(of_up, map, k, gate + p.features, &sh.full[stage]);
+        } else if (turns.rank == 0) {
+          copy_box_to(kBoth, of_gate, map, k, gate, &sh.full[stage]);
+        } else {
+          copy_box_to(kBoth, of_up, map, k, gate + p.features, &sh.full[stage]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < each; ++i)
@@ -78,14 +88,38 @@ __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* all, 
 
 __device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
 
+// gate becomes silu(gate) * up. A division that looks at its operands first is waited for by the next one. Of gates between
+// 2^-60 and 60, or as much below 0, neither the quotient nor what leads to it leaves the range of fp32: the same steps as in
+// __fdiv_rn round correctly, and those of all gates run side by side. The others are rare.
+template <int kCount>
+__device__ __forceinline__ void activate(float (&gate)[kCount], const float (&up)[kCount]) {
+  constexpr uint32_t least = 0x21800000, most = 0x42700000;  // 2^-60, 60
+  bool others = false;
+  float y[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float x = gate[i], d = 1.0f + exponential(-x), r = reciprocal(d);
+    r = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
+    float q = __fmaf_rn(x, r, 0.0f);
+    y[i] = __fmaf_rn(r, __fmaf_rn(-d, q, x), q);
+    others |= (__float_as_uint(x) & 0x7fffffff) - least > most - least;
+  }
+  if (others) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) y[i] = __fdiv_rn(gate[i], 1.0f + exponential(-gate[i]));
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) gate[i] = y[i] * up[i];
+}
+
 __device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p) {
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, stage = 0, phase = 0;
   bool late = group == 1, first = true;
   uint64_t a0 = operand<false>(sh.stage[0].a + group * kGroupRows * kStep), b0 = operand<false>(sh.stage[0].b);
   int steps = (p.k + kStep - 1) / kStep;
   float sums[128];
-  Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
+  GatedTurns::Tile t;
+  for (GatedTurns turns(sh.rows, p.experts); turns.next(t);) {
     if (first && late) named_barrier_sync(1, 256);
     int before = 0;
 #pragma unroll 1
@@ -100,14 +134,14 @@ __device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p)
       if (first && !late && k == min(kBehind, steps) - 1) named_barrier_arrive(1, 256);
       if (k > 0) {
         products_wait<1>();
-        if (lane == 0) barrier_arrive(&sh.empty[before]);
+        if (lane < GatedTurns::kBlocks) barrier_arrive(&sh.empty[before], lane);
       }
       before = stage;
       step<kStages>(stage, phase);
     }
     products_wait<0>();
     products_taken(sums);
-    if (lane == 0) barrier_arrive(&sh.empty[before]);
+    if (lane < GatedTurns::kBlocks) barrier_arrive(&sh.empty[before], lane);
     first = false;
     Place place(t.end, t.row + group * kGroupRows, 0);
 #pragma unroll
@@ -123,22 +157,28 @@ __device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p)
         store_rows(gate, place, p.h, 2 * p.features, p.features, column);
         store_rows(up, place, p.h + p.features, 2 * p.features, p.features, column);
       }
-#pragma unroll
-      for (int j = 0; j < 16; ++j) gate[j] = __fdiv_rn(gate[j], 1.0f + exponential(-gate[j])) * up[j];
+      activate(gate, up);
       store_rows(gate, place, p.y, p.features, p.features, column);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) gate_up(const __grid_constant__ CUtensorMap weights, const GateUp p) {
+__global__ void __cluster_dims__(GatedTurns::kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
+    gate_up(const __grid_constant__ CUtensorMap weights, const GateUp p) {
   extern __shared__ uint8_t raw[];
-  GatedShared& sh = begin_block<GatedShared>(raw, p.experts, 1 + 4);  // the copy engine's bytes, and warps that gather
+  // Arrivals: the copy engine's bytes, and warps that gather.
+  GatedShared& sh = begin_block<GatedShared, 8, GatedTurns::kBlocks>(
+      raw, p.experts, 1 + 4, [&](int rows) { return GatedTurns::of(rows, p.experts.across); });
   if (threadIdx.x / 128 == 2) {
     registers_down<56>();
     gather(sh, &weights, p);
   } else {
     registers_up<224>();
     multiply_gated(sh, p);
+  }
+  if (GatedTurns::kBlocks > 1) {
+    __syncwarp();
+    cluster_sync();  // nobody leaves while the other block may still write here
   }
 }
 
@@ -158,8 +198,8 @@ extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const in
   if (!each)
     if (cudaError_t e = map_of(&map, {weights, pitch}, Layout::kPlain, int64_t{2} * experts * features, k, kFeatures)) return e;
   constexpr int bytes = sizeof(GatedShared) + 1024;
-  int processors;
-  if (cudaError_t e = prepare<gate_up>(bytes, 1, &processors)) return e;
+  int clusters;
+  if (cudaError_t e = prepare<gate_up>(bytes, GatedTurns::kBlocks, &clusters)) return e;
   GateUp p = {static_cast<const __nv_bfloat16*>(x),
               x_pitch,
               row,
@@ -169,7 +209,7 @@ extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const in
               k,
               {static_cast<const CUtensorMap*>(each), 2 * features},
               {offsets, experts, (features + kFeatures - 1) / kFeatures}};
-  return launch_early(gate_up, blocks_of(pairs, p.experts, processors), kThreads, bytes, stream, map, p);
+  return launch_early(gate_up, blocks_of<GatedTurns>(pairs, p.experts, clusters), kThreads, bytes, stream, map, p);
 }
 
 // The map of a matrix [2 features, k], 128 bytes, for `each`.

@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kCount], const Pl
       (high ? w[1] : w[3]) = y;
       int column = 32 * i + 8 * (p.lane % 4);
       if (p.here[h] && first_column + column < width)
-        *reinterpret_cast<uint4*>(row + column) = make_uint4(w[0], w[1], w[2], w[3]);
+        __stcg(reinterpret_cast<uint4*>(row + column), make_uint4(w[0], w[1], w[2], w[3]));  // one store, by its name
     }
   }
 }

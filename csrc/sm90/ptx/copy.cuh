@@ -37,6 +37,11 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
                : "memory");
 }
 
+// Of a map that lies in memory, and was written there, the copy engine has what is there now.
+__device__ __forceinline__ void map_seen(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
 // The copy engine: a box of a matrix to shared memory; outside of the matrix it reads zeros.
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {
