@@ -1,4 +1,4 @@
-// A multiprocessor for tests: the threads of a block are fibers that take turns, and what they do together (shuffles,
+// A multiprocessor for tests, or several, for the blocks of a cluster: their threads are fibers that take turns, and what they do together (shuffles,
 // barriers, the tensor core, the copy engine) is done by plain code. It knows the layouts and orders of the real
 // machine, not its speed: a product is computed when it is waited for, from what registers and shared memory hold then.
 #pragma once
@@ -17,11 +17,13 @@
 #include <vector>
 
 #define __device__
+#define __host__
 #define __global__
 #define __shared__ static  // blocks run one after the other
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)  // as many blocks as the launch asks of cudaOccupancyMaxActiveClusters
 #define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -62,6 +64,15 @@ struct __nv_bfloat16 {
     return *this;
   }
 };
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline __nv_bfloat16 __float2bfloat16_rn(float v) {
+  __nv_bfloat16 rounded;
+  return rounded = v;
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)}; }
+inline float __bfloat162float(__nv_bfloat16 v) { return __uint_as_float(uint32_t{v.bits} << 16); }
 using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9, cudaErrorNotSupported = 801;
@@ -70,9 +81,11 @@ constexpr int cudaFuncAttributePreferredSharedMemoryCarveout = 9, cudaSharedmemC
 
 namespace machine {
 
-constexpr int kSharedBytes = 232448, kStackBytes = 256 << 10;
+constexpr int kSharedBytes = 232448, kStackBytes = 256 << 10, kMostBlocks = 4, kMostWarps = 64;
 inline int processors = 3;
-alignas(1024) inline uint8_t shared[kSharedBytes];
+inline int cluster = 1;  // blocks of one
+alignas(1024) inline uint8_t all_shared[kMostBlocks][kSharedBytes];
+inline uint8_t* shared = all_shared[0];  // of the block whose turn it is
 
 struct Product {
   float* d;
@@ -102,7 +115,8 @@ inline std::vector<Fiber> fibers;
 inline std::vector<std::unique_ptr<char[]>> stacks;
 inline jmp_buf scheduler;
 inline int current;
-inline dim3 block, grid;
+inline dim3 block, grid, of_threads;
+inline unsigned first_block;  // of the cluster
 inline int threads;
 inline int64_t moves;  // things that others may be waiting for
 inline std::function<void()> body;
@@ -111,8 +125,12 @@ inline void yield() {
   if (!_setjmp(fibers[current].here)) _longjmp(scheduler, 1);
 }
 
+inline int rank() { return current / threads; }
+
 __attribute__((noinline)) inline void resume(int i) {
   current = i;
+  block.x = first_block + rank();
+  shared = all_shared[rank()];
   if (_setjmp(scheduler)) return;
   if (fibers[i].begun) _longjmp(fibers[i].here, 1);
   fibers[i].begun = true;
@@ -139,8 +157,8 @@ struct Meeting {
     }
   }
 };
-inline Meeting whole, warps[32];
-inline uint64_t given[32][32][4];
+inline Meeting everybody, whole[kMostBlocks], warps[kMostWarps];
+inline uint64_t given[kMostWarps][32][4];
 
 inline int lane() { return current % 32; }
 inline int warp() { return current / 32; }
@@ -153,12 +171,14 @@ inline void enter() {
   yield();
 }
 
-inline void run_block(std::function<void()> f) {
-  std::memset(shared, 0xff, sizeof(shared));
+inline void run_cluster(std::function<void()> f) {
+  std::memset(all_shared, 0xff, sizeof(all_shared));
   body = std::move(f);
   fibers.clear();
-  fibers.resize(threads);
-  whole = {};
+  fibers.resize(threads * cluster);
+  if (cluster > kMostBlocks || fibers.size() > 32 * kMostWarps) std::abort();
+  everybody = {};
+  for (auto& w : whole) w = {};
   for (auto& w : warps) w = {};
   while (stacks.size() < fibers.size()) stacks.emplace_back(new char[kStackBytes]);
   for (size_t i = 0; i < fibers.size(); ++i) {
@@ -168,11 +188,11 @@ inline void run_block(std::function<void()> f) {
     context.uc_link = nullptr;
     makecontext(&context, enter, 0);
   }
-  int left = threads, idle = 0;
+  int count = static_cast<int>(fibers.size()), left = count, idle = 0;
   while (left) {
     int64_t before = moves;
     left = 0;
-    for (int i = 0; i < threads; ++i) {
+    for (int i = 0; i < count; ++i) {
       if (fibers[i].done) continue;
       ++left;
       resume(i);
@@ -186,10 +206,11 @@ template <class Kernel, class... Arguments>
 cudaError_t launch(Kernel kernel, dim3 blocks, int of_block, const Arguments&... arguments) {
   grid = blocks;
   threads = of_block;
+  of_threads = dim3(of_block);
   for (unsigned y = 0; y < grid.y; ++y)
-    for (unsigned x = 0; x < grid.x; ++x) {
-      block = dim3(x, y);
-      run_block([&] { kernel(arguments...); });
+    for (first_block = 0; first_block < grid.x; first_block += cluster) {
+      block.y = y;
+      run_cluster([&] { kernel(arguments...); });
     }
   return cudaSuccess;
 }
@@ -198,16 +219,14 @@ cudaError_t launch(Kernel kernel, dim3 blocks, int of_block, const Arguments&...
 
 struct ThreadIndex {
   struct {
-    operator unsigned() const { return machine::current; }
+    operator unsigned() const { return machine::current % machine::threads; }
   } x;
 };
 inline ThreadIndex threadIdx;
-#define blockIdx machine::block
-#define gridDim machine::grid
-#define blockDim (dim3(machine::threads))
+inline dim3 &blockIdx = machine::block, &gridDim = machine::grid, &blockDim = machine::of_threads;
 
 inline void __syncwarp() { machine::meet(); }
-inline void __syncthreads() { machine::whole.wait(machine::threads); }
+inline void __syncthreads() { machine::whole[machine::rank()].wait(machine::threads); }
 
 template <class T>
 T __shfl_sync(unsigned, T v, int from, int width = 32) {
@@ -221,6 +240,10 @@ T __shfl_sync(unsigned, T v, int from, int width = 32) {
 template <class T>
 T __shfl_xor_sync(unsigned all, T v, int mask) {
   return __shfl_sync(all, v, machine::lane() ^ mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned all, T v, int distance) {
+  return __shfl_sync(all, v, max(machine::lane() - distance, 0));
 }
 inline unsigned __ballot_sync(unsigned, bool v) {
   machine::given[machine::warp()][machine::lane()][0] = v;
@@ -265,6 +288,16 @@ inline int cudaDeviceGetAttribute(int* value, int, int) {
 template <class F>
 int cudaFuncSetAttribute(F, int, int bytes) {
   return bytes <= machine::kSharedBytes ? 0 : cudaErrorInvalidValue;
+}
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+};
+template <class F>
+int cudaOccupancyMaxActiveClusters(int* clusters, F, const cudaLaunchConfig_t* config) {
+  machine::cluster = static_cast<int>(config->gridDim.x);
+  *clusters = 2;
+  return cudaSuccess;
 }
 inline int cudaGetLastError() { return cudaSuccess; }
 template <class F>

@@ -13,7 +13,6 @@ struct Barrier {
 static_assert(sizeof(Barrier) == 8);
 
 inline Barrier& barrier(uint64_t* b) {
-  shared_address(b);
   return *reinterpret_cast<Barrier*>(b);
 }
 inline void barrier_turn(Barrier& b) {
@@ -37,6 +36,12 @@ inline void barrier_arrive(uint64_t* b) {
   --barrier(b).missing;
   barrier_turn(barrier(b));
 }
+// The one that lies here in the block `rank` of the cluster.
+inline void barrier_arrive(uint64_t* b, int rank) {
+  if (rank >= machine::cluster) machine::fail("no such block");
+  uint32_t at = shared_address(b);
+  barrier_arrive(reinterpret_cast<uint64_t*>(&machine::all_shared[rank][at]));
+}
 inline void barrier_copied(uint64_t* b, int bytes) {
   barrier(b).bytes -= bytes;
   barrier_turn(barrier(b));
@@ -51,10 +56,11 @@ inline void barrier_wait(uint64_t* b, int parity) {
 struct Named {
   int arrived, round;
 };
-inline Named named[16];
+inline Named named_of[machine::kMostBlocks][16];
 
 inline int named_barrier_arrive(int name, int threads) {
   ++machine::moves;
+  Named* named = named_of[machine::rank()];
   int round = named[name].round;
   if (++named[name].arrived == threads) {
     named[name].arrived = 0;
@@ -64,7 +70,7 @@ inline int named_barrier_arrive(int name, int threads) {
 }
 inline void named_barrier_sync(int name, int threads) {
   int round = named_barrier_arrive(name, threads);
-  while (named[name].round == round) machine::yield();
+  while (named_of[machine::rank()][name].round == round) machine::yield();
 }
 
 template <int kDepth>

@@ -15,6 +15,7 @@ struct CUtensorMap {
   const uint8_t* data;
   uint64_t size[4], stride[4];  // bytes
   uint32_t box[4];
+  uint8_t rest[40];  // 128 bytes in all, as the real one
 };
 
 namespace alignkit {
@@ -66,12 +67,33 @@ inline void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, int 
   barrier_copied(b, bytes);
 }
 
-inline CUresult encode_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, const cuuint64_t* size,
+inline void copy_box(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) { copy_box(to, map, x, y, 0, 0, b); }
+
+inline void copy_box_to(uint16_t blocks, void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {
+  uint32_t at = shared_address(to), barrier_at = shared_address(b);
+  uint8_t* own = machine::shared;
+  if (blocks >> machine::cluster) machine::fail("no such block");
+  for (int i = 0; i < machine::cluster; ++i) {
+    if (!(blocks >> i & 1)) continue;
+    machine::shared = machine::all_shared[i];
+    copy_box(machine::shared + at, map, x, y, reinterpret_cast<uint64_t*>(machine::shared + barrier_at));
+  }
+  machine::shared = own;
+}
+
+inline void map_seen(const CUtensorMap*) {}
+
+inline CUresult encode_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* size,
                            const cuuint64_t* stride, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   map->data = static_cast<const uint8_t*>(data);
   if (reinterpret_cast<uintptr_t>(data) % 16 || box[0] * 2 > 128) return 1;
   for (int d = 0; d < 4; ++d) {
+    if (d >= static_cast<int>(rank)) {
+      map->size[d] = map->box[d] = 1;
+      map->stride[d] = 0;
+      continue;
+    }
     map->size[d] = size[d];
     map->stride[d] = d ? stride[d - 1] : 2;
     map->box[d] = box[d];

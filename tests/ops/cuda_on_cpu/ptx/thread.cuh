@@ -1,5 +1,5 @@
 #pragma once
 #include "../machine.h"
 namespace alignkit {
-inline uint32_t thread_again() { return machine::current; }
+inline uint32_t thread_again() { return threadIdx.x; }
 }  // namespace alignkit
