@@ -89,13 +89,20 @@ struct Reader {
     if (threadIdx.x % 32 < DownTurns::kBlocks) barrier_arrive(&sh.empty[which], threadIdx.x % 32);
   }
 
-  // A chain over the next `slices` of 16.
+  // Begins a chain over the next `slices` of 16.
   __device__ void chain(float (&sums)[kSums], int slices) {
     slices -= run<true>(sums, slices);
 #pragma unroll 1
     while (slices > 0) slices -= run<false>(sums, slices);
+  }
+
+  // Waits for the chains that have begun.
+  __device__ void wait() {
     products_wait<0>();
-    products_taken(sums);
+    free_before();
+  }
+
+  __device__ void free_before() {
     if (before >= 0) free(before);
     before = -1;
   }
@@ -117,9 +124,9 @@ struct Reader {
     slice += some;
     a += some * kNext<false>;
     b += some * kNext<false>;
+    products_wait<1>();  // all but these
+    free_before();
     if (slice == kSlices) {
-      products_wait<1>();  // all but these
-      if (before >= 0) free(before);
       before = stage;
       next_stage();
     }
@@ -176,6 +183,29 @@ struct Tree {
 };
 
 template <>
+struct Tree<1> {
+  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float*) {
+    reader.chain(sums, slices);
+    reader.wait();
+    products_taken(sums);
+  }
+};
+
+// Two chains follow each other without a pause.
+template <>
+struct Tree<2> {
+  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float*) {
+    float right[kSums];
+    reader.chain(sums, slices);
+    reader.chain(right, slices);
+    reader.wait();
+    products_taken(sums);
+    products_taken(right);
+    add(sums, right);
+  }
+};
+
+template <>
 struct Tree<8> {
   static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float* four) {
 #pragma unroll 1
@@ -188,13 +218,6 @@ struct Tree<8> {
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = four[i * 128] + sums[i];
-  }
-};
-
-template <>
-struct Tree<1> {
-  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float*) {
-    reader.chain(sums, slices);
   }
 };
 
