@@ -147,9 +147,7 @@ def run(options: Options, progress: Progress) -> Result:
         folders = {dtype: out / f"{folder}-{dtype}" for dtype in dtypes}
         kv_heads = max(KV_HEADS, options.tp)  # each rank has at least one
         return {
-            dtype: make_checkpoint(
-                path, family, getattr(torch, dtype), seed=options.seed, kv_heads=kv_heads
-            ).resolve()
+            dtype: make_checkpoint(path, family, getattr(torch, dtype), seed=options.seed, kv_heads=kv_heads).resolve()
             for dtype, path in folders.items()
         }
 
