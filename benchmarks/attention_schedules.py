@@ -2,7 +2,7 @@
 
 Decoding, by the kernels of another checkout too, and with other launch options (arguments of `few` in JSON):
 
-python benchmarks/attention_schedules.py --before CHECKOUT --choices '{"TOGETHER": 1}' '{"num_warps": 8, "num_stages": 2}'
+python benchmarks/attention_schedules.py --before CHECKOUT --choices '{"num_warps": 2}' '{"num_warps": 8, "num_stages": 3}'
   [--cases 1x1024 16x8192] [--heads 32/8 28/4]
 
 The forward pass, by builds of csrc/sm90/attention/forward.cu, each a library of its own, made as setup.py makes the kernels (nvcc ...

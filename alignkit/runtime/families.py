@@ -71,8 +71,8 @@ CPU = Family(
 )
 SM90 = Family(
     name="sm90",
-    version=5,
-    kv_block=64,
+    version=6,
+    kv_block=128,
     kv_leaf=512,
     head_rows=8192,
     shown=({"torch": "2.11.0+cu130", "triton": "3.6.0"},),

@@ -56,8 +56,8 @@ def test_replays_without_whole_sequences_are_refused(context, said, tmp_path):
 
 
 def test_another_contract_is_refused_before_an_engine_starts(tmp_path):
-    path = kept(tmp_path / "run", {"input_ids": IDS}, contract="alignkit-5/sm90/v128/k8/kv64/leaf512")
-    with pytest.raises(InputError, match="contract 'alignkit-5/sm90"):
+    path = kept(tmp_path / "run", {"input_ids": IDS}, contract="alignkit-6/sm90/v128/k8/kv128/leaf512")
+    with pytest.raises(InputError, match="contract 'alignkit-6/sm90"):
         bisect.bisect(bisect.Options("aligned-megatron", "hf", tmp_path / "out", tokens=path))
     ours = contract_id("cuda" if torch.cuda.is_available() else "cpu")
     tokens.check_contract(path, tokens.read(kept(tmp_path / "ours", {"input_ids": IDS}, contract=ours))[1], True)

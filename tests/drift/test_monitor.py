@@ -601,7 +601,7 @@ def test_digest_streams_what_is_not_contiguous(monkeypatch):
         ({"contract": "mine"}, "contract"),
         ({"contract": None}, "contract"),
         ({"contract": (ALIGNED,) * 3}, "contract"),
-        ({"contract": (ALIGNED, "alignkit-5/sm90/v128/k8/kv64/leaf512")}, "contract"),
+        ({"contract": (ALIGNED, "alignkit-6/sm90/v128/k8/kv128/leaf512")}, "contract"),
         ({"sinks": "wandb"}, "sinks"),
         ({"sinks": ["mlflow"]}, "sinks"),
         ({"meta": {"a": 1}}, "meta"),

@@ -33,7 +33,7 @@ for s, n in enumerate(lens):
         cache[order[s][at // page], at % page] = t[starts[s] : starts[s + 1]]
 for take in ((1, 1, 1, 1), (1, 0, 3, 2)):
     rows = torch.cat([torch.arange(int(end) - n, int(end)) for end, n in zip(starts[1:], take)])
-    for options in ({"programs": 1}, {"programs": 3, "TOGETHER": 2}, {"programs": 20}, {"programs": 7, "SEQS": 2, "MORE": True}):
+    for options in ({"programs": 1}, {"programs": 3}, {"programs": 20}, {"programs": 7, "SEQS": 2, "MORE": True}):
         out = torch.full((len(rows) + 2, heads, dim), float("nan"))
         queries = torch.cat([q[rows], out[-2:]])
         integers = torch.tensor([0, *take]).cumsum(0).int(), torch.tensor(lens).int()
@@ -47,7 +47,7 @@ integers = torch.arange(n // leaf + 1).int()[None], torch.tensor([0, 1]).int(), 
 k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, leaf - 5)) for t in (k, v))
 results = [torch.empty_like(q) for _ in range(4)]
 for programs, out in zip((1, 2, 19, 38), results):
-    triton.paged(q, k, v, *integers, leaf, 0.25, out, short={"programs": programs, "TOGETHER": 1 + programs % 2})
+    triton.paged(q, k, v, *integers, leaf, 0.25, out, short={"programs": programs})
     assert_bitwise_equal(out, results[0], f"{programs} programs")
 print("done")
 """

@@ -12,7 +12,7 @@ from alignkit.runtime import dispatch
 from ..conftest import DEVICE
 from .helpers import CPU
 
-IDS = {"cpu": "alignkit-2/cpu/v128/k8/kv32/leaf128", "sm90": "alignkit-5/sm90/v128/k8/kv64/leaf512"}
+IDS = {"cpu": "alignkit-2/cpu/v128/k8/kv32/leaf128", "sm90": "alignkit-6/sm90/v128/k8/kv128/leaf512"}
 
 
 def test_of_a_device():

@@ -14,7 +14,7 @@ from alignkit.drift import Monitor
 
 from . import browser
 
-CONTRACT = "alignkit-5/sm90/v128/k8/kv64/leaf512"
+CONTRACT = "alignkit-6/sm90/v128/k8/kv128/leaf512"
 STEPS, FAULTY = 40, 27
 
 

@@ -1,8 +1,6 @@
 """What the kernels of attention in Triton share: rows of a tile are query positions times the heads of a group; keys are
 visited leaf by leaf, in a leaf in blocks from its first position."""
 
-# Tuples grow in loops that Triton unrolls; that these run at least once is not known.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton
@@ -136,40 +134,12 @@ def block(TABLE, begin, end, PAGE: tl.constexpr, KVB: tl.constexpr):
 
 
 @triton.jit
-def blocks(TABLE, begin, end, PAGE: tl.constexpr, KVB: tl.constexpr, TOGETHER: tl.constexpr):
-    """`block` of so many blocks, one after the other: a tuple of the positions of each, and one of pages."""
-    ats, pages = (), ()
-    for x in tl.static_range(TOGETHER):
-        at, page = block(TABLE, begin + x * KVB, end, PAGE, KVB)
-        ats += (at,)
-        pages += (page,)
-    return ats, pages
-
-
-@triton.jit
-def _top(score):
-    return tl.max(score, axis=1)
-
-
-@triton.jit
-def _total(p):
-    """Of probabilities in rows: 1 + p is p rounded to a multiple of 2^-23, in the low bits, which are added, with the ones."""
-    return tl.sum((p + 1.0).to(tl.uint32, bitcast=True), axis=1)
-
-
-@triton.jit
-def _of_both(a, b, of: tl.constexpr):
-    """of(a) and of(b), for which warps meet once."""
-    return tl.split(of(tl.join(a, b)))
-
-
-@triton.jit
 def visit(
     q,
     K,
     V,
     TABLE,
-    ats,
+    at,
     page_of,
     STATES,
     factor,
@@ -191,53 +161,40 @@ def visit(
     KVB: tl.constexpr,
     LEAF: tl.constexpr,
     SPLIT: tl.constexpr,
-    TOGETHER: tl.constexpr = 1,
 ):
     """The state of queries q at positions context + pos, from context + first on, after the keys [begin, end); begin is where a
-    leaf does. K and V point at their head, TABLE at the sequence's pages; `ats`, `page_of`: the first `blocks`. Leaves are joined
-    from position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on. TOGETHER: 1, or 2
-    blocks of keys at a time, whose scores do not wait for each other; the sums are made in the same order."""
+    leaf does. K and V point at their head, TABLE at the sequence's pages; `at`, `page_of`: the first `block`. Leaves are joined from
+    position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on."""
     M = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     L = tl.zeros((BLOCK_M,), tl.float32)
     A = tl.zeros((BLOCK_M, DP), tl.float32)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    for b in range(begin, end, TOGETHER * KVB):
-        ks, vs, scores = (), (), ()
-        for x in tl.static_range(TOGETHER):
-            row = q0 + ats[x].to(tl.int32)
-            if PAGE > 0:
-                row = (tl.minimum(page_of[x], pages.to(tl.uint32) - 1) * PAGE + ats[x] % PAGE).to(tl.int32)
-            ks += (rows(K, row, skt, D, DP),)
-            vs += (rows(V, row, svt, D, DP),)
-        # Ahead, so that no load of keys waits for it.
-        ats, page_of = blocks(TABLE, b + TOGETHER * KVB, end, PAGE, KVB, TOGETHER)
-        for x in tl.static_range(TOGETHER):
-            score = tl.dot(q, tl.trans(ks[x]), input_precision="ieee")
-            if b + (x + 1) * KVB > context + first + 1:  # some query does not see all of the block
-                j = b + x * KVB + tl.arange(0, KVB)
-                score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
-            scores += (score,)
-        tops = (_top(scores[0]),) if TOGETHER == 1 else _of_both(scores[0], scores[1], _top)
-        ms, ps = (m,), ()
-        for x in tl.static_range(TOGETHER):
-            top = tl.maximum(ms[x], tops[x])
-            shift = -top * factor
-            ps += (tl.exp2(tl.fma(scores[x], factor, shift[:, None])),)
-            ms += (top,)
-        totals = (_total(ps[0]),) if TOGETHER == 1 else _of_both(ps[0], ps[1], _total)
-        for x in tl.static_range(TOGETHER):
-            alpha = tl.exp2((ms[x] - ms[x + 1]) * factor)  # exactly 1 where no key of the block is seen
-            total = totals[x] - (KVB * 0x3F800000) % 2**32  # what is left modulo 2^32 are the low bits
-            l_next = tl.fma(l, alpha, total.to(tl.float32) * (2.0**-23))
-            acc_next = tl.dot(ps[x].to(vs[x].dtype), vs[x], acc * alpha[:, None], input_precision="ieee")
-            if x > 0:  # beyond the end there may be no such block
-                l_next = tl.where(b + x * KVB < end, l_next, l)
-                acc_next = tl.where(b + x * KVB < end, acc_next, acc)
-            l, acc = l_next, acc_next
-        m = ms[TOGETHER]
-        if ((b + TOGETHER * KVB) % LEAF == 0) | (b + TOGETHER * KVB >= end):
+    for b in range(begin, end, KVB):
+        row = q0 + at.to(tl.int32)
+        if PAGE > 0:
+            row = (tl.minimum(page_of, pages.to(tl.uint32) - 1) * PAGE + at % PAGE).to(tl.int32)
+        if DP * q.dtype.primitive_bitwidth <= 4096:
+            v = rows(V, row, svt, D, DP)
+        score = tl.dot(q, tl.trans(rows(K, row, skt, D, DP)), input_precision="ieee")
+        at, page_of = block(TABLE, b + KVB, end, PAGE, KVB)  # ahead, so that no load of keys waits for it
+        if b + KVB > context + first + 1:  # some query does not see all of the block
+            j = b + tl.arange(0, KVB)
+            score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
+        top = tl.maximum(m, tl.max(score, axis=1))
+        shift = -top * factor
+        p = tl.exp2(tl.fma(score, factor, shift[:, None]))
+        # 1 + p is p rounded to a multiple of 2^-23, in the low bits, which are added, with the ones.
+        total = tl.sum((p + 1.0).to(tl.uint32, bitcast=True), axis=1)
+        total -= (KVB * 0x3F800000) % 2**32  # what is left modulo 2^32 are the low bits
+        alpha = tl.exp2((m - top) * factor)  # exactly 1 where no key of the block is seen
+        l = tl.fma(l, alpha, total.to(tl.float32) * (2.0**-23))
+        if DP * q.dtype.primitive_bitwidth > 4096:  # keys and values have no room beside each other
+            v = rows(V, row, svt, D, DP)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = top
+        if ((b + KVB) % LEAF == 0) | (b + KVB >= end):
             leaf = b // LEAF * LEAF
             if SPLIT:
                 if begin > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import VALUES, blocks, fill, is_few, queries, span, visit, weights, write_result, write_state
+from .common import VALUES, block, fill, is_few, queries, span, visit, weights, write_result, write_state
 
 RUN = tl.constexpr(8)
 """Words that a program leaves for `_join_leaves`: see there."""
@@ -95,7 +95,6 @@ def _few(
     MORE: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
-    TOGETHER: tl.constexpr,
 ):
     """One program's run, of the leaves of one head: there are `parts` for each head. It looks at SEQS sequences at a time; MORE:
     there are more of them. Not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with
@@ -159,14 +158,14 @@ def _few(
             pages_of = TABLE + tl.cast(s, tl.int64) * table_row
             first_key = leaf * LEAF
             end_of_keys = tl.minimum((leaf + take) * LEAF, context + tl.minimum(q_len, first + BLOCK_Q))
-            ats, page_of = blocks(pages_of, first_key, end_of_keys, PAGE, KVB, TOGETHER)
+            at, page_of = block(pages_of, first_key, end_of_keys, PAGE, KVB)
             tl.debug_barrier()  # or the assembler has queries wait for pages, and then keys for queries
             M, L, A = visit(
                 queries(Q, token, head, ok, sqt, sqh, D, DP),
                 K + hk.to(tl.int64) * skh,
                 V + hk.to(tl.int64) * svh,
                 pages_of,
-                ats,
+                at,
                 page_of,
                 states,
                 factor,
@@ -188,7 +187,6 @@ def _few(
                 KVB,
                 LEAF,
                 SPLIT,
-                TOGETHER,
             )
             if take == leaves:
                 write_result(O, token, head, L, A, ok, HEADS, D, DP)

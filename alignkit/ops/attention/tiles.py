@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import VALUES, blocks, fill, find, is_few, queries, span, statistics, visit, write_result
+from .common import VALUES, block, fill, find, is_few, queries, span, statistics, visit, write_result
 
 
 @triton.jit(do_not_specialize=VALUES)
@@ -69,13 +69,13 @@ def _tiles(
             token = (q0 + pos).to(tl.int64)
             pages_of = TABLE + tl.cast(s, tl.int64) * table_row
             end_of_keys = context + tl.minimum(q_len, first + BLOCK_Q)
-            ats, page_of = blocks(pages_of, 0, end_of_keys, PAGE, KVB, 1)
+            at, page_of = block(pages_of, 0, end_of_keys, PAGE, KVB)
             M, L, A = visit(
                 queries(Q, token, head, ok, sqt, sqh, D, DP),
                 K + hk.to(tl.int64) * skh,
                 V + hk.to(tl.int64) * svh,
                 pages_of,
-                ats,
+                at,
                 page_of,
                 O,
                 factor,

@@ -25,8 +25,8 @@ WORKSPACE = 1 << 28
 """Bytes for states of leaves: beyond that there are fewer programs, down to one a multiprocessor."""
 
 SCHEDULES = {
-    "tiles": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3},
-    "few": {"BLOCK_M": 16, "num_warps": 2, "num_stages": 3},
+    "tiles": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    "few": {"BLOCK_M": 16, "num_warps": 4, "num_stages": 2},
     "grad_q": {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
     "grad_kv": {"BLOCK_N": 128, "BLOCK_I": 64, "num_warps": 8, "num_stages": 3},
 }
@@ -35,15 +35,13 @@ OVERLAP = isinstance(_few, JITFunction)
 """Whether kernels of few queries may be launched before their turn: Triton's interpreter does not know of that."""
 A_MULTIPROCESSOR = 2
 """Programs of few queries."""
-ALONE = 8
-"""Queries times heads of keys, up to which few programs are at work: so a leaf is visited by twice the warps, and in bf16 two
-blocks of keys at a time."""
 
 
 def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
     options = dict(SCHEDULES[kernel])
     if q.dtype == torch.float32:  # no tensor core
-        options = {name: 16 for name in options if name.startswith("BLOCK")} | {"num_warps": 4, "num_stages": 1}
+        options = {name: 16 for name in options if name.startswith("BLOCK")} | {"num_stages": 1}
+        options["num_warps"] = 4 if kernel.startswith("grad") else 8
     elif q.shape[2] > 128:
         options = {name: min(value, 64) for name, value in options.items()}
         options["num_stages"] = 2 if kernel == "few" else 1
@@ -153,8 +151,7 @@ def few(
     for each head of keys. `overlap`: kernels are put on the GPU before the one ahead of them is done, and wait there."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
-    alone = tokens * kv <= ALONE
-    options = _schedule("few", q, group, ({"num_warps": 4} if alone else {}) | schedule)
+    options = _schedule("few", q, group, schedule)
     if all_of_them:  # of one query most likely, and so are the states
         options["BLOCK_Q"] = 1
     states = options["BLOCK_Q"] * group * (dim + 4)
@@ -170,10 +167,8 @@ def few(
     lengths = starts, seq_lens, block_table, factor, tokens, seqs, parts, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
     at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
-    together = 2 if alone and q.dtype == torch.bfloat16 and dim <= 128 else 1
     constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap}
-    constants |= {"TOGETHER": together} | KV
-    _run(_few, programs, (q, k, v, out, torn, runs, *lengths, *pages), q, k, v, constants | options)
+    _run(_few, programs, (q, k, v, out, torn, runs, *lengths, *pages), q, k, v, constants | KV | options)
     if leaves > 1:
         # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
         launch(

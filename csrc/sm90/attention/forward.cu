@@ -2,16 +2,11 @@
 // queries.
 //
 // A tile is 64 rows for each group of warps that computes: positions of one head, or fewer positions of the heads of a
-// group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of 64
+// group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of 128
 // positions. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
 //
-// The tensor core has to have products to do while probabilities are computed. There are two ways, of the same bits:
-// - Ahead, for heads of 128: two groups. While one computes the probabilities of a block, two of its products are under
-//   way: the scores of the block after, and the sums of values of the one before. It holds the scores of two blocks,
-//   and all of its queries.
-// - Beside others, for heads of 64: four groups, of fewer registers. While one computes the probabilities of a block,
-//   only its sums of values of the block before are under way, but other groups have products to do as well. It holds
-//   the scores of one block, and of its queries a part; the tensor core reads the others from shared memory.
+// The tensor core has to have products to do while probabilities are computed. A group has its sums of values of the
+// block before under way meanwhile, and the other groups have products to do as well: groups take turns to begin theirs.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -22,7 +17,6 @@
 #include "../ptx/copy.cuh"
 #include "../ptx/dependent_launch.cuh"
 #include "../ptx/exponential.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/pack.cuh"
 #include "../ptx/thread.cuh"
 #include "../ptx/wgmma.cuh"
@@ -60,26 +54,23 @@ struct Problem : AlignkitAttention {
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
 };
 
-constexpr int kKeys = 64;         // of a block
+constexpr int kKeys = 128;          // of a block
 constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
 constexpr float kInfinity = __builtin_huge_valf();
 
-// What depends on the length of a head: which way it goes, how many groups of 64 rows there are, how many blocks of
-// keys are on their way, registers of threads that bring them and that compute, and how many 16 of the dimensions of
-// queries the latter hold.
+// What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
+// and registers of threads that bring them and that compute.
 template <int kDim>
 struct Plan;
 
 template <>
 struct Plan<128> {
-  static constexpr bool ahead = true;
-  static constexpr int groups = 2, stages = 4, few = 40, many = 232, held = 8;
+  static constexpr int groups = 2, stages = 2, few = 32, many = 232;
 };
 
 template <>
 struct Plan<64> {
-  static constexpr bool ahead = false;
-  static constexpr int groups = 4, stages = 8, few = 32, many = 112, held = 1;
+  static constexpr int groups = 3, stages = 4, few = 32, many = 160;
 };
 
 struct Tile {
@@ -124,15 +115,13 @@ __device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
 }
 
 // The tiles of a block of threads, found by a whole warp. Tile j of a sequence is at level context / positions + j,
-// which is about the number of its keys; tiles are counted level by level, the last one first. What is found
-// is kept, or in 32 registers found again.
-template <bool kKept>
+// which is about the number of its keys; tiles are counted level by level, the last one first.
 struct Walk {
   const Problem& p;
-  int kept, slots, level = -1, base = 0, turn = 0, before = 0;
+  int slots, level = -1, base = 0, turn = 0, before = 0;
   int q0, q_len, context, low, high;  // of the lane's sequence, the latter two its levels
 
-  __device__ Walk(const Problem& p) : p(p), kept(threadIdx.x % 32), slots(p.heads / p.together) {
+  __device__ Walk(const Problem& p) : p(p), slots(p.heads / p.together) {
     int top = 0;
 #pragma unroll 1
     for (base = 0; base < p.sequences; base += 32) {
@@ -145,7 +134,7 @@ struct Walk {
     read();
   }
 
-  __device__ int lane() const { return kKept ? kept : static_cast<int>(thread_again() % 32); }
+  __device__ int lane() const { return static_cast<int>(thread_again() % 32); }  // there are few registers
 
   // The sequence base + lane.
   __device__ void read() {
@@ -177,7 +166,7 @@ struct Walk {
         int i = target - before, wanted = i / slots;
         int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
         Tile t;
-        t.s = kKept ? __shfl_sync(~0u, base + lane(), from) : base + from;
+        t.s = base + from;
         t.q0 = __shfl_sync(~0u, q0, from);
         t.q_len = __shfl_sync(~0u, q_len, from);
         t.context = __shfl_sync(~0u, context, from);
@@ -201,7 +190,7 @@ struct Walk {
 template <int kDim>
 __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMap* q, const Problem& p) {
   constexpr int rows = Shared<kDim>::rows;
-  Walk<Plan<kDim>::ahead> walk(p);
+  Walk walk(p);
   for (int turn = 0;; turn ^= 1) {
     Tile t = walk.next();
     barrier_wait(&sh.q_empty, turn ^ 1);
@@ -236,61 +225,10 @@ __device__ __forceinline__ void wipe(__nv_bfloat16* v, int left, int lane) {
 }
 
 // The warp that has keys and values brought: a block in parts that lie in one page each, half a head at a time, by a
-// lane each.
+// lane each. There are 32 registers: little is kept, and more found again.
 template <int kDim>
 __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v,
                                            const Problem& p) {
-  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
-  int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
-  int half = lane / parts, first = lane % parts * part_rows;
-  int to = (half * kKeys + first) * kHalf, stage = 0, phase = 0, waited = 0;
-  for (int turn = 0;; turn ^= 1) {
-    barrier_wait(&sh.found, turn);
-    const Tile& t = sh.tile[turn];
-    if (t.s < 0) return;
-    int n = blocks_of_any<Shared<kDim>::groups>(p, t), end = t.context + t.q_len, q0 = t.q0;
-    int head = t.head / (p.heads / p.kv_heads);
-    int64_t table = t.s * p.table_row;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
-    auto row_of = [&](int position) {
-      if (!p.page) return q0 + position;
-      if (position >= end) return 0;
-      int64_t page = at(p.table, table + position / p.page);
-      page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
-      return static_cast<int>(page) * p.page + position % p.page;
-    };
-    int row = row_of(first);
-#pragma unroll 1
-    for (int i = 0; i < n; ++i, step<stages>(stage, phase)) {
-      int left = end - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
-      bool here = half < halves && first < left, whole = left >= kKeys;
-      int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
-      barrier_wait(&sh.k_empty[stage], phase ^ 1);
-      if (lane == 0) barrier_expect(&sh.k_full[stage], bytes);
-      __syncwarp();
-      if (here) copy_box(sh.k[stage] + to, k, half * kHalf, head, row, 0, &sh.k_full[stage]);
-      barrier_wait(&sh.v_empty[stage], phase ^ 1);
-      uint64_t* full = whole ? &sh.v_full[stage] : &sh.on_its_way;
-      if (lane == 0) barrier_expect(full, bytes);
-      __syncwarp();
-      if (here) copy_box(sh.v[stage] + to, v, half * kHalf, head, row, 0, full);
-      if (!whole) {
-        barrier_wait(full, waited);
-        waited ^= 1;
-        wipe<kDim>(sh.v[stage], left, lane);
-        if (lane == 0) barrier_arrive(&sh.v_full[stage]);
-      }
-      row = next_row;
-    }
-  }
-}
-
-// The same in 32 registers: less is kept, and more found again. It is a function of its own since what it keeps moves
-// registers and instructions in the loops of those who compute, which were measured as they are.
-template <int kDim>
-__device__ __forceinline__ void bring_keys_keeping_less(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v,
-                                                        const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
   int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
   int first = lane % parts * part_rows, to = (lane / parts * kKeys + first) * kHalf;
@@ -342,8 +280,8 @@ __device__ __forceinline__ void bring_keys_keeping_less(Shared<kDim>& sh, const 
 
 // The scores of a block become probabilities, of which `total` is the thread's sum, and alpha the factor of what was
 // summed before. A thread has two rows, of each four lanes the same.
-__device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], float (&alpha)[2], uint32_t (&total)[2],
-                                              float factor) {
+__device__ __forceinline__ void probabilities(float (&s)[kKeys / 2], State (&row)[2], float (&alpha)[2],
+                                              uint32_t (&total)[2], float factor) {
   float top[2][2], shift[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h)
@@ -351,7 +289,7 @@ __device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], f
     for (int e = 0; e < 2; ++e) {
       top[h][e] = s[2 * h + e];
 #pragma unroll
-      for (int j = 1; j < 8; ++j) top[h][e] = fmaxf(top[h][e], s[4 * j + 2 * h + e]);
+      for (int j = 1; j < kKeys / 8; ++j) top[h][e] = fmaxf(top[h][e], s[4 * j + 2 * h + e]);
     }
 #pragma unroll
   for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], top[h][1]);
@@ -368,7 +306,7 @@ __device__ __forceinline__ void probabilities(float (&s)[32], State (&row)[2], f
     total[h] = 0;
   }
 #pragma unroll
-  for (int x = 0; x < 32; ++x) {
+  for (int x = 0; x < kKeys / 2; ++x) {
     s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
     // 1 + p is p rounded to a multiple of 2^-23, in the low bits; the sum of the ones leaves modulo 2^32.
     total[x / 2 % 2] += __float_as_uint(s[x] + 1.0f);
@@ -389,9 +327,9 @@ __device__ __forceinline__ void settle(State (&row)[2], const float (&alpha)[2],
 }
 
 // The scores of keys behind the row's own position; `limit` is that, from the thread's first key on.
-__device__ __forceinline__ void hide(float (&s)[32], int h, int limit) {
+__device__ __forceinline__ void hide(float (&s)[kKeys / 2], int h, int limit) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j)
+  for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       if (8 * j + e > limit) s[4 * j + 2 * h + e] = -kInfinity;
@@ -449,8 +387,7 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
-  constexpr int stage_step = kKeys * kDim * 2 >> 4, held = Plan<kDim>::held;
-  constexpr bool ahead = Plan<kDim>::ahead;
+  constexpr int stage_step = kKeys * kDim * 2 >> 4, groups = Plan<kDim>::groups;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   // Of the rows of the tile that a thread has, the first; the other is 8 further.
@@ -458,32 +395,26 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     uint32_t thread = thread_again();
     return static_cast<int>(group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4);
   };
-  uint64_t q0 = operand<false>(sh.q + group * 64 * kHalf), k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0]);
+  uint64_t q0 = operand<false>(sh.q + group * 64 * kHalf), k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0], kKeys);
   float factor = p.factor;
   uint32_t visited = 0;  // blocks of the tiles before
   int q_phase = 0;
-  float even[32], odd[32], acc[sums];  // scores of blocks: ahead in turn, else all in `even`
-  uint32_t q[held][4], probability[4][4];
+  float s[kKeys / 2], acc[sums];  // scores of a block, and sums
+  uint32_t probability[kKeys / 16][4];
 #pragma unroll
   for (int i = 0; i < sums; ++i) acc[i] = 0;
+  // Turns to begin products: a group's when the group before it has begun its own.
+  auto turn_begin = [&] { named_barrier_sync(1 + group, 256); };
+  auto turn_end = [&] { named_barrier_arrive(group + 1 < groups ? 2 + group : 1, 256); };
+  if (group == groups - 1) turn_end();
   for (;;) {
     barrier_wait(&sh.q_full, q_phase);
     const Tile& t = sh.tile[q_phase];  // read again where it is needed: registers are short
     q_phase ^= 1;
     if (t.s < 0) break;
-    int lane = thread_again() % 32, matrix_row = group * 64 + thread_again() % 128 / 32 * 16 + lane % 16;
-    uint32_t q_row = shared_address(sh.q) + matrix_row * kHalf * 2 + (lane / 16 ^ matrix_row % 8) * 16;  // swizzled
-#pragma unroll
-    for (int i = 0; i < held; ++i)
-      load_matrices<false>(q[i], (q_row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2);
     auto queries_taken = [&] {
       if (leads) barrier_arrive(&sh.q_empty);
     };
-    if (held == steps) {  // else not before the last scores
-      __syncwarp();
-      queries_taken();
-    }
-
     int n = blocks_of(p, t, group);
     int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
@@ -500,27 +431,22 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     auto values_taken = [&](int i) {
       if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
     };
-    auto score = [&](int i, float (&s)[32]) {  // begins
+    auto score = [&](int i) {  // begins
       uint64_t k = k0 + stage_of(i) * stage_step;
       constexpr int q_half = rows * kHalf * 2 >> 4, k_half = kKeys * kHalf * 2 >> 4;
 #pragma unroll
-      for (int j = 0; j < steps; ++j) {
-        uint64_t k_j = k + j / 4 * k_half + j % 4 * kNext<false>;
-        if (j < held)
-          multiply<false, false>(__nv_bfloat16(), s, q[j], k_j, j > 0);
-        else
-          multiply<false, false>(s, q0 + j / 4 * q_half + j % 4 * kNext<false>, k_j, j > 0);
-      }
+      for (int j = 0; j < steps; ++j)
+        multiply<false, false>(s, q0 + j / 4 * q_half + j % 4 * kNext<false>, k + j / 4 * k_half + j % 4 * kNext<false>,
+                               j > 0);
     };
     auto sum = [&](int i) {  // begins
-      // The same bool either way, but other machine code, and this is what was measured.
-      bool more = ahead ? i % kLeaf > 0 : i % kLeaf != 0;
+      bool more = i % kLeaf != 0;
       uint64_t v = v0 + stage_of(i) * stage_step;
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int j = 0; j < kKeys / 16; ++j)
         multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
     };
-    auto weigh = [&](int i, float (&s)[32]) {
+    auto weigh = [&](int i) {
       if (i >= plain) {
         int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
@@ -533,9 +459,9 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       // Branches, across which the assembler moves no wait for products, up to before the probabilities.
       wait_for_values(i);
     };
-    auto round = [&](float (&s)[32]) {
+    auto round = [&] {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int j = 0; j < kKeys / 16; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           probability[j][i] = pack<__nv_bfloat16>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
@@ -576,93 +502,31 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       }
     };
     // From the scores of block 0 to the probabilities of the last one, of which only the product is left.
-    auto go_ahead = [&] {
-      // Block i, whose scores are in s, while the scores of the one after are computed, and the probabilities of the
-      // one before, in `other`, are multiplied by its values.
-      bool ready = false;
-      auto block = [&](int i, float (&s)[32], float (&other)[32]) {
-        if (!ready) wait_for_keys(i + 1);
-        round(other);
-        products_begin();
-        score(i + 1, other);
-        products_end();
-        make_room(i - 1);
-        products_begin();
-        sum(i - 1);
-        products_end();
-        if (i % kLeaf == 0) end_leaf(i);
-        weigh(i, s);
-        ready = barrier_ended(&sh.k_full[stage_of(i + 2)], phase_of(i + 2));
-        products_wait<0>();
-        products_taken(acc);
-        products_taken(other);
-        values_taken(i - 1);
-        keys_taken(i + 1);
-      };
-      if (n == 1) {
-        weigh(0, even);
-        round(even);
-      } else {
-        wait_for_keys(1);
-        products_begin();
-        score(1, odd);
-        products_end();
-        weigh(0, even);
-        products_wait<0>();
-        products_taken(odd);
-        keys_taken(1);
-        int i = 1;
-#pragma unroll 1
-        for (; i + 2 < n; i += 2) {
-          block(i, odd, even);
-          block(i + 1, even, odd);
-        }
-        if (i + 1 < n) {
-          block(i, odd, even);
-          round(odd);
-#pragma unroll
-          for (int x = 0; x < 32; ++x) odd[x] = even[x];
-        } else {
-          round(even);
-        }
-        make_room(n - 2);
-        products_begin();
-        sum(n - 2);
-        products_end();
-        int last = n - 1;
-        if (last % kLeaf == 0) end_leaf(last);
-        weigh(last, odd);
-        products_wait<0>();
-        products_taken(acc);
-        values_taken(n - 2);
-        round(odd);
-        make_room(n - 1);
-      }
-    };
-    auto go_beside_others = [&] {
-      weigh(0, even);
-      round(even);
+    auto go = [&] {
+      weigh(0);
+      round();
       bool ready = false;
 #pragma unroll 1
       for (int i = 1; i < n; ++i) {
         if (!ready) wait_for_keys(i);
-        products_begin();
-        score(i, even);
-        products_end();
         make_room(i - 1);
+        turn_begin();
         products_begin();
+        score(i);
+        products_end();
         sum(i - 1);
         products_end();
+        turn_end();
         if (i % kLeaf == 0) end_leaf(i);
         products_wait<1>();
-        products_taken(even);
+        products_taken(s);
         keys_taken(i);
-        weigh(i, even);
+        weigh(i);
         ready = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
         products_wait<0>();
         products_taken(acc);
         values_taken(i - 1);
-        round(even);
+        round();
       }
       queries_taken();
       make_room(n - 1);
@@ -670,23 +534,22 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 
     if (n) {
       wait_for_keys(0);
+      turn_begin();
       products_begin();
-      score(0, even);
+      score(0);
       products_end();
+      turn_end();
       products_wait<0>();
-      products_taken(even);
+      products_taken(s);
       keys_taken(0);
-      if constexpr (ahead)
-        go_ahead();
-      else
-        go_beside_others();
+      go();
       products_begin();
       sum(n - 1);
       products_end();
       products_wait<0>();
       products_taken(acc);
       values_taken(n - 1);
-    } else if (held < steps) {
+    } else {
       queries_taken();
     }
     int all = blocks_of_any<Shared<kDim>::groups>(p, t);
@@ -694,6 +557,8 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     for (int i = n; i < all; ++i) {  // other groups' blocks
       wait_for_keys(i);
       keys_taken(i);
+      turn_begin();
+      turn_end();
       wait_for_values(i);
       values_taken(i);
     }
@@ -728,6 +593,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
             __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
     }
   }
+  if (group == 0) turn_begin();  // which the last group's last one ended for
 }
 
 template <int kDim>
@@ -766,10 +632,8 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     registers_down<Plan<kDim>::few>();
     if (threadIdx.x < 32)
       bring_queries(sh, &q, p);
-    else if (threadIdx.x < 64 && Plan<kDim>::ahead)
-      bring_keys(sh, &k, &v, p);
     else if (threadIdx.x < 64)
-      bring_keys_keeping_less(sh, &k, &v, p);
+      bring_keys(sh, &k, &v, p);
   } else {
     registers_up<Plan<kDim>::many>();
     attend<kDim>(sh, p);

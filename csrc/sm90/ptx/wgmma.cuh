@@ -20,11 +20,11 @@ __device__ __forceinline__ void registers_down() {
 }
 
 // An operand in shared memory as the copy engine leaves it, in rows of 128 bytes, swizzled. They are rows of 64 of k, or, if
-// kTransposed, rows of 64 of the other dimension, a row a k, where the next 64 lie 64 rows further.
+// kTransposed, rows of 64 of the other dimension, a row a k, where the next 64 lie `rows` rows further.
 template <bool kTransposed>
-__device__ __forceinline__ uint64_t operand(const void* p) {
+__device__ __forceinline__ uint64_t operand(const void* p, int rows = 64) {
   return static_cast<uint64_t>((shared_address(p) & 0x3ffff) >> 4)            // address
-         | static_cast<uint64_t>(kTransposed ? 64 * 128 >> 4 : 1) << 16       // to the next 64
+         | static_cast<uint64_t>(kTransposed ? rows * 128 >> 4 : 1) << 16     // to the next 64
          | static_cast<uint64_t>(8 * 128 >> 4) << 32                          // from eight rows to the next eight
          | static_cast<uint64_t>(1) << 62;                                    // 128-byte swizzle
 }

@@ -9,8 +9,8 @@ template <int count>
 void registers_down() {}
 
 template <bool kTransposed>
-uint64_t operand(const void* p) {
-  return shared_address(p) >> 4 | static_cast<uint64_t>(kTransposed ? 64 * 128 >> 4 : 1) << 16 |
+uint64_t operand(const void* p, int rows = 64) {
+  return shared_address(p) >> 4 | static_cast<uint64_t>(kTransposed ? rows * 128 >> 4 : 1) << 16 |
          static_cast<uint64_t>(8 * 128 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
 }
 template <bool kTransposed>
