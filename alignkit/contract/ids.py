@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def contract_id(device: torch.device | torch.Tensor | str | None = None) -> str:
-    """Identity of the contract on a device family, e.g. ``alignkit-2/cpu/v128/k8/kv32/leaf128``.
+    """Identity of the contract on a device family, e.g. ``alignkit-3/cpu/v128/k8/kv32/leaf128``.
 
     device: what computed the numbers: a device or its name (``"cuda"``), a tensor that lies where they were computed,
         such as a weight, or a family (``"cpu"``, ``"sm90"``). Of a running engine ask the engine instead:

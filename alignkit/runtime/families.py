@@ -24,6 +24,9 @@ class Family:
     """Keys and values are visited in blocks of this many positions, from position 0."""
     kv_leaf: int
     """A softmax of its own has each leaf of this many positions, a whole number of blocks, from position 0."""
+    kv_slack: float
+    """Within a leaf the running maximum moves to that of a block if this exceeds it by more. Of scores as exponents of e; of sm90,
+    whose sums of probabilities depend on it, as exponents of 2."""
     head_rows: int | None
     """Gradient of the head's weight: rows of one chain; the chains of later rows are added in order. None: one chain."""
     shown: tuple[dict[str, str], ...]
@@ -58,9 +61,10 @@ class Family:
 
 CPU = Family(
     name="cpu",
-    version=2,
+    version=3,
     kv_block=32,
     kv_leaf=128,
+    kv_slack=1.0,
     head_rows=None,
     shown=({"torch": "2.13.0+cpu"}, {"torch": "2.13.0+cu130"}),
     device_type="cpu",
@@ -74,6 +78,7 @@ SM90 = Family(
     version=6,
     kv_block=128,
     kv_leaf=512,
+    kv_slack=2.0,
     head_rows=8192,
     shown=({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
     device_type="cuda",

@@ -820,6 +820,7 @@ static void weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, con
 
 constexpr i64 KB = NR;     // positions of a key block: the contract's kv_block
 constexpr i64 LEAF = 128;  // of a leaf, a whole number of blocks: the contract's kv_leaf
+constexpr float SLACK = 1;  // by how much a score may exceed the running maximum: the contract's kv_slack
 constexpr i64 QB = 16;     // query positions of a work item: free
 
 static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {
@@ -879,17 +880,20 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                     for (i64 j = 0; j < KB; ++j) pr[j * MR] = 0.f;
                     continue;
                 }
-                float top = m[r];
+                float top = -std::numeric_limits<float>::infinity();
                 for (i64 j = 0; j < KB; ++j) {
                     sr[j] = j < visible ? sr[j] * p.scale : -std::numeric_limits<float>::infinity();
                     top = sr[j] > top ? sr[j] : top;
                 }
-                float alpha = exp1(m[r] - top);
-                for (i64 j = 0; j < KB; ++j) sr[j] = exp1(sr[j] - top);
+                float alpha = 1;
+                if (top - m[r] > SLACK) {
+                    alpha = exp1(m[r] - top);
+                    m[r] = top;
+                    for (i64 d = 0; d < DP; ++d) acc[r * DP + d] *= alpha;
+                }
+                for (i64 j = 0; j < KB; ++j) sr[j] = exp1(sr[j] - m[r]);
                 for (i64 j = 0; j < KB; ++j) pr[j * MR] = round_to<T>(sr[j]);
                 l[r] = fma1(l[r], alpha, tree<KB>(sr));
-                m[r] = top;
-                for (i64 d = 0; d < DP; ++d) acc[r * DP + d] *= alpha;
             }
             for (i64 r0 = 0; r0 < padded; r0 += MR) {
                 if (odd < 0 || position(r0) + 1 - b > odd) {

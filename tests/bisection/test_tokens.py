@@ -12,7 +12,7 @@ IDS = torch.arange(4 * 6).reshape(4, 6) + 3
 MASK = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
 
 
-def kept(directory, context, contract="alignkit-2/cpu/v128/k8/kv32/leaf128", at=((1, 0), (2, 1))):
+def kept(directory, context, contract="alignkit-3/cpu/v128/k8/kv32/leaf128", at=((1, 0), (2, 1))):
     """The replay of a step whose logprobs differ in `at`, of responses of three tokens."""
     training = -torch.rand(4, 3)
     rollout = training.clone()

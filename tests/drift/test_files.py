@@ -19,7 +19,7 @@ def sample() -> Logprobs:
         prompts=[[3, 1, 4], [], [15]],
         tokens=[[9, 2], [6], []],
         logprobs=[torch.tensor([-1.5, -math.inf]), torch.tensor([math.nan]), torch.empty(0)],
-        contract="alignkit-2/cpu/v128/k8/kv32/leaf128",
+        contract="alignkit-3/cpu/v128/k8/kv32/leaf128",
         meta={"engine": "vllm 0.32.0", "mode": "batch"},
     )
 

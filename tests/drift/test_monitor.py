@@ -22,7 +22,7 @@ from alignkit import drift
 from alignkit.drift.monitor import records, replay
 from alignkit.errors import DriftError, InputError, UnsupportedError
 
-ALIGNED = "alignkit-2/cpu/v128/k8/kv32/leaf128"
+ALIGNED = "alignkit-3/cpu/v128/k8/kv32/leaf128"
 
 
 def batch(rows=5, columns=17, seed=0, noise=0.3):

@@ -121,6 +121,8 @@ def test_attention(lens, dim, dtype, seed):
     norm = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * scale
     ds = gamma(dim + 1) * norm + 2 * U32 * norm
     p_error = 2 * ds + 2 * EXP + gamma(n + 4 * (n // 32 + 1)) + (u if dtype != torch.float32 else 0)
+    if not CPU:  # l is a sum of multiples of 2^-21
+        p_error += gamma(4 * n)
     v_max, g_norm = v.double().abs().max(), g.double().norm(dim=-1).max()
     assert_within(out, want, p_error * v_max + u * want.abs())
     # Gradients: dP and delta are chains over D of g with v and with the rounded out; sums over at most n rows and

@@ -90,6 +90,7 @@ def test_paged(kernels, dim, heads, kv, page):
     draw = random.Random(f"{dim} {heads} {page}")
     lens = [draw.choice(BORDERS) for _ in range(6)] + [2500, 3]
     q, k, v, _, cu = packed(lens, heads, kv, dim)
+    q *= 4.0  # maxima move in later blocks too
     want, _ = triton.forward(q, k, v, cu, dim**-0.5)
     k_cache, v_cache, table = caches(k, v, lens, page)
     flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]

@@ -3,6 +3,7 @@ instruction, and compared by bytes with the formula of the contract. What the re
 has no part in it; which rows, keys, leaves and columns go where has, and who waits for whom."""
 
 import ctypes
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,10 +16,14 @@ from alignkit.ops.attention.cuda import _Ints, arguments, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
+from .helpers import UNIT as UNITS
+from .helpers import assert_within
+
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "csrc"
 BLOCK, LEAF, PAD = SM90.kv_block, SM90.kv_leaf, 128
 F32, F64 = np.float32, np.float64
+SLACK, MOST, UNIT = F32(SM90.kv_slack), F32(4), F32(2.0**-21)
 
 
 def compiled(name: str, folder: Path) -> ctypes.CDLL:
@@ -99,22 +104,24 @@ def attend(q, k, v, context, factor):
     M, Z, A = np.zeros(n, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
     for leaf in range(0, len(k), LEAF):
         m, z, acc = np.full(n, -np.inf, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
+        since = np.zeros(n, np.uint32)
         for b in range(leaf, min(leaf + LEAF, len(k)), BLOCK):
             kb, vb = (np.zeros((BLOCK, dim), F32) for _ in range(2))
             here = min(BLOCK, len(k) - b)
             kb[:here], vb[:here] = k[b : b + here], v[b : b + here]
             score = chain(q, kb, np.zeros((n, BLOCK), F32))
             score = np.where(b + np.arange(BLOCK)[None] <= pos[:, None], score, F32(-np.inf))
-            top = np.fmax(m, np.fmax.reduce(score, axis=1))
-            seen = b <= pos
-            p = ex2(fma(score, factor, (-top * factor)[:, None]))
-            alpha = ex2((m - top) * factor)
-            total = (p + F32(1)).view(np.uint32).sum(1, dtype=np.uint32) - np.uint32(BLOCK * 0x3F800000 % 2**32)
-            z_next = fma(z, alpha, total.astype(F32) * F32(2.0**-23))
+            top, seen = np.fmax.reduce(score, axis=1), b <= pos
+            moves = (top - m) * factor > SLACK
+            alpha = np.where(moves, ex2((m - top) * factor), F32(1))
+            z = np.where(moves, fma(since.astype(F32), UNIT, z) * alpha, z)
+            m, since = np.where(moves, top, m), np.where(moves, np.uint32(0), since)
+            p = ex2(fma(score, factor, (-m * factor)[:, None]))
+            total = (p + MOST).view(np.uint32).sum(1, dtype=np.uint32) - np.uint32(BLOCK * 0x40800000 % 2**32)
+            since = np.where(seen, since + total, since)
             p = torch.from_numpy(p).bfloat16().float().numpy()
-            acc_next = chain(p, vb.T, acc * alpha[:, None])
-            m, z = np.where(seen, top, m), np.where(seen, z_next, z)
-            acc = np.where(seen[:, None], acc_next, acc)
+            acc = np.where(seen[:, None], chain(p, vb.T, acc * alpha[:, None]), acc)
+        z = fma(since.astype(F32), UNIT, z)
         if leaf == 0:
             M, Z, A = m, z, acc
             continue
@@ -239,6 +246,49 @@ def test_division(kernel):
         known = ~result.isnan()  # what overflowed before it was divided is NaN, of which torch makes another one
         assert bool((out[rows].isnan() == result.isnan()).all())
         assert_bitwise_equal(out[rows][known], result[known], f"sequence {s}")
+
+
+def test_infinite_scores(kernel):
+    """A row with a score of inf, with nothing but -inf in a block, or a score that is NaN, is NaN, and no other."""
+    n, dim = 700, 64
+    q, k, v = (draw(n, 1, dim, i) for i in range(3))
+    q[:, :, 7] = torch.where(torch.arange(n)[:, None] % 3 == 0, 1.0, -1.0).bfloat16()
+    k[512:640, 0, 7] = float("inf")  # the second leaf's first block: +inf for a third of the rows, else -inf
+    k[3, 0, 7] = float("-inf")
+    k[690, 0, 8] = float("nan")
+    starts, out = torch.tensor([0, n]), torch.zeros_like(q)
+    a = arguments(q, k, v, out, starts, dim**-0.5, 1)
+    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    result, _ = wanted(q, k, v, 0, a.factor)
+    known = ~result.isnan()
+    assert bool((out.isnan() == result.isnan()).all())
+    assert bool(known[:3].all()) and not bool(known[690:].any()) and not bool(known[512:].any())
+    assert bool(known[3:512][torch.arange(3, 512) % 3 == 0].all()) and not bool(known[4:6].any())
+    assert_bitwise_equal(out[known], result[known])
+
+
+def test_maxima_that_stay_and_move(kernel):
+    """Scores that exceed the running maximum by a little less than the slack, by a little more, and in other leaves not at all."""
+    n, dim = 1100, 128
+    q, k, v = torch.ones(n, 1, dim).bfloat16(), torch.zeros(n, 1, dim).bfloat16(), draw(n, 1, dim, 3)
+    height = torch.zeros(n)  # scores, as exponents of 2
+    for at, value in ((130, 1.9), (260, 2.1), (300, 3.9), (520, 30.0), (650, 31.9), (651, 32.1), (800, 34.3)):
+        height[at] = value
+    k[:, 0, 0] = (height / 1.4426950408889634).bfloat16()
+    starts, out, shift = torch.tensor([0, n]), torch.zeros_like(q), torch.zeros(1, (n // PAD + 2) * PAD)
+    a = arguments(q, k, v, out, starts, 1.0, 1)
+    a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
+    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    result, statistics = wanted(q, k, v, 0, a.factor)
+    assert_bitwise_equal(out, result)
+    assert_bitwise_equal(shift[:, :n], torch.from_numpy(statistics))
+    # Against float64: rounding leaves each of n probabilities off by up to 2^-22 in a sum of at least 1, and exponents of up to 34
+    # by their last bit, a few times; out has rounded probabilities and is rounded.
+    scores = k[:, 0, 0].double().expand(n, n).masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+    off = n * 2.0**-22 + 8 * 34 * 2.0**-24
+    assert_within(shift[0, :n] * -math.log(2), scores.logsumexp(-1), off, "logarithms")
+    p, values = scores.softmax(-1), v[:, 0].double()
+    assert_within(out[:, 0], p @ values, (off + UNITS[torch.bfloat16]) * (p @ values.abs()) * 2, "out")
 
 
 def test_wrong_starts(kernel):

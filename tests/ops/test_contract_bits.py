@@ -199,12 +199,14 @@ def test_silu_mul(rows, f, dtype, seed):
     group=st.integers(1, 3),
     kv=st.integers(1, 2),
     dim=st.sampled_from([8, 16, 40]),
+    spread=st.sampled_from([1.0, 8.0]),  # of scores: with the latter the running maximum moves in later blocks too
     dtype=dtypes,
     seed=seeds,
 )
-def test_attention(lens, group, kv, dim, dtype, seed):
+def test_attention(lens, group, kv, dim, spread, dtype, seed):
     cu = torch.tensor([0, *lens]).cumsum(0)
     q, k, v = (randn(sum(lens), h, dim, dtype=dtype, seed=seed + h) for h in (group * kv, kv, kv))
+    q = q * spread
     assert_same(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
 
 

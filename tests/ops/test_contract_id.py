@@ -12,7 +12,7 @@ from alignkit.runtime import dispatch
 from ..conftest import DEVICE
 from .helpers import CPU
 
-IDS = {"cpu": "alignkit-2/cpu/v128/k8/kv32/leaf128", "sm90": "alignkit-6/sm90/v128/k8/kv128/leaf512"}
+IDS = {"cpu": "alignkit-3/cpu/v128/k8/kv32/leaf128", "sm90": "alignkit-6/sm90/v128/k8/kv128/leaf512"}
 
 
 def test_of_a_device():
@@ -38,7 +38,7 @@ def test_values_of_another_device_are_not_saved(tmp_path, monkeypatch):
     if CPU:  # a stand-in for a GPU's
         monkeypatch.setattr(files, "contract_id", lambda device: IDS["sm90"])
     values = [torch.zeros(2, device="meta" if CPU else DEVICE)]
-    with pytest.raises(InputError, match="contract: 'alignkit-2/cpu.*sequence 0's logprobs lie on (meta|cuda)"):
+    with pytest.raises(InputError, match="contract: 'alignkit-3/cpu.*sequence 0's logprobs lie on (meta|cuda)"):
         save(tmp_path / "a", Logprobs([[1]], [[5, 6]], values, IDS["cpu"]))
     assert not list(tmp_path.iterdir())
     if not CPU:

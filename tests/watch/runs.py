@@ -7,7 +7,7 @@ import torch
 from alignkit.drift import Monitor
 from alignkit.drift.monitor.records import records_name
 
-CONTRACT = "alignkit-2/cpu/v128/k8/kv32/leaf128"
+CONTRACT = "alignkit-3/cpu/v128/k8/kv32/leaf128"
 
 
 def write(directory, steps, rank=0, off=None, tokens=None, **options):

@@ -6,9 +6,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...runtime.families import SM90
+
 PAD = tl.constexpr(128)
 VALUES = ["tokens", "seqs", "tiles", "programs", "slots", "pads", "pages", "width", "most"]
 """Arguments that change from call to call: no kernel is compiled for one of their values."""
+SLACK, MOST = tl.constexpr(SM90.kv_slack), tl.constexpr(2.0**SM90.kv_slack)
+"""A running maximum moves to that of a block if this exceeds it by more than SLACK powers of 2; so a probability is up to MOST."""
+BITS_OF_MOST, UNIT = tl.constexpr(0x40800000), tl.constexpr(2.0**-21)
+"""MOST as fp32, and the last of the low bits above it."""
 FEW, FAR = tl.constexpr(16), tl.constexpr(2048)
 """A sequence of at most so many queries that is continued after so many positions is `few`'s: it has many keys for its tiles."""
 
@@ -170,6 +176,7 @@ def visit(
     A = tl.zeros((BLOCK_M, DP), tl.float32)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
+    since = tl.zeros((BLOCK_M,), tl.uint32)  # of a leaf, the sum of probabilities since m moved
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     for b in range(begin, end, KVB):
         row = q0 + at.to(tl.int32)
@@ -182,19 +189,21 @@ def visit(
         if b + KVB > context + first + 1:  # some query does not see all of the block
             j = b + tl.arange(0, KVB)
             score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
-        top = tl.maximum(m, tl.max(score, axis=1))
-        shift = -top * factor
+        top = tl.max(score, axis=1)
+        moves = (top - m) * factor > SLACK
+        alpha = tl.where(moves, tl.exp2((m - top) * factor), 1.0)
+        l = tl.where(moves, tl.fma(since.to(tl.float32), UNIT, l) * alpha, l)
+        since = tl.where(moves, 0, since)
+        m = tl.where(moves, top, m)
+        shift = -m * factor
         p = tl.exp2(tl.fma(score, factor, shift[:, None]))
-        # 1 + p is p rounded to a multiple of 2^-23, in the low bits, which are added, with the ones.
-        total = tl.sum((p + 1.0).to(tl.uint32, bitcast=True), axis=1)
-        total -= (KVB * 0x3F800000) % 2**32  # what is left modulo 2^32 are the low bits
-        alpha = tl.exp2((m - top) * factor)  # exactly 1 where no key of the block is seen
-        l = tl.fma(l, alpha, total.to(tl.float32) * (2.0**-23))
+        # MOST + p is p rounded to a multiple of UNIT, in the low bits; the sum of the others is known, modulo 2^32.
+        since += tl.sum((p + MOST).to(tl.uint32, bitcast=True), axis=1) - (KVB * BITS_OF_MOST) % 2**32
         if DP * q.dtype.primitive_bitwidth > 4096:  # keys and values have no room beside each other
             v = rows(V, row, svt, D, DP)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m = top
         if ((b + KVB) % LEAF == 0) | (b + KVB >= end):
+            l = tl.fma(since.to(tl.float32), UNIT, l)
             leaf = b // LEAF * LEAF
             if SPLIT:
                 if begin > 0:
@@ -206,5 +215,6 @@ def visit(
                 M, L, A = _follow(M, L, A, m, l, acc, factor, leaf, context + pos)
             m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
             l = tl.zeros((BLOCK_M,), tl.float32)
+            since = tl.zeros((BLOCK_M,), tl.uint32)
             acc = tl.zeros((BLOCK_M, DP), tl.float32)
     return M, L, A

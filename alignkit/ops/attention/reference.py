@@ -1,5 +1,5 @@
-"""Attention one query at a time: leaves of keys ascending, in a leaf blocks ascending, the running maximum and sum rescaled
-once a block; a leaf's are joined to those before it."""
+"""Attention one query at a time: leaves of keys ascending, in a leaf blocks ascending, the sums rescaled where a block's maximum
+exceeds the running one by more than the slack; a leaf's are joined to those before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._calls import in_torch
 from .._common import exp, fma, tree
 from .paging import by_rows
 
-KV_BLOCK, KV_LEAF = CPU.kv_block, CPU.kv_leaf
+KV_BLOCK, KV_LEAF, KV_SLACK = CPU.kv_block, CPU.kv_leaf, CPU.kv_slack
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
@@ -33,11 +33,12 @@ def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor
             )
             * scale
         )
-        top = torch.maximum(m, s.amax(1))
-        p, alpha = exp(s - top[:, None]), exp(m - top)
+        top = s.amax(1)
+        moves = top - m > KV_SLACK
+        alpha, m = torch.where(moves, exp(m - top), 1.0), torch.where(moves, top, m)
+        p = exp(s - m[:, None])
         l = fma(l, alpha, tree(torch.nn.functional.pad(p, (0, KV_BLOCK - p.shape[1]))))
         acc = _chain(p.to(q.dtype).float(), vb.transpose(0, 1), acc * alpha[:, None])
-        m = top
     return m, l, acc
 
 

@@ -56,6 +56,10 @@ struct Problem : AlignkitAttention {
 
 constexpr int kKeys = 128;          // of a block
 constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
+// A row's running maximum moves where a block's exceeds it by more than 2 powers of 2. So a probability is up to 4; in
+// the low bits of 4 + p it is rounded to a multiple of 2^-21.
+constexpr float kSlack = 2, kMost = 4, kUnit = 0x1p-21f;
+constexpr uint32_t kBitsOfMost = 0x40800000;
 constexpr float kInfinity = __builtin_huge_valf();
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
@@ -80,7 +84,7 @@ struct Tile {
   int head;
 };
 
-// A row's state within a leaf or over leaves: the greatest score, and the sum of probabilities.
+// A row's state within a leaf or over leaves: the running maximum of scores, and the sum of probabilities.
 struct State {
   float m, l;
 };
@@ -278,52 +282,32 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
   }
 }
 
-// The scores of a block become probabilities, of which `total` is the thread's sum, and alpha the factor of what was
-// summed before. A thread has two rows, of each four lanes the same.
-__device__ __forceinline__ void probabilities(float (&s)[kKeys / 2], State (&row)[2], float (&alpha)[2],
-                                              uint32_t (&total)[2], float factor) {
-  float top[2][2], shift[2];
+// The greatest scores of a thread's two rows, of each of which four lanes have a part.
+__device__ __forceinline__ void greatest(const float (&s)[kKeys / 2], float (&top)[2]) {
+  float part[2][2];
 #pragma unroll
   for (int h = 0; h < 2; ++h)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      top[h][e] = s[2 * h + e];
+      part[h][e] = s[2 * h + e];
 #pragma unroll
-      for (int j = 1; j < kKeys / 8; ++j) top[h][e] = fmaxf(top[h][e], s[4 * j + 2 * h + e]);
+      for (int j = 1; j < kKeys / 8; ++j) part[h][e] = fmaxf(part[h][e], s[4 * j + 2 * h + e]);
     }
 #pragma unroll
-  for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], top[h][1]);
-#pragma unroll
-  for (int distance = 2; distance; distance /= 2)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) top[h][0] = fmaxf(top[h][0], __shfl_xor_sync(~0u, top[h][0], distance));
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float most = fmaxf(row[h].m, top[h][0]);
-    shift[h] = -most * factor;
-    alpha[h] = power_of_2((row[h].m - most) * factor);
-    row[h].m = most;
-    total[h] = 0;
-  }
-#pragma unroll
-  for (int x = 0; x < kKeys / 2; ++x) {
-    s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
-    // 1 + p is p rounded to a multiple of 2^-23, in the low bits; the sum of the ones leaves modulo 2^32.
-    total[x / 2 % 2] += __float_as_uint(s[x] + 1.0f);
-  }
+  for (int h = 0; h < 2; ++h) top[h] = fmaxf(part[h][0], part[h][1]);
 }
 
-// The sums of probabilities join those of the blocks before.
-__device__ __forceinline__ void settle(State (&row)[2], const float (&alpha)[2], uint32_t (&total)[2]) {
+// Of a row's four lanes.
+__device__ __forceinline__ float greatest_of_row(float top) {
 #pragma unroll
-  for (int distance = 2; distance; distance /= 2)
+  for (int distance = 2; distance; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+  return top;
+}
+
+__device__ __forceinline__ uint32_t sum_of_row(uint32_t part) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) total[h] += __shfl_xor_sync(~0u, total[h], distance);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    total[h] -= static_cast<uint32_t>(uint64_t{kKeys} * 0x3f800000);
-    row[h].l = __fmaf_rn(row[h].l, alpha[h], __uint2float_rn(total[h]) * 0x1p-23f);
-  }
+  for (int distance = 2; distance; distance /= 2) part += __shfl_xor_sync(~0u, part, distance);
+  return part;
 }
 
 // The scores of keys behind the row's own position; `limit` is that, from the thread's first key on.
@@ -419,7 +403,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
     State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
-    float alpha[2];
+    float shift[2] = {kInfinity, kInfinity};  // -m factor
+    float alpha[2];  // what multiplies the sums, where m has just moved
+    uint32_t part[2] = {0, 0};  // of the thread, probabilities since m moved
+    bool moved = false;  // at the block at hand, for any row of the warp
 
     auto stage_of = [&](int i) { return static_cast<int>((visited + i) % stages); };
     auto phase_of = [&](int i) { return static_cast<int>((visited + i) / stages % 2); };
@@ -446,15 +433,40 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       for (int j = 0; j < kKeys / 16; ++j)
         multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
     };
+    // The scores of a block become probabilities. That a row's m moves any of its four lanes may see; they need meet
+    // only then.
     auto weigh = [&](int i) {
       if (i >= plain) {
         int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
-      uint32_t total[2];
-      probabilities(s, row, alpha, total, factor);
-      settle(row, alpha, total);
+      float top[2];
+      greatest(s, top);
+      auto exceeds = [&](int h) { return (top[h] - row[h].m) * factor > kSlack; };
+      moved = __any_sync(~0u, exceeds(0) || exceeds(1));
+      if (moved) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          top[h] = greatest_of_row(top[h]);
+          uint32_t before = sum_of_row(part[h]);
+          alpha[h] = 1;
+          if (exceeds(h)) {
+            alpha[h] = power_of_2((row[h].m - top[h]) * factor);
+            row[h].l = __fmaf_rn(__uint2float_rn(before), kUnit, row[h].l) * alpha[h];
+            row[h].m = top[h];
+            part[h] = 0;
+          }
+          shift[h] = -row[h].m * factor;
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) part[h] -= static_cast<uint32_t>(uint64_t{kKeys / 4} * kBitsOfMost);
+#pragma unroll
+      for (int x = 0; x < kKeys / 2; ++x) {
+        s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
+        part[x / 2 % 2] += __float_as_uint(s[x] + kMost);
+      }
       products_taken(s);
       // Branches, across which the assembler moves no wait for products, up to before the probabilities.
       wait_for_values(i);
@@ -466,10 +478,19 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         for (int i = 0; i < 4; ++i)
           probability[j][i] = pack<__nv_bfloat16>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
     };
+    // What was added since m moved joins l.
+    auto settle = [&] {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        row[h].l = __fmaf_rn(__uint2float_rn(sum_of_row(part[h])), kUnit, row[h].l);
+        part[h] = 0;
+      }
+    };
     // At a leaf's end its state joins that of the leaves before, and its sums do when they are there.
     Join j[2];
     auto whole = [&](int h) -> State& { return sh.whole[thread_again() / 4 - 32][h]; };
     auto end_leaf = [&](int i) {
+      settle();
       State all[2] = {whole(0), whole(1)};
       __syncwarp();
 #pragma unroll
@@ -477,6 +498,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         j[h] = join(all[h], row[h], factor, i == kLeaf);
         whole(h) = all[h];
         row[h] = {-kInfinity, 0};
+        shift[h] = kInfinity;
       }
       __syncwarp();
     };
@@ -484,8 +506,10 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     // What is there before block i is added.
     auto make_room = [&](int i) {
       if (i % kLeaf) {
+        if (moved) {
 #pragma unroll
-        for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+          for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+        }
       } else if (i == kLeaf) {
 #pragma unroll
         for (int x = 0; x < sums; x += 4) joined(x / 4) = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
@@ -530,6 +554,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       }
       queries_taken();
       make_room(n - 1);
+      settle();
     };
 
     if (n) {

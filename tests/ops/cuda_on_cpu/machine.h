@@ -230,6 +230,7 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   machine::meet();
   return all;
 }
+inline bool __any_sync(unsigned all, bool v) { return __ballot_sync(all, v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 
