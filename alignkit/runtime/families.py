@@ -24,9 +24,8 @@ class Family:
     """Keys and values are visited in blocks of this many positions, from position 0."""
     kv_leaf: int
     """A softmax of its own has each leaf of this many positions, a whole number of blocks, from position 0."""
-    kv_slack: float
-    """Within a leaf the running maximum moves to that of a block if this exceeds it by more. Of scores as exponents of e; of sm90,
-    whose sums of probabilities depend on it, as exponents of 2."""
+    reserve: float
+    """By how much a score may exceed what a leaf's scores are measured by, nearly. As an exponent of e on the CPU, of 2 on GPUs."""
     head_rows: int | None
     """Gradient of the head's weight: rows of one chain; the chains of later rows are added in order. None: one chain."""
     shown: tuple[dict[str, str], ...]
@@ -64,7 +63,7 @@ CPU = Family(
     version=3,
     kv_block=32,
     kv_leaf=128,
-    kv_slack=1.0,
+    reserve=21.0,
     head_rows=None,
     shown=({"torch": "2.13.0+cpu"}, {"torch": "2.13.0+cu130"}),
     device_type="cpu",
@@ -78,7 +77,7 @@ SM90 = Family(
     version=6,
     kv_block=128,
     kv_leaf=512,
-    kv_slack=2.0,
+    reserve=31.0,
     head_rows=8192,
     shown=({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
     device_type="cuda",

@@ -820,7 +820,7 @@ static void weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, con
 
 constexpr i64 KB = NR;     // positions of a key block: the contract's kv_block
 constexpr i64 LEAF = 128;  // of a leaf, a whole number of blocks: the contract's kv_leaf
-constexpr float SLACK = 1;  // by how much a score may exceed the running maximum: the contract's kv_slack
+constexpr float RESERVE = 21;  // nearly by how much a score may exceed what scores are measured by: the contract's
 constexpr i64 QB = 16;     // query positions of a work item: free
 
 static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {
@@ -845,7 +845,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
         i64 q_len = p.q_start[s + 1] - p.q_start[s], context = p.kv_start[s + 1] - p.kv_start[s] - q_len;
         i64 rows = (it.q1 - it.q0) * group, padded = (rows + MR - 1) / MR * MR;
         Array<float> qp(padded * D), kt(D * KB), vb(DP * KB), sc, pt(padded * KB);
-        Array<float> m, l, acc;                 // of the leaf
+        Array<float> m, l, acc;                 // of the leaf; m is what probabilities are relative to
         Array<float> m_all, l_all, acc_all;     // joined, of all leaves so far
         auto position = [&](i64 r) { return context + it.q0 + r / group; };
         for (i64 r = 0; r < padded; ++r)
@@ -855,7 +855,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
         i64 last = context + it.q1;  // keys visible to the last query
         for (i64 b = 0; b < last; b += KB) {
             if (b % LEAF == 0) {
-                m.assign(padded, -std::numeric_limits<float>::infinity());
+                m.assign(padded, 0.f);
                 l.assign(padded, 0.f);
                 acc.assign(padded * DP, 0.f);
             }
@@ -885,15 +885,15 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                     sr[j] = j < visible ? sr[j] * p.scale : -std::numeric_limits<float>::infinity();
                     top = sr[j] > top ? sr[j] : top;
                 }
-                float alpha = 1;
-                if (top - m[r] > SLACK) {
-                    alpha = exp1(m[r] - top);
-                    m[r] = top;
+                if (b % LEAF == 0) m[r] = sr[0] + RESERVE;
+                if (round_to<T>(exp1(top - m[r])) >= 2) {
+                    float alpha = exp1(m[r] - (top + RESERVE));
+                    m[r] = top + RESERVE;
+                    l[r] *= alpha;
                     for (i64 d = 0; d < DP; ++d) acc[r * DP + d] *= alpha;
                 }
                 for (i64 j = 0; j < KB; ++j) sr[j] = exp1(sr[j] - m[r]);
-                for (i64 j = 0; j < KB; ++j) pr[j * MR] = round_to<T>(sr[j]);
-                l[r] = fma1(l[r], alpha, tree<KB>(sr));
+                for (i64 j = 0; j < KB; ++j) l[r] += pr[j * MR] = round_to<T>(sr[j]);
             }
             for (i64 r0 = 0; r0 < padded; r0 += MR) {
                 if (odd < 0 || position(r0) + 1 - b > odd) {
@@ -917,11 +917,11 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
             }
             for (i64 r = 0; r < rows; ++r) {
                 if (position(r) < leaf) continue;  // it sees nothing of this leaf
-                float top = m[r] > m_all[r] ? m[r] : m_all[r], before = exp1(m_all[r] - top), here = exp1(m[r] - top);
-                l_all[r] = fma1(l_all[r], before, l[r] * here);
+                float to = m[r] - m_all[r] <= RESERVE ? m_all[r] : m[r], before = exp1(m_all[r] - to), after = exp1(m[r] - to);
+                l_all[r] = fma1(l[r], after, l_all[r] * before);
                 for (i64 d = 0; d < D; ++d)
-                    acc_all[r * DP + d] = fma1(acc_all[r * DP + d], before, acc[r * DP + d] * here);
-                m_all[r] = top;
+                    acc_all[r * DP + d] = fma1(acc[r * DP + d], after, acc_all[r * DP + d] * before);
+                m_all[r] = to;
             }
         }
         for (i64 r = 0; r < rows; ++r) {

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 
 from alignkit import ops
+from alignkit.runtime import families
 
 from .helpers import CPU, EXP, SMALLEST, U32, UNIT, assert_within, dtypes, gamma, linear_dtypes, randn, seeds
 
@@ -117,12 +118,10 @@ def test_attention(lens, dim, dtype, seed):
     scale = dim**-0.5
     want, expected = doubles(lambda q, k, v: _softmax(q, k, v, lens, scale), g, q, k, v)
     u, n = UNIT[dtype] * 1.001, max(lens)
-    # A score is off by ds, so a probability by a factor 1 + 2 ds; P's rounding adds u, and out is a mean of v.
+    # A score is off by ds, so a probability by a factor 1 + 2 ds; P's rounding adds u, in its sum too, and out is a mean of v.
     norm = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * scale
-    ds = gamma(dim + 1) * norm + 2 * U32 * norm
-    p_error = 2 * ds + 2 * EXP + gamma(n + 4 * (n // 32 + 1)) + (u if dtype != torch.float32 else 0)
-    if not CPU:  # l is a sum of multiples of 2^-21
-        p_error += gamma(4 * n)
+    ds = gamma(dim + 1) * norm + 2 * U32 * (2 * norm + (families.CPU if CPU else families.SM90).reserve)
+    p_error = 2 * ds + 2 * EXP + gamma(n + 4 * (n // 32 + 1)) + (2 * u if dtype != torch.float32 else 0)
     v_max, g_norm = v.double().abs().max(), g.double().norm(dim=-1).max()
     assert_within(out, want, p_error * v_max + u * want.abs())
     # Gradients: dP and delta are chains over D of g with v and with the rounded out; sums over at most n rows and

@@ -44,6 +44,25 @@ def same(got, want, what):
         assert_bitwise_equal(a, b, f"{name}, {what}")
 
 
+def test_a_power_of_2_that_is_too_great_is_so_of_a_greater_number():
+    """The kernel asks all probabilities of a block, the contract that of the greatest score."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def powers(X, Y, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(Y + i, tl.exp2(tl.load(X + i)))
+
+    x = torch.arange(0x3F000000, 0x40000000, dtype=torch.int32, device="cuda").view(torch.float32)  # all of [0.5, 2)
+    y = torch.empty_like(x)
+    powers[(len(x) // 1024,)](x, y, BLOCK=1024)
+    for dtype in (BF16, torch.float32):
+        too_great = y.to(dtype) >= 2
+        first = int(too_great.int().argmax())
+        assert 0 < first and not too_great[:first].any() and too_great[first:].all()
+
+
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
 def test_packed(kernels, dim, heads, kv):
     cuda, triton = kernels
@@ -52,6 +71,7 @@ def test_packed(kernels, dim, heads, kv):
         lens = [draw.choice(BORDERS) for _ in range(draw.randint(1, 9))] + [0] * draw.randint(0, 2)
         draw.shuffle(lens)
         q, k, v, _, cu = packed(lens, heads, kv, dim, seed=seed)
+        q *= (1.0, 5.0, 12.0)[seed]  # what scores are measured by changes in no block, in some, in most
         want = triton.forward(q, k, v, cu, dim**-0.5)
         for together in {1, heads // kv}:
             same(cuda.forward(q, k, v, cu, dim**-0.5, together), want, f"{lens}, together {together}")
@@ -90,7 +110,7 @@ def test_paged(kernels, dim, heads, kv, page):
     draw = random.Random(f"{dim} {heads} {page}")
     lens = [draw.choice(BORDERS) for _ in range(6)] + [2500, 3]
     q, k, v, _, cu = packed(lens, heads, kv, dim)
-    q *= 4.0  # maxima move in later blocks too
+    q *= 12.0  # what scores are measured by changes in some blocks
     want, _ = triton.forward(q, k, v, cu, dim**-0.5)
     k_cache, v_cache, table = caches(k, v, lens, page)
     flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]

@@ -199,7 +199,7 @@ def test_silu_mul(rows, f, dtype, seed):
     group=st.integers(1, 3),
     kv=st.integers(1, 2),
     dim=st.sampled_from([8, 16, 40]),
-    spread=st.sampled_from([1.0, 8.0]),  # of scores: with the latter the running maximum moves in later blocks too
+    spread=st.sampled_from([1.0, 20.0]),  # of scores: with the latter what they are measured by changes
     dtype=dtypes,
     seed=seeds,
 )

@@ -11,10 +11,10 @@ from ...runtime.families import SM90
 PAD = tl.constexpr(128)
 VALUES = ["tokens", "seqs", "tiles", "programs", "slots", "pads", "pages", "width", "most"]
 """Arguments that change from call to call: no kernel is compiled for one of their values."""
-SLACK, MOST = tl.constexpr(SM90.kv_slack), tl.constexpr(2.0**SM90.kv_slack)
-"""A running maximum moves to that of a block if this exceeds it by more than SLACK powers of 2; so a probability is up to MOST."""
-BITS_OF_MOST, UNIT = tl.constexpr(0x40800000), tl.constexpr(2.0**-21)
-"""MOST as fp32, and the last of the low bits above it."""
+RESERVE = tl.constexpr(SM90.reserve)
+"""A probability is 2^-RESERVE where a score is what scores are measured by; where it would be 2 or more, that changes."""
+ONES = tl.constexpr(16)
+"""Columns of ones beside the values, whose sums are those of probabilities: the fewest that a product can have."""
 FEW, FAR = tl.constexpr(16), tl.constexpr(2048)
 """A sequence of at most so many queries that is continued after so many positions is `few`'s: it has many keys for its tiles."""
 
@@ -84,40 +84,40 @@ def is_few(q_len, kv_len, most):
 
 
 @triton.jit
-def weights(M, m, factor):
-    """Of a state and of the next leaf's: the larger of both maxima, and the factors that scale their sums to it."""
-    top = tl.maximum(M, m)
-    return top, tl.exp2((M - top) * factor), tl.exp2((m - top) * factor)
+def meet(Z, z):
+    """Of the leaves before and of the next one, what is added to scores: that of both, and what multiplies their sums."""
+    to = tl.where(Z - z <= RESERVE, Z, z)
+    return to, tl.exp2(to - Z), tl.exp2(to - z)
 
 
 @triton.jit
-def join(M, L, A, m, l, acc, factor, seen):
-    """The state M, L, A of the leaves before with m, l, acc of the next joined to it, in the rows that have seen any of that."""
-    top, before, here = weights(M, m, factor)
-    L = tl.where(seen, tl.fma(L, before, l * here), L)
-    A = tl.where(seen[:, None], tl.fma(A, before[:, None], acc * here[:, None]), A)
-    return tl.where(seen, top, M), L, A
+def join(Z, L, A, z, l, acc, seen):
+    """The state Z, L, A of the leaves before with z, l, acc of the next joined to it, in the rows that have seen any of that."""
+    to, before, after = meet(Z, z)
+    L = tl.where(seen, tl.fma(l, after, L * before), L)
+    A = tl.where(seen[:, None], tl.fma(acc, tl.broadcast_to(after[:, None], acc.shape), A * before[:, None]), A)
+    return tl.where(seen, to, Z), L, A
 
 
 @triton.jit
-def _follow(M, L, A, m, l, acc, factor, leaf, at):
+def _follow(Z, L, A, z, l, acc, leaf, at):
     """`join` for queries at positions `at`; the leaf from position 0 on is taken as it is."""
     if leaf == 0:
-        M, L, A = m, l, acc
+        Z, L, A = z, l, acc
     else:
-        M, L, A = join(M, L, A, m, l, acc, factor, leaf <= at)
-    return M, L, A
+        Z, L, A = join(Z, L, A, z, l, acc, leaf <= at)
+    return Z, L, A
 
 
 @triton.jit
-def write_state(STATE, m, l, acc, ok, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """A state, of the first ROWS rows, to memory: rows of acc, m and l."""
-    r = tl.arange(0, m.shape[0])
+def write_state(STATE, z, l, acc, ok, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """A state, of the first ROWS rows, to memory: rows of acc, z and l."""
+    r = tl.arange(0, z.shape[0])
     d = tl.arange(0, DP)
     ok = ok & (r < ROWS)
     at = STATE + r * (D + 4)
     tl.store(at[:, None] + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
-    tl.store(at + D, m, mask=ok)
+    tl.store(at + D, z, mask=ok)
     tl.store(at + D + 1, l, mask=ok)
 
 
@@ -171,13 +171,13 @@ def visit(
     """The state of queries q at positions context + pos, from context + first on, after the keys [begin, end); begin is where a
     leaf does. K and V point at their head, TABLE at the sequence's pages; `at`, `page_of`: the first `block`. Leaves are joined from
     position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on."""
-    M = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    Z = tl.zeros((BLOCK_M,), tl.float32)
     L = tl.zeros((BLOCK_M,), tl.float32)
     A = tl.zeros((BLOCK_M, DP), tl.float32)
-    m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)
-    since = tl.zeros((BLOCK_M,), tl.uint32)  # of a leaf, the sum of probabilities since m moved
+    z = tl.zeros((BLOCK_M,), tl.float32)  # of a leaf, what is added to scores times factor
+    l = tl.zeros((BLOCK_M, ONES), tl.float32)  # each column
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
+    j = tl.arange(0, KVB)
     for b in range(begin, end, KVB):
         row = q0 + at.to(tl.int32)
         if PAGE > 0:
@@ -186,35 +186,31 @@ def visit(
             v = rows(V, row, svt, D, DP)
         score = tl.dot(q, tl.trans(rows(K, row, skt, D, DP)), input_precision="ieee")
         at, page_of = block(TABLE, b + KVB, end, PAGE, KVB)  # ahead, so that no load of keys waits for it
+        if b % LEAF == 0:
+            z = tl.fma(-tl.sum(tl.where(j[None, :] == 0, score, 0.0), axis=1), factor, -RESERVE)
         if b + KVB > context + first + 1:  # some query does not see all of the block
-            j = b + tl.arange(0, KVB)
-            score = tl.where(j[None, :] <= (context + pos)[:, None], score, -float("inf"))
+            score = tl.where(b + j[None, :] <= (context + pos)[:, None], score, -float("inf"))
         top = tl.max(score, axis=1)
-        moves = (top - m) * factor > SLACK
-        alpha = tl.where(moves, tl.exp2((m - top) * factor), 1.0)
-        l = tl.where(moves, tl.fma(since.to(tl.float32), UNIT, l) * alpha, l)
-        since = tl.where(moves, 0, since)
-        m = tl.where(moves, top, m)
-        shift = -m * factor
-        p = tl.exp2(tl.fma(score, factor, shift[:, None]))
-        # MOST + p is p rounded to a multiple of UNIT, in the low bits; the sum of the others is known, modulo 2^32.
-        since += tl.sum((p + MOST).to(tl.uint32, bitcast=True), axis=1) - (KVB * BITS_OF_MOST) % 2**32
+        moves = tl.exp2(tl.fma(top, factor, z)).to(q.dtype) >= 2.0
+        to = tl.where(moves, tl.fma(-top, factor, -RESERVE), z)
+        alpha = tl.where(moves, tl.exp2(to - z), 1.0)
+        z = to
+        p = tl.exp2(tl.fma(score, factor, z[:, None])).to(q.dtype)
         if DP * q.dtype.primitive_bitwidth > 4096:  # keys and values have no room beside each other
             v = rows(V, row, svt, D, DP)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+        l = tl.dot(p, tl.full((KVB, ONES), 1.0, q.dtype), l * alpha[:, None], input_precision="ieee")
         if ((b + KVB) % LEAF == 0) | (b + KVB >= end):
-            l = tl.fma(since.to(tl.float32), UNIT, l)
+            total = tl.max(l, axis=1)  # of equal ones
             leaf = b // LEAF * LEAF
             if SPLIT:
                 if begin > 0:
-                    to = STATES + tl.cast((leaf - begin) // LEAF, tl.int64) * (ROWS * (D + 4))
-                    write_state(to, m, l, acc, ok, ROWS, D, DP)
+                    to_memory = STATES + tl.cast((leaf - begin) // LEAF, tl.int64) * (ROWS * (D + 4))
+                    write_state(to_memory, z, total, acc, ok, ROWS, D, DP)
                 else:
-                    M, L, A = _follow(M, L, A, m, l, acc, factor, leaf, context + pos)
+                    Z, L, A = _follow(Z, L, A, z, total, acc, leaf, context + pos)
             else:
-                M, L, A = _follow(M, L, A, m, l, acc, factor, leaf, context + pos)
-            m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-            l = tl.zeros((BLOCK_M,), tl.float32)
-            since = tl.zeros((BLOCK_M,), tl.uint32)
+                Z, L, A = _follow(Z, L, A, z, total, acc, leaf, context + pos)
+            l = tl.zeros((BLOCK_M, ONES), tl.float32)
             acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    return M, L, A
+    return Z, L, A

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import VALUES, block, fill, is_few, queries, span, visit, weights, write_result, write_state
+from .common import VALUES, block, fill, is_few, meet, queries, span, visit, write_result, write_state
 
 RUN = tl.constexpr(8)
 """Words that a program leaves for `_join_leaves`: see there."""
@@ -160,7 +160,7 @@ def _few(
             end_of_keys = tl.minimum((leaf + take) * LEAF, context + tl.minimum(q_len, first + BLOCK_Q))
             at, page_of = block(pages_of, first_key, end_of_keys, PAGE, KVB)
             tl.debug_barrier()  # or the assembler has queries wait for pages, and then keys for queries
-            M, L, A = visit(
+            Z, L, A = visit(
                 queries(Q, token, head, ok, sqt, sqh, D, DP),
                 K + hk.to(tl.int64) * skh,
                 V + hk.to(tl.int64) * svh,
@@ -191,7 +191,7 @@ def _few(
             if take == leaves:
                 write_result(O, token, head, L, A, ok, HEADS, D, DP)
             elif leaf == 0:
-                write_state(states + (slots - 1) * STATE, M, L, A, ok, ROWS, D, DP)
+                write_state(states + (slots - 1) * STATE, Z, L, A, ok, ROWS, D, DP)
             elif item == begun:
                 here = RUNS + w * RUN
                 tl.store(here, leaf)
@@ -216,7 +216,7 @@ def _few(
 
 @triton.jit
 def _read_state(STATE, r, d, D: tl.constexpr):
-    """Elements (r, d) of the acc of a state that `write_state` wrote, with the m and l of each."""
+    """Elements (r, d) of the acc of a state that `write_state` wrote, with the z and l of each."""
     row = STATE + r * (D + 4)
     return tl.load(row + D), tl.load(row + D + 1), tl.load(row + d)
 
@@ -225,13 +225,12 @@ def _read_state(STATE, r, d, D: tl.constexpr):
 def _join_next(
     STATES,
     LEAVES,
-    M,
+    Z,
     L,
     A,
     r,
     d,
     position,
-    factor,
     leaf,
     leaves,
     at,
@@ -243,12 +242,12 @@ def _join_next(
     LEAF: tl.constexpr,
     N: tl.constexpr,
 ):
-    """N leaves from `leaf` on joined to M, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. The state
+    """N leaves from `leaf` on joined to Z, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. The state
     of the first is at STATES + `at`, number `index` of the `run` of its program; after the last of that, `jump` further."""
-    ms, ls, accs = (), (), ()
+    zs, ls, accs = (), (), ()
     for x in tl.static_range(N):
-        m, l, acc = _read_state(STATES + at, r, d, D)
-        ms += (m,)
+        z, l, acc = _read_state(STATES + at, r, d, D)
+        zs += (z,)
         ls += (l,)
         accs += (acc,)
         more = leaf + x + 1 < leaves  # else the last one again
@@ -261,11 +260,11 @@ def _join_next(
     leaves = tl.load(LEAVES)
     for x in tl.static_range(N):
         seen = (leaf + x < leaves) & ((leaf + x) * LEAF <= position)
-        top, before, here = weights(M, ms[x], factor)
-        L = tl.where(seen, tl.fma(L, before, ls[x] * here), L)
-        A = tl.where(seen, tl.fma(A, before, accs[x] * here), A)
-        M = tl.where(seen, top, M)
-    return M, L, A, at, index
+        to, before, after = meet(Z, zs[x])
+        L = tl.where(seen, tl.fma(ls[x], after, L * before), L)
+        A = tl.where(seen, tl.fma(accs[x], after, A * before), A)
+        Z = tl.where(seen, to, Z)
+    return Z, L, A, at, index
 
 
 @triton.jit(do_not_specialize=VALUES)
@@ -273,7 +272,6 @@ def _join_leaves(
     O,
     STATES,
     RUNS,
-    factor,
     slots,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -308,15 +306,15 @@ def _join_leaves(
     at = tl.cast(w, tl.int64) * slots * STATE  # the state of the run's first leaf
     jump = tl.cast(KV * slots - run + 1, tl.int64) * STATE  # from that of its last to that of the next program's first
     index = 0
-    M, L, A = _read_state(STATES + (at - (tl.cast(KV - 1, tl.int64) * slots + 1) * STATE), r, d, D)
+    Z, L, A = _read_state(STATES + (at - (tl.cast(KV - 1, tl.int64) * slots + 1) * STATE), r, d, D)
     while leaf + 2 * ENDS < leaves:
-        M, L, A, at, index = _join_next(
-            STATES, RUNS + 2, M, L, A, r, d, position, factor, leaf, leaves, at, index, run, jump, STATE, D, LEAF, AHEAD
+        Z, L, A, at, index = _join_next(
+            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, STATE, D, LEAF, AHEAD
         )
         leaf += AHEAD
     while leaf < leaves:
-        M, L, A, at, index = _join_next(
-            STATES, RUNS + 2, M, L, A, r, d, position, factor, leaf, leaves, at, index, run, jump, STATE, D, LEAF, ENDS
+        Z, L, A, at, index = _join_next(
+            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, STATE, D, LEAF, ENDS
         )
         leaf += ENDS
     o = O + ((token + r // GROUP).to(tl.int64) * HEADS + hk * GROUP + r % GROUP) * D + d

@@ -1,5 +1,5 @@
-"""Attention one query at a time: leaves of keys ascending, in a leaf blocks ascending, the sums rescaled where a block's maximum
-exceeds the running one by more than the slack; a leaf's are joined to those before it."""
+"""Attention one query at a time: leaves of keys ascending, in a leaf blocks ascending. Probabilities are relative to the leaf's
+first score and a reserve, which is so large that this seldom has to change; a leaf's sums are joined to those before it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 from ...runtime.families import CPU
 from .._calls import in_torch
-from .._common import exp, fma, tree
+from .._common import exp, fma
 from .paging import by_rows
 
-KV_BLOCK, KV_LEAF, KV_SLACK = CPU.kv_block, CPU.kv_leaf, CPU.kv_slack
+KV_BLOCK, KV_LEAF, RESERVE = CPU.kv_block, CPU.kv_leaf, CPU.reserve
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
@@ -23,23 +23,20 @@ def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
 def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor):
     """q [Hq, D] over keys k, v [n, Hq, D] of one leaf; returns fp32 m [Hq], l [Hq], acc [Hq, D]."""
     heads, dim = q.shape
-    m, l = (torch.full((heads,), start, dtype=torch.float32, device=q.device) for start in (float("-inf"), 0.0))
-    acc = torch.zeros(heads, dim, dtype=torch.float32, device=q.device)
+    m, l, acc = (torch.zeros(heads, n, dtype=torch.float32, device=q.device) for n in (1, 1, dim))
     for b in range(0, k.shape[0], KV_BLOCK):
         kb, vb = k[b : b + KV_BLOCK].float(), v[b : b + KV_BLOCK].float()
-        s = (
-            _chain(
-                q.float(), kb.permute(1, 2, 0), torch.zeros(heads, kb.shape[0], dtype=torch.float32, device=q.device)
-            )
-            * scale
-        )
-        top = s.amax(1)
-        moves = top - m > KV_SLACK
-        alpha, m = torch.where(moves, exp(m - top), 1.0), torch.where(moves, top, m)
-        p = exp(s - m[:, None])
-        l = fma(l, alpha, tree(torch.nn.functional.pad(p, (0, KV_BLOCK - p.shape[1]))))
-        acc = _chain(p.to(q.dtype).float(), vb.transpose(0, 1), acc * alpha[:, None])
-    return m, l, acc
+        zeros = torch.zeros(heads, kb.shape[0], dtype=torch.float32, device=q.device)
+        s = _chain(q.float(), kb.permute(1, 2, 0), zeros) * scale
+        top = s.amax(1, keepdim=True)
+        if b == 0:
+            m = s[:, :1] + RESERVE
+        moves = exp(top - m).to(q.dtype) >= 2
+        alpha, m = torch.where(moves, exp(m - (top + RESERVE)), 1.0), torch.where(moves, top + RESERVE, m)
+        p = exp(s - m).to(q.dtype).float()
+        l = _chain(p, torch.ones_like(p)[..., None], l * alpha)
+        acc = _chain(p, vb.transpose(0, 1), acc * alpha)
+    return m[:, 0], l[:, 0], acc
 
 
 def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
@@ -48,11 +45,11 @@ def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
     m, l, acc = _leaf(q, k[:KV_LEAF], v[:KV_LEAF], scale)
     for at in range(KV_LEAF, k.shape[0], KV_LEAF):
         m_leaf, l_leaf, acc_leaf = _leaf(q, k[at : at + KV_LEAF], v[at : at + KV_LEAF], scale)
-        top = torch.maximum(m, m_leaf)
-        before, here = exp(m - top), exp(m_leaf - top)
-        l = fma(l, before, l_leaf * here)
-        acc = fma(acc, before[:, None].expand_as(acc), acc_leaf * here[:, None])
-        m = top
+        to = torch.where(m_leaf - m <= RESERVE, m, m_leaf)
+        before, after = exp(m - to), exp(m_leaf - to)
+        l = fma(l_leaf, after, l * before)
+        acc = fma(acc_leaf, after[:, None].expand_as(acc), acc * before[:, None])
+        m = to
     return acc / l[:, None], m, l
 
 

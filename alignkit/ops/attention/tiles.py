@@ -70,7 +70,7 @@ def _tiles(
             pages_of = TABLE + tl.cast(s, tl.int64) * table_row
             end_of_keys = context + tl.minimum(q_len, first + BLOCK_Q)
             at, page_of = block(pages_of, 0, end_of_keys, PAGE, KVB)
-            M, L, A = visit(
+            Z, L, A = visit(
                 queries(Q, token, head, ok, sqt, sqh, D, DP),
                 K + hk.to(tl.int64) * skh,
                 V + hk.to(tl.int64) * svh,
@@ -100,4 +100,4 @@ def _tiles(
             )
             write_result(O, token, head, L, A, ok, HEADS, D, DP)
             if PAGE == 0:
-                tl.store(SHIFT + statistics(q0, s, head, pads) + pos, tl.fma(-M, factor, -tl.log2(L)), mask=ok)
+                tl.store(SHIFT + statistics(q0, s, head, pads) + pos, tl.fma(Z, 1.0, -tl.log2(L)), mask=ok)

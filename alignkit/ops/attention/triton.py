@@ -163,8 +163,7 @@ def few(
     runs = torch.empty(programs, RUN.value, dtype=torch.int32, device=q.device)
     torn = torch.empty(programs * slots, states, dtype=torch.float32, device=q.device)
     most = tokens if all_of_them else options["BLOCK_Q"]
-    factor = _factor(scale)
-    lengths = starts, seq_lens, block_table, factor, tokens, seqs, parts, slots
+    lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs, parts, slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
     at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
     constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap}
@@ -174,7 +173,7 @@ def few(
         launch(
             _join_leaves,
             (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
-            (out, torn, runs, factor, slots),
+            (out, torn, runs, slots),
             {"num_warps": 4} | _overlapping(overlap),
             GROUP=group,
             HEADS=heads,

@@ -366,7 +366,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int row = row_again() + 8 * h;
-      store_row(dq, h, static_cast<__nv_bfloat16*>(p.dq) + (out + int64_t{row} * p.heads) * kDim, row < left);
+      store_row<kDim / 2>(dq, h, static_cast<__nv_bfloat16*>(p.dq) + (out + int64_t{row} * p.heads) * kDim, row < left);
     }
   }
 }
@@ -504,8 +504,8 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
     for (int h = 0; h < 2; ++h) {
       int row = row_again() + 8 * h;
       int64_t at = (out + int64_t{row} * p.kv_heads) * kDim;
-      store_row(dk, h, static_cast<__nv_bfloat16*>(p.dk) + at, row < here);
-      store_row(dv, h, static_cast<__nv_bfloat16*>(p.dv) + at, row < here);
+      store_row<kDim / 2>(dk, h, static_cast<__nv_bfloat16*>(p.dk) + at, row < here);
+      store_row<kDim / 2>(dv, h, static_cast<__nv_bfloat16*>(p.dv) + at, row < here);
     }
   }
 }

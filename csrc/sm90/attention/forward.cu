@@ -2,11 +2,13 @@
 // queries.
 //
 // A tile is 64 rows for each group of warps that computes: positions of one head, or fewer positions of the heads of a
-// group beside each other. Two warps have the copy engine bring the tile's queries, and keys and values in blocks of 128
-// positions. The sums of the leaf at hand stay in registers, those of the leaves before lie in shared memory.
+// group beside each other. Three warps have the copy engine bring the tile's queries, and keys and values in blocks of 128
+// positions.
 //
-// The tensor core has to have products to do while probabilities are computed. A group has its sums of values of the
-// block before under way meanwhile, and the other groups have products to do as well: groups take turns to begin theirs.
+// A group has the tensor core compute its sums of values of a block, then its scores of the next one. Meanwhile another
+// group makes probabilities of its scores; they take turns. So those must be few instructions: a multiplication, a power
+// of 2 and half a conversion each. Their maximum is not looked for, and their sum is that of a column of ones beside the
+// values.
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -56,25 +58,26 @@ struct Problem : AlignkitAttention {
 
 constexpr int kKeys = 128;          // of a block
 constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
-// A row's running maximum moves where a block's exceeds it by more than 2 powers of 2. So a probability is up to 4; in
-// the low bits of 4 + p it is rounded to a multiple of 2^-21.
-constexpr float kSlack = 2, kMost = 4, kUnit = 0x1p-21f;
-constexpr uint32_t kBitsOfMost = 0x40800000;
+// A probability is 2^-31 where a score is what scores are measured by: the leaf's first, and where a rounded one would be 2
+// or more, as the uppermost bit of its exponent says, the greatest of that block.
+constexpr float kReserve = 31;
+constexpr uint32_t kTooGreat = 0x40004000;  // of two rounded ones
 constexpr float kInfinity = __builtin_huge_valf();
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
-// and registers of threads that bring them and that compute.
+// registers of threads that bring them and that compute, and how many of its sums over the leaves before a thread has in
+// registers; the others lie in shared memory.
 template <int kDim>
 struct Plan;
 
 template <>
 struct Plan<128> {
-  static constexpr int groups = 2, stages = 2, few = 32, many = 232;
+  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 56;
 };
 
 template <>
 struct Plan<64> {
-  static constexpr int groups = 3, stages = 4, few = 32, many = 160;
+  static constexpr int groups = 3, stages = 3, few = 32, many = 160, held = 0;
 };
 
 struct Tile {
@@ -84,20 +87,19 @@ struct Tile {
   int head;
 };
 
-// A row's state within a leaf or over leaves: the running maximum of scores, and the sum of probabilities.
-struct State {
-  float m, l;
-};
-
 template <int kDim>
 struct Shared {
-  static constexpr int groups = Plan<kDim>::groups, stages = Plan<kDim>::stages, rows = groups * 64;
-  static constexpr int halves = kDim / kHalf, threads = (groups + 1) * 128;
+  using Plan = alignkit::Plan<kDim>;
+  static constexpr int groups = Plan::groups, stages = Plan::stages, rows = groups * 64, halves = kDim / kHalf;
+  static constexpr int threads = (groups + 1) * 128;
+  // Sums of a row that a thread has: of values, and four times that of probabilities.
+  static constexpr int sums = kDim / 2, parked = (sums - Plan::held) / 4;
   __nv_bfloat16 q[rows * kDim];
   __nv_bfloat16 k[stages][kKeys * kDim];
-  __nv_bfloat16 v[stages][kKeys * kDim];
-  float4 joined[kDim / 8][groups * 128];  // of each thread, its sums over the leaves before
-  alignas(16) State whole[groups * 32][2];  // of the two rows that four lanes share, over the leaves before
+  __nv_bfloat16 v[stages][kKeys * (kDim + kHalf)];  // and ones, for the sums of probabilities
+  float4 joined[parked > 0 ? parked : 1][groups * 128];  // of each thread, its sums over the leaves before
+  // Of the two rows that four lanes share, over the leaves before: what is added to a score, and the sum of probabilities.
+  alignas(16) float2 whole[groups * 32][2];
   Tile tile[2];  // in turn: one is read while the next is found
   uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
   uint64_t on_its_way;  // values of which the producer has to wipe out rows
@@ -228,18 +230,18 @@ __device__ __forceinline__ void wipe(__nv_bfloat16* v, int left, int lane) {
   __syncwarp();
 }
 
-// The warp that has keys and values brought: a block in parts that lie in one page each, half a head at a time, by a
-// lane each. There are 32 registers: little is kept, and more found again.
-template <int kDim>
-__device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* k, const CUtensorMap* v,
-                                           const Problem& p) {
+// A warp that has keys brought, or values: a block in parts that lie in one page each, half a head at a time, by a lane
+// each. There are few registers: little is kept, and more found again.
+template <int kDim, bool kValues>
+__device__ __forceinline__ void bring_rows(Shared<kDim>& sh, const CUtensorMap* map, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
-  int part_rows = p.part_rows, parts = kKeys / part_rows, lane = threadIdx.x % 32;
-  int first = lane % parts * part_rows, to = (lane / parts * kKeys + first) * kHalf;
+  int part_rows = p.part_rows, parts = kKeys / part_rows, first = threadIdx.x % 32 % parts * part_rows;
+  auto& is_full = kValues ? sh.v_full : sh.k_full;
+  auto& is_empty = kValues ? sh.v_empty : sh.k_empty;
   uint32_t visited = 0;  // blocks
   int phases = 0;        // of the tile, and times 2 that of `on_its_way`: one register
   auto leads = [] { return thread_again() % 32 == 0; };
-  auto half = [&] { return to / (kKeys * kHalf); };
+  auto half = [&] { return static_cast<int>(thread_again() % 32) / parts; };
   for (;; phases ^= 1) {
     barrier_wait(&sh.found, phases % 2);
     const Tile& t = sh.tile[phases % 2];
@@ -260,22 +262,18 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
     for (int i = 0; i < n; ++i, ++visited) {
       uint32_t stage = visited % stages, phase = visited / stages % 2;
       int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
-      bool here = half() < halves && first < left, whole = left >= kKeys;
+      bool here = half() < halves && first < left, wipes = kValues && left < kKeys;
       int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
-      barrier_wait(&sh.k_empty[stage], phase ^ 1);
-      if (leads()) barrier_expect(&sh.k_full[stage], bytes);
-      __syncwarp();
-      if (here) copy_box(sh.k[stage] + to, k, half() * kHalf, head, row, 0, &sh.k_full[stage]);
-      barrier_wait(&sh.v_empty[stage], phase ^ 1);
-      uint64_t* full = whole ? &sh.v_full[stage] : &sh.on_its_way;
+      barrier_wait(is_empty + stage, phase ^ 1);
+      uint64_t* full = wipes ? &sh.on_its_way : is_full + stage;
       if (leads()) barrier_expect(full, bytes);
       __syncwarp();
-      if (here) copy_box(sh.v[stage] + to, v, half() * kHalf, head, row, 0, full);
-      if (!whole) {
+      if (here) copy_box((kValues ? sh.v[stage] : sh.k[stage]) + (half() * kKeys + first) * kHalf, map, half() * kHalf, head, row, 0, full);
+      if (wipes) {
         barrier_wait(full, phases / 2);
         phases ^= 2;
         wipe<kDim>(sh.v[stage], left, thread_again() % 32);
-        if (leads()) barrier_arrive(&sh.v_full[stage]);
+        if (leads()) barrier_arrive(is_full + stage);
       }
       row = next_row;
     }
@@ -284,17 +282,13 @@ __device__ __forceinline__ void bring_keys(Shared<kDim>& sh, const CUtensorMap* 
 
 // The greatest scores of a thread's two rows, of each of which four lanes have a part.
 __device__ __forceinline__ void greatest(const float (&s)[kKeys / 2], float (&top)[2]) {
-  float part[2][2];
+  float part[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+  for (int j = 1; j < kKeys / 8; ++j)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      part[h][e] = s[2 * h + e];
+    for (int x = 0; x < 4; ++x) part[x] = fmaxf(part[x], s[4 * j + x]);
 #pragma unroll
-      for (int j = 1; j < kKeys / 8; ++j) part[h][e] = fmaxf(part[h][e], s[4 * j + 2 * h + e]);
-    }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) top[h] = fmaxf(part[h][0], part[h][1]);
+  for (int h = 0; h < 2; ++h) top[h] = fmaxf(part[2 * h], part[2 * h + 1]);
 }
 
 // Of a row's four lanes.
@@ -302,12 +296,6 @@ __device__ __forceinline__ float greatest_of_row(float top) {
 #pragma unroll
   for (int distance = 2; distance; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
   return top;
-}
-
-__device__ __forceinline__ uint32_t sum_of_row(uint32_t part) {
-#pragma unroll
-  for (int distance = 2; distance; distance /= 2) part += __shfl_xor_sync(~0u, part, distance);
-  return part;
 }
 
 // The scores of keys behind the row's own position; `limit` is that, from the thread's first key on.
@@ -319,42 +307,30 @@ __device__ __forceinline__ void hide(float (&s)[kKeys / 2], int h, int limit) {
       if (8 * j + e > limit) s[4 * j + 2 * h + e] = -kInfinity;
 }
 
-// A leaf's state joins that of the leaves before; what multiplies the sums of either.
-struct Join {
-  float whole, leaf;
-};
-
-__device__ __forceinline__ Join join(State& whole, const State& leaf, float factor, bool first) {
-  if (first) {  // -0 and it
-    whole = leaf;
-    return {1, 1};
-  }
-  float top = fmaxf(whole.m, leaf.m);
-  Join j = {power_of_2((whole.m - top) * factor), power_of_2((leaf.m - top) * factor)};
-  whole.l = __fmaf_rn(whole.l, j.whole, leaf.l * j.leaf);
-  whole.m = top;
-  return j;
-}
-
 // x / by, rounded once, for x[2 h], x[2 h + 1], x[2 h + 4], ...: as division does it where nothing is near the ends of
 // the range, but with the reciprocal found once.
-template <int kCount>
-__device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
-  float least = kInfinity;
+template <int kCount, int kSize>
+__device__ __forceinline__ void divide(float (&x)[kSize], int h, float by) {
+  float least = kInfinity, most = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; i += 4) least = fminf(least, fminf(fabsf(x[i + 2 * h]), fabsf(x[i + 2 * h + 1])));
-  if (by >= 0.5f && by < 0x1p40f && least > 0x1p-60f) {
-    float twice = by < 1 ? 2.0f : 1.0f;  // so that no quotient overflows before its last rounding
-    by *= twice;
+  for (int i = 0; i < kCount; i += 4)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      least = fminf(least, fabsf(x[i + 2 * h + e]));
+      most = fmaxf(most, fabsf(x[i + 2 * h + e]));
+    }
+  if (by >= 0x1p-31f && by < 0x1p44f && least > 0x1p-80f && most < 0x1p64f) {
+    constexpr float more = 0x1p32f;  // for both
+    by *= more;
     float r = __frcp_rn(by);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& a = x[i + 2 * h + e];
-        float q = a * r;
-        q = __fmaf_rn(__fmaf_rn(-by, q, a), r, q);
-        a = __fmaf_rn(__fmaf_rn(-by, q, a), r, q) * twice;
+        float b = a * more, q = b * r;
+        q = __fmaf_rn(__fmaf_rn(-by, q, b), r, q);
+        a = __fmaf_rn(__fmaf_rn(-by, q, b), r, q);
       }
   } else {
 #pragma unroll
@@ -370,8 +346,9 @@ __device__ __forceinline__ void divide(float (&x)[kCount], int h, float by) {
 // A group of four warps and its 64 rows of each tile.
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
-  constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, sums = kDim / 2, steps = kDim / 16;
-  constexpr int stage_step = kKeys * kDim * 2 >> 4, groups = Plan<kDim>::groups;
+  constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, steps = kDim / 16;
+  constexpr int sums = Shared<kDim>::sums, held = Shared<kDim>::Plan::held, groups = Shared<kDim>::groups;
+  constexpr int k_step = kKeys * kDim * 2 >> 4, v_step = kKeys * (kDim + kHalf) * 2 >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   // Of the rows of the tile that a thread has, the first; the other is 8 further.
@@ -383,10 +360,12 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   float factor = p.factor;
   uint32_t visited = 0;  // blocks of the tiles before
   int q_phase = 0;
-  float s[kKeys / 2], acc[sums];  // scores of a block, and sums
+  float s[kKeys / 2];    // scores of a block
+  float acc[sums + 4];   // sums of the leaf at hand; the last four are two rows' sums of probabilities, each twice
+  float all[held + 1];   // of the leaves before
   uint32_t probability[kKeys / 16][4];
 #pragma unroll
-  for (int i = 0; i < sums; ++i) acc[i] = 0;
+  for (int x = 0; x < sums + 4; ++x) acc[x] = 0;
   // Turns to begin products: a group's when the group before it has begun its own.
   auto turn_begin = [&] { named_barrier_sync(1 + group, 256); };
   auto turn_end = [&] { named_barrier_arrive(group + 1 < groups ? 2 + group : 1, 256); };
@@ -402,11 +381,9 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     int n = blocks_of(p, t, group);
     int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
-    State row[2] = {{-kInfinity, 0}, {-kInfinity, 0}};
-    float shift[2] = {kInfinity, kInfinity};  // -m factor
-    float alpha[2];  // what multiplies the sums, where m has just moved
-    uint32_t part[2] = {0, 0};  // of the thread, probabilities since m moved
-    bool moved = false;  // at the block at hand, for any row of the warp
+    float shift[2] = {0, 0};        // of the two rows, what is added to a score times `factor`
+#pragma unroll
+    for (int x = 0; x < held; ++x) all[x] = -0.0f;
 
     auto stage_of = [&](int i) { return static_cast<int>((visited + i) % stages); };
     auto phase_of = [&](int i) { return static_cast<int>((visited + i) / stages % 2); };
@@ -419,142 +396,114 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
     };
     auto score = [&](int i) {  // begins
-      uint64_t k = k0 + stage_of(i) * stage_step;
+      uint64_t k = k0 + stage_of(i) * k_step;
       constexpr int q_half = rows * kHalf * 2 >> 4, k_half = kKeys * kHalf * 2 >> 4;
 #pragma unroll
-      for (int j = 0; j < steps; ++j)
-        multiply<false, false>(s, q0 + j / 4 * q_half + j % 4 * kNext<false>, k + j / 4 * k_half + j % 4 * kNext<false>,
-                               j > 0);
+      for (int j = 0; j < steps; ++j) {
+        uint64_t a = q0 + j / 4 * q_half + j % 4 * kNext<false>, b = k + j / 4 * k_half + j % 4 * kNext<false>;
+        if (j == 0)
+          begin<false, false>(s, a, b);
+        else
+          multiply<false, false>(s, a, b, true);
+      }
+      products_end();
     };
     auto sum = [&](int i) {  // begins
       bool more = i % kLeaf != 0;
-      uint64_t v = v0 + stage_of(i) * stage_step;
+      uint64_t v = v0 + stage_of(i) * v_step;
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j)
         multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
+      products_end();
     };
-    // The scores of a block become probabilities. That a row's m moves any of its four lanes may see; they need meet
-    // only then.
+    auto powers = [&] {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int x = 0; x < kKeys / 2; x += 2) {
+        float a = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
+        float b = power_of_2(__fmaf_rn(s[x + 1], factor, shift[x / 2 % 2]));
+        bits |= probability[x / 8][x / 2 % 4] = pack<__nv_bfloat16>(a, b);
+      }
+      return bits;
+    };
+    // A row whose probabilities are too great is measured by its greatest score.
+    auto move = [&](int i) {
+      float top[2], alpha[2];
+      greatest(s, top);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[h] = greatest_of_row(top[h]);
+        bool moves = pack<__nv_bfloat16>(power_of_2(__fmaf_rn(top[h], factor, shift[h])), 0.0f) & kTooGreat;
+        float to = moves ? __fmaf_rn(-top[h], factor, -kReserve) : shift[h];
+        alpha[h] = moves ? power_of_2(to - shift[h]) : 1.0f;
+        shift[h] = to;
+      }
+      if (i % kLeaf) {
+#pragma unroll
+        for (int x = 0; x < sums + 4; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+      }
+      powers();
+    };
+    // The scores of a block become probabilities.
+    bool values_there = false, keys_there = false;  // of this block, and of the next one
     auto weigh = [&](int i) {
+      values_there = barrier_ended(&sh.v_full[stage_of(i)], phase_of(i));
+      keys_there = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
+      if (i % kLeaf == 0) {  // the leaf's first score, of which the first of four lanes knows
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          shift[h] = __fmaf_rn(-__shfl_sync(~0u, s[2 * h], 0, 4), factor, -kReserve);
+      }
       if (i >= plain) {
         int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
-      float top[2];
-      greatest(s, top);
-      auto exceeds = [&](int h) { return (top[h] - row[h].m) * factor > kSlack; };
-      moved = __any_sync(~0u, exceeds(0) || exceeds(1));
-      if (moved) {
+      if (__any_sync(~0u, powers() & kTooGreat)) move(i);
+    };
+    auto joined = [&](int x) -> float4& { return sh.joined[(x - held) / 4][thread_again() - 128]; };
+    // A leaf joins the leaves before, of which `w` is what `whole` says. What those are measured by seldom changes, and then
+    // their sums need not be multiplied.
+    float before[2], after[2];  // what multiplies the sums of the leaves before, and the leaf's
+    auto whole = [&](int h) -> float2& { return sh.whole[thread_again() / 4 - 32][h]; };
+    auto meet = [&](int h, float2 w) {
+      float to = w.x - shift[h] <= kReserve ? w.x : shift[h];
+      before[h] = power_of_2(to - w.x);
+      after[h] = power_of_2(to - shift[h]);
+      return make_float2(to, __fmaf_rn(acc[sums + 2 * h], after[h], w.y * before[h]));
+    };
+    auto end_leaf = [&](bool first) {
+      bool moves = false;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          top[h] = greatest_of_row(top[h]);
-          uint32_t before = sum_of_row(part[h]);
-          alpha[h] = 1;
-          if (exceeds(h)) {
-            alpha[h] = power_of_2((row[h].m - top[h]) * factor);
-            row[h].l = __fmaf_rn(__uint2float_rn(before), kUnit, row[h].l) * alpha[h];
-            row[h].m = top[h];
-            part[h] = 0;
+      for (int h = 0; h < 2; ++h) {
+        float2 was = first ? make_float2(shift[h], -0.0f) : whole(h), now = meet(h, was);
+        __syncwarp();
+        whole(h) = now;
+        moves |= !(now.x == was.x);
+      }
+      __syncwarp();
+      if (__any_sync(~0u, moves)) {
+#pragma unroll
+        for (int x = 0; x < held; ++x) all[x] *= before[x / 2 % 2];
+        if (!first) {
+#pragma unroll
+          for (int x = held; x < sums; x += 4) {
+            float4 to = joined(x);
+            joined(x) = make_float4(to.x * before[0], to.y * before[0], to.z * before[1], to.w * before[1]);
           }
-          shift[h] = -row[h].m * factor;
         }
       }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) part[h] -= static_cast<uint32_t>(uint64_t{kKeys / 4} * kBitsOfMost);
+      for (int x = 0; x < held; ++x) all[x] = __fmaf_rn(acc[x], after[x / 2 % 2], all[x]);
 #pragma unroll
-      for (int x = 0; x < kKeys / 2; ++x) {
-        s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
-        part[x / 2 % 2] += __float_as_uint(s[x] + kMost);
+      for (int x = held; x < sums; x += 4) {
+        float4 to = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : joined(x);
+        to.x = __fmaf_rn(acc[x], after[0], to.x);
+        to.y = __fmaf_rn(acc[x + 1], after[0], to.y);
+        to.z = __fmaf_rn(acc[x + 2], after[1], to.z);
+        to.w = __fmaf_rn(acc[x + 3], after[1], to.w);
+        joined(x) = to;
       }
-      products_taken(s);
-      // Branches, across which the assembler moves no wait for products, up to before the probabilities.
-      wait_for_values(i);
-    };
-    auto round = [&] {
-#pragma unroll
-      for (int j = 0; j < kKeys / 16; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          probability[j][i] = pack<__nv_bfloat16>(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
-    };
-    // What was added since m moved joins l.
-    auto settle = [&] {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        row[h].l = __fmaf_rn(__uint2float_rn(sum_of_row(part[h])), kUnit, row[h].l);
-        part[h] = 0;
-      }
-    };
-    // At a leaf's end its state joins that of the leaves before, and its sums do when they are there.
-    Join j[2];
-    auto whole = [&](int h) -> State& { return sh.whole[thread_again() / 4 - 32][h]; };
-    auto end_leaf = [&](int i) {
-      settle();
-      State all[2] = {whole(0), whole(1)};
-      __syncwarp();
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        j[h] = join(all[h], row[h], factor, i == kLeaf);
-        whole(h) = all[h];
-        row[h] = {-kInfinity, 0};
-        shift[h] = kInfinity;
-      }
-      __syncwarp();
-    };
-    auto joined = [&](int x) -> float4& { return sh.joined[x][thread_again() - 128]; };
-    // What is there before block i is added.
-    auto make_room = [&](int i) {
-      if (i % kLeaf) {
-        if (moved) {
-#pragma unroll
-          for (int x = 0; x < sums; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
-        }
-      } else if (i == kLeaf) {
-#pragma unroll
-        for (int x = 0; x < sums; x += 4) joined(x / 4) = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
-      } else if (i) {
-#pragma unroll
-        for (int x = 0; x < sums; x += 4) {
-          float4 to = joined(x / 4);
-          to.x = __fmaf_rn(to.x, j[0].whole, acc[x] * j[0].leaf);
-          to.y = __fmaf_rn(to.y, j[0].whole, acc[x + 1] * j[0].leaf);
-          to.z = __fmaf_rn(to.z, j[1].whole, acc[x + 2] * j[1].leaf);
-          to.w = __fmaf_rn(to.w, j[1].whole, acc[x + 3] * j[1].leaf);
-          joined(x / 4) = to;
-        }
-      }
-    };
-    // From the scores of block 0 to the probabilities of the last one, of which only the product is left.
-    auto go = [&] {
-      weigh(0);
-      round();
-      bool ready = false;
-#pragma unroll 1
-      for (int i = 1; i < n; ++i) {
-        if (!ready) wait_for_keys(i);
-        make_room(i - 1);
-        turn_begin();
-        products_begin();
-        score(i);
-        products_end();
-        sum(i - 1);
-        products_end();
-        turn_end();
-        if (i % kLeaf == 0) end_leaf(i);
-        products_wait<1>();
-        products_taken(s);
-        keys_taken(i);
-        weigh(i);
-        ready = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
-        products_wait<0>();
-        products_taken(acc);
-        values_taken(i - 1);
-        round();
-      }
-      queries_taken();
-      make_room(n - 1);
-      settle();
     };
 
     if (n) {
@@ -562,24 +511,46 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       turn_begin();
       products_begin();
       score(0);
-      products_end();
       turn_end();
       products_wait<0>();
       products_taken(s);
       keys_taken(0);
-      go();
+      weigh(0);
+#pragma unroll 1
+      for (int i = 1; i < n; ++i) {
+        if (!values_there) wait_for_values(i - 1);
+        if (!keys_there) wait_for_keys(i);
+        turn_begin();
+        products_begin();
+        sum(i - 1);
+        score(i);
+        turn_end();
+        products_wait<1>();
+        products_taken(acc);
+        values_taken(i - 1);
+        if (i % kLeaf == 0) end_leaf(i == kLeaf);
+        products_wait<0>();
+        products_taken(s);
+        keys_taken(i);
+        weigh(i);
+      }
+      queries_taken();
+      if (!values_there) wait_for_values(n - 1);
+      turn_begin();
       products_begin();
       sum(n - 1);
-      products_end();
+      turn_end();
       products_wait<0>();
       products_taken(acc);
       values_taken(n - 1);
     } else {
       queries_taken();
+      turn_begin();
+      turn_end();
     }
-    int all = blocks_of_any<Shared<kDim>::groups>(p, t);
+    int most = blocks_of_any<groups>(p, t);
 #pragma unroll 1
-    for (int i = n; i < all; ++i) {  // other groups' blocks
+    for (int i = n; i < most; ++i) {  // other groups' blocks
       wait_for_keys(i);
       keys_taken(i);
       turn_begin();
@@ -587,35 +558,37 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       wait_for_values(i);
       values_taken(i);
     }
-    visited += all;
+    visited += most;
     if (n == 0) continue;
 
-    int begin = (n - 1) / kLeaf * kLeaf * kKeys;  // of the last leaf
+    int last_begin = (n - 1) / kLeaf * kLeaf * kKeys;  // of the last leaf
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int position = position_of(h);
-      bool seen = position >= begin;
-      Join last = {1, 0};
-      State all_leaves = row[h];
-      if (begin) {
-        all_leaves = whole(h);
-        if (seen) last = join(all_leaves, row[h], factor, false);
+      bool seen = position >= last_begin;
+      float2 w = make_float2(shift[h], acc[sums + 2 * h]);
+      if (last_begin) {
+        w = whole(h);
+        if (seen) w = meet(h, w);
 #pragma unroll
         for (int x = 2 * h; x < sums; x += 4) {
-          const float2& before = reinterpret_cast<const float2*>(&joined(x / 4))[h];
-          acc[x] = seen ? __fmaf_rn(before.x, last.whole, acc[x] * last.leaf) : before.x;
-          acc[x + 1] = seen ? __fmaf_rn(before.y, last.whole, acc[x + 1] * last.leaf) : before.y;
+          float2 old;
+          if (x < held)
+            old = make_float2(all[x < held ? x : 0], all[x < held ? x + 1 : 0]);
+          else
+            old = reinterpret_cast<const float2*>(&joined(x / 4 * 4))[h];
+          acc[x] = seen ? __fmaf_rn(acc[x], after[h], old.x * before[h]) : old.x;
+          acc[x + 1] = seen ? __fmaf_rn(acc[x + 1], after[h], old.y * before[h]) : old.y;
         }
       }
-      divide(acc, h, all_leaves.l);
+      divide<sums>(acc, h, w.y);
       int r = first_row() + 8 * h, place = position - t.context;  // among the queries
       bool here = place < t.q_len && r < p.positions * p.together;
       int64_t head = t.head + r - p.position_of(r) * p.together;
       int64_t at = ((t.q0 + place) * int64_t{p.heads} + head) * kDim;
-      store_row(acc, h, static_cast<__nv_bfloat16*>(p.out) + at, here);
+      store_row<sums>(acc, h, static_cast<__nv_bfloat16*>(p.out) + at, here);
       if (p.shift && here && thread_again() % 4 == 0)
-        p.shift[(head * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place] =
-            __fmaf_rn(-all_leaves.m, factor, -log2f(all_leaves.l));
+        p.shift[(head * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place] = w.x - log2f(w.y);
     }
   }
   if (group == 0) turn_begin();  // which the last group's last one ended for
@@ -631,7 +604,7 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     constexpr int warps = Shared<kDim>::groups * 4;
     barrier_init(&sh.found, 1);
     barrier_init(&sh.q_full, 1);
-    barrier_init(&sh.q_empty, warps + 1);
+    barrier_init(&sh.q_empty, warps + 2);
     barrier_init(&sh.on_its_way, 1);
     for (int i = 0; i < Shared<kDim>::stages; ++i) {
       barrier_init(&sh.k_full[i], 1);
@@ -641,6 +614,10 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     }
     barrier_init_done();
   }
+  for (int x = threadIdx.x; x < kKeys * kHalf / 8; x += blockDim.x)
+    for (int i = 0; i < Shared<kDim>::stages; ++i)
+      reinterpret_cast<uint4*>(sh.v[i] + kKeys * kDim)[x] = make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
+  shared_written();
   wait_for_kernel_before();
   let_next_kernel_begin();
   __syncthreads();
@@ -658,7 +635,9 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     if (threadIdx.x < 32)
       bring_queries(sh, &q, p);
     else if (threadIdx.x < 64)
-      bring_keys(sh, &k, &v, p);
+      bring_rows<kDim, false>(sh, &k, p);
+    else if (threadIdx.x < 96)
+      bring_rows<kDim, true>(sh, &v, p);
   } else {
     registers_up<Plan<kDim>::many>();
     attend<kDim>(sh, p);

@@ -29,8 +29,8 @@ __device__ __forceinline__ int64_t at(const AlignkitInts& ints, int64_t i) {
 
 // The row h of a thread, rounded, to `out`. Four lanes hold two neighbours each of eight columns; they trade until each
 // has all eight of its own, 16 bytes.
-template <int kCount>
-__device__ __forceinline__ void store_row(const float (&x)[kCount], int h, __nv_bfloat16* out, bool here) {
+template <int kCount, int kSize>
+__device__ __forceinline__ void store_row(const float (&x)[kSize], int h, __nv_bfloat16* out, bool here) {
   int lane = thread_again() % 32;
   bool odd = lane & 1, high = lane & 2;
 #pragma unroll

@@ -57,8 +57,10 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #define ALIGNKIT_D8(i) ALIGNKIT_D4(i), ALIGNKIT_D4(i + 4)
 #define ALIGNKIT_D16(i) ALIGNKIT_D8(i), ALIGNKIT_D8(i + 8)
 #define ALIGNKIT_D32(i) ALIGNKIT_D16(i), ALIGNKIT_D16(i + 16)
+#define ALIGNKIT_D36(i) ALIGNKIT_D32(i), ALIGNKIT_D4(i + 32)
 #define ALIGNKIT_D48(i) ALIGNKIT_D32(i), ALIGNKIT_D16(i + 32)
 #define ALIGNKIT_D64(i) ALIGNKIT_D32(i), ALIGNKIT_D32(i + 32)
+#define ALIGNKIT_D68(i) ALIGNKIT_D64(i), ALIGNKIT_D4(i + 64)
 #define ALIGNKIT_D128(i) ALIGNKIT_D64(i), ALIGNKIT_D64(i + 64)
 #define ALIGNKIT_L4 "%0, %1, %2, %3"
 #define ALIGNKIT_L8 \
@@ -70,6 +72,9 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #define ALIGNKIT_L32 \
   ALIGNKIT_L16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ALIGNKIT_L36 \
+  ALIGNKIT_L32 \
+  ", %32, %33, %34, %35"
 #define ALIGNKIT_L48 \
   ALIGNKIT_L32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -77,6 +82,9 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
   ALIGNKIT_L32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define ALIGNKIT_L68 \
+  ALIGNKIT_L64 \
+  ", %64, %65, %66, %67"
 #define ALIGNKIT_L128 \
   ALIGNKIT_L64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -151,6 +159,8 @@ ALIGNKIT_BEGIN(64, 128, 64, 65, 66, 67)
   }
 
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 32, 64, 32, 33, 34, 35, 36, 37, 38, 39)
+ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 36, 72, 36, 37, 38, 39, 40, 41, 42, 43)
+ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 68, 136, 68, 69, 70, 71, 72, 73, 74, 75)
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 64, 128, 64, 65, 66, 67, 68, 69, 70, 71)
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 128, 256, 128, 129, 130, 131, 132, 133, 134, 135)
 ALIGNKIT_MULTIPLY_HELD(__half, f16, 32, 64, 32, 33, 34, 35, 36, 37, 38, 39)

@@ -85,5 +85,9 @@ void multiply(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(!kATransposed);
   self().products.push_back({d, 2 * kCount, nullptr, a, b, kTransposed, add});
 }
+template <bool kATransposed, bool kTransposed, int kCount>
+void begin(float (&d)[kCount], uint64_t a, uint64_t b) {
+  multiply<kATransposed, kTransposed>(d, a, b, false);
+}
 
 }  // namespace alignkit
