@@ -22,7 +22,7 @@ BORDERS = [LEAF - 1, LEAF, LEAF + 1, 2 * LEAF, 2 * LEAF + 1, 3 * LEAF + 70, 7]
 HEADS = [(64, 8, 4), (128, 16, 8), (128, 7, 1), (80, 6, 6)]
 # Launch options: tiles of queries, of few queries and among how many programs these share leaves, and both kernels of the
 # backward pass.
-TILES = [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]
+TILES = [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 1)]
 SHORT = [(16, 8, 2, 0), (16, 4, 3, 1), (16, 2, 3, 3), (32, 4, 2, 40), (64, 4, 2, 1000)]
 GRAD_Q = [(64, 64, 4, 2), (128, 32, 8, 3), (128, 64, 8, 3), (64, 32, 4, 2)]
 GRAD_KV = [(64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3), (128, 64, 8, 2)]

@@ -103,7 +103,7 @@ def attend(q, k, v, context, factor):
     pos, factor = context + np.arange(n), F32(factor)
     Z, L, A = np.zeros(n, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
     for leaf in range(0, len(k), LEAF):
-        shift, l, acc = np.zeros(n, F32), np.zeros((n, 1), F32), np.zeros((n, dim), F32)
+        shift, sums, acc = np.zeros(n, F32), np.zeros((n, 1), F32), np.zeros((n, dim), F32)
         for b in range(leaf, min(leaf + LEAF, len(k)), BLOCK):
             kb, vb = (np.zeros((BLOCK, dim), F32) for _ in range(2))
             here = min(BLOCK, len(k) - b)
@@ -118,13 +118,14 @@ def attend(q, k, v, context, factor):
             alpha = np.where(moves, ex2(to - shift), F32(1))[:, None]
             p, shift = rounded(ex2(fma(score, factor, to[:, None]))), to
             acc = np.where(seen[:, None], chain(p, vb.T, acc * alpha), acc)
-            l = np.where(seen[:, None], chain(p, np.ones((1, BLOCK), F32), l * alpha), l)
+            ones = np.ones((1, BLOCK), F32)
+            sums = np.where(seen[:, None], chain(p, ones, sums * alpha), sums)
         if leaf == 0:
-            Z, L, A = shift, l[:, 0], acc
+            Z, L, A = shift, sums[:, 0], acc
             continue
         to, seen = np.where(Z - shift <= RESERVE, Z, shift), leaf <= pos
         before, after = ex2(to - Z), ex2(to - shift)
-        L = np.where(seen, fma(l[:, 0], after, L * before), L)
+        L = np.where(seen, fma(sums[:, 0], after, L * before), L)
         A = np.where(seen[:, None], fma(acc, after[:, None], A * before[:, None]), A)
         Z = np.where(seen, to, Z)
     return A / (L[:, None] + A * 0), Z - each("log2f")(L)

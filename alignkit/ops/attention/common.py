@@ -13,8 +13,6 @@ VALUES = ["tokens", "seqs", "tiles", "programs", "slots", "pads", "pages", "widt
 """Arguments that change from call to call: no kernel is compiled for one of their values."""
 RESERVE = tl.constexpr(SM90.reserve)
 """A probability is 2^-RESERVE where a score is what scores are measured by; where it would be 2 or more, that changes."""
-ONES = tl.constexpr(16)
-"""Columns of ones beside the values, whose sums are those of probabilities: the fewest that a product can have."""
 FEW, FAR = tl.constexpr(16), tl.constexpr(2048)
 """A sequence of at most so many queries that is continued after so many positions is `few`'s: it has many keys for its tiles."""
 
@@ -171,6 +169,9 @@ def visit(
     """The state of queries q at positions context + pos, from context + first on, after the keys [begin, end); begin is where a
     leaf does. K and V point at their head, TABLE at the sequence's pages; `at`, `page_of`: the first `block`. Leaves are joined from
     position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on."""
+    # Columns of ones beside the values, whose sums are those of probabilities. A tensor of few rows must be wider than high, or the
+    # compiler has every warp compute all of it, scores and sums of values too.
+    ONES: tl.constexpr = 16 if BLOCK_M >= 64 else 2 * BLOCK_M
     Z = tl.zeros((BLOCK_M,), tl.float32)
     L = tl.zeros((BLOCK_M,), tl.float32)
     A = tl.zeros((BLOCK_M, DP), tl.float32)
@@ -186,8 +187,8 @@ def visit(
             v = rows(V, row, svt, D, DP)
         score = tl.dot(q, tl.trans(rows(K, row, skt, D, DP)), input_precision="ieee")
         at, page_of = block(TABLE, b + KVB, end, PAGE, KVB)  # ahead, so that no load of keys waits for it
-        if b % LEAF == 0:
-            z = tl.fma(-tl.sum(tl.where(j[None, :] == 0, score, 0.0), axis=1), factor, -RESERVE)
+        of_first = tl.sum(tl.where(j[None, :] == 0, score, 0.0), axis=1)
+        z = tl.where(b % LEAF == 0, tl.fma(-of_first, factor, -RESERVE), z)
         if b + KVB > context + first + 1:  # some query does not see all of the block
             score = tl.where(b + j[None, :] <= (context + pos)[:, None], score, -float("inf"))
         top = tl.max(score, axis=1)

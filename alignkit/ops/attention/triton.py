@@ -44,7 +44,7 @@ def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
         options["num_warps"] = 4 if kernel.startswith("grad") else 8
     elif q.shape[2] > 128:
         options = {name: min(value, 64) for name, value in options.items()}
-        options["num_stages"] = 2 if kernel == "few" else 1
+        options["num_stages"] = 2 if kernel == "few" and group <= 32 else 1
     options |= override
     if "BLOCK_M" in options:
         options["BLOCK_M"] = max(options["BLOCK_M"], next_power_of_2(group))
