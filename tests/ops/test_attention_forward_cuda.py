@@ -7,6 +7,7 @@ import torch
 
 from alignkit import ops
 from alignkit.runtime import dispatch
+from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn
@@ -179,7 +180,7 @@ def test_what_is_not_finite(kernels, dim, value):
     out, _ = cuda.forward(q, k, v, cu, dim**-0.5)
     assert out[at : 300 + 700, 4:, 3].isnan().all()
     reached = torch.zeros_like(out, dtype=torch.bool)
-    reached[at - 64 : 300 + 700, 4:, 3] = True
+    reached[at - SM90.kv_block : 300 + 700, 4:, 3] = True
     assert_bitwise_equal(out[~reached], clean[~reached], "all else")
 
 

@@ -151,6 +151,9 @@ def few(
     for each head of keys. `overlap`: kernels are put on the GPU before the one ahead of them is done, and wait there."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
+    # Of a sequence alone few programs are at work: they have more blocks of keys on their way.
+    if seqs == 1 and q.dtype == torch.bfloat16 and dim <= 128:
+        schedule = {"num_stages": 3} | schedule
     options = _schedule("few", q, group, schedule)
     if all_of_them:  # of one query most likely, and so are the states
         options["BLOCK_Q"] = 1
