@@ -926,7 +926,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
         }
         for (i64 r = 0; r < rows; ++r) {
             i64 at = (p.q_start[s] + it.q0 + r / group) * p.heads_q + hk * group + r % group;
-            for (i64 d = 0; d < D; ++d) store(out + at * D + d, acc_all[r * DP + d] / l_all[r]);
+            for (i64 d = 0; d < D; ++d) store(out + at * D + d, acc_all[r * DP + d] / l_all[r] + 0.f);
             if (m_out) { m_out[at] = m_all[r]; l_out[at] = l_all[r]; }
         }
     });

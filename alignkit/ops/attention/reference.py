@@ -50,7 +50,7 @@ def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
         l = fma(l_leaf, after, l * before)
         acc = fma(acc_leaf, after[:, None].expand_as(acc), acc * before[:, None])
         m = to
-    return acc / l[:, None], m, l
+    return acc / l[:, None] + 0.0, m, l
 
 
 @in_torch
