@@ -92,7 +92,7 @@ struct Shared {
   using Plan = alignkit::Plan<kDim>;
   static constexpr int groups = Plan::groups, stages = Plan::stages, rows = groups * 64, halves = kDim / kHalf;
   static constexpr int threads = (groups + 1) * 128;
-  // Sums of a row that a thread has: of values, and four times that of probabilities.
+  // A thread's sums of values, and how many vectors of those over the leaves before lie in shared memory.
   static constexpr int sums = kDim / 2, parked = (sums - Plan::held) / 4;
   __nv_bfloat16 q[rows * kDim];
   __nv_bfloat16 k[stages][kKeys * kDim];
@@ -268,7 +268,8 @@ __device__ __forceinline__ void bring_rows(Shared<kDim>& sh, const CUtensorMap* 
       uint64_t* full = wipes ? &sh.on_its_way : is_full + stage;
       if (leads()) barrier_expect(full, bytes);
       __syncwarp();
-      if (here) copy_box((kValues ? sh.v[stage] : sh.k[stage]) + (half() * kKeys + first) * kHalf, map, half() * kHalf, head, row, 0, full);
+      __nv_bfloat16* to = (kValues ? sh.v[stage] : sh.k[stage]) + (half() * kKeys + first) * kHalf;
+      if (here) copy_box(to, map, half() * kHalf, head, row, 0, full);
       if (wipes) {
         barrier_wait(full, phases / 2);
         phases ^= 2;
@@ -381,7 +382,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     int n = blocks_of(p, t, group);
     int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
-    float shift[2] = {0, 0};        // of the two rows, what is added to a score times `factor`
+    float shift[2] = {0, 0};  // of the two rows, what is added to a score times `factor`
 #pragma unroll
     for (int x = 0; x < held; ++x) all[x] = -0.0f;
 
