@@ -63,6 +63,8 @@ SUITES = {
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
 at a time."""
+WITHOUT_A_GPU = ("_on_cpu.py", "_interpreted.py")
+"""Ends of the names of files that run a GPU's kernels on a CPU: left out of the suites."""
 LANES = (("vllm",), ("experts", "bisection", "replicas"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
 """Run side by side, the suites of each one after the other."""
 PROCESSES = {"tests/ops/test_moe_cuda.py": 12, "tests/bisection/test_cuda.py": 5}
@@ -215,7 +217,8 @@ def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int, clock: 
     """A row of gpu_test.json; None if time was up before its first file."""
     patterns, env = SUITES[suite]
     started = time.monotonic()
-    files = sorted(str(f.relative_to(ROOT)) for pattern in patterns for f in ROOT.glob(pattern))
+    found = (f for pattern in patterns for f in ROOT.glob(pattern) if not f.name.endswith(WITHOUT_A_GPU))
+    files = sorted(str(f.relative_to(ROOT)) for f in found)
     if suite == "ops":
         files = [file for file in files if file not in RANKS]
         places = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible(gpus)]

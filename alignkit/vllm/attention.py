@@ -178,6 +178,11 @@ class AlignedAttentionBackend(AttentionBackend):
         return True
 
 
+def empty_cache(page: int, kv_heads: int, dim: int, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one block, zeros, laid out as those of the engine."""
+    return _split(torch.zeros(1, page, kv_heads, 2 * dim, dtype=dtype, device=device).permute(0, 2, 1, 3))
+
+
 def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """vLLM's logical view [blocks, Hkv, block_size, 2 * D] as views K and V [blocks, block_size, Hkv, D]; in
     memory the layout is [blocks, block_size, Hkv, 2 * D]."""

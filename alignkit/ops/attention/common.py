@@ -9,7 +9,7 @@ import triton.language as tl
 from ...runtime.families import SM90
 
 PAD = tl.constexpr(128)
-VALUES = ["tokens", "seqs", "tiles", "programs", "slots", "pads", "pages", "width", "most"]
+VALUES = ["tokens", "seqs", "tiles", "programs", "parts", "slots", "pads", "pages", "width", "table_row", "most"]
 """Arguments that change from call to call: no kernel is compiled for one of their values."""
 RESERVE = tl.constexpr(SM90.reserve)
 """A probability is 2^-RESERVE where a score is what scores are measured by; where it would be 2 or more, that changes."""
