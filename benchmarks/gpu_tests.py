@@ -66,7 +66,7 @@ WITHOUT_A_GPU = ("_on_cpu.py", "_interpreted.py")
 """Ends of the names of files that run a GPU's kernels on a CPU: left out of the suites."""
 LANES = (("vllm",), ("experts", "bisection"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
 """Run side by side, the suites of each one after the other."""
-PROCESSES = {"tests/ops/test_moe_cuda.py": 12, "tests/bisection/test_cuda.py": 5}
+PROCESSES = {"tests/ops/test_moe_cuda.py": 12, "tests/ops/test_attention_cuda.py": 6, "tests/bisection/test_cuda.py": 5}
 """Files whose many kernels take long to compile, or whose tests each start engines: processes of each, where pytest-xdist is
 installed."""
 NEED_PACKAGES = {"te": "transformer_engine"}

@@ -109,7 +109,8 @@ class Patch(Framework):
         def checked(self, *args, **kwargs):
             from omegaconf import OmegaConf
 
-            check("verl", OmegaConf.to_container(self.config, resolve=True))
+            config: Any = OmegaConf.to_container(self.config, resolve=True)
+            check("verl", config)
             return stock(self, *args, **kwargs)
 
         self.replace(trainer, name, checked)
