@@ -78,6 +78,8 @@ NOT_BUILT = "not built"
 Other reasons are of tests that are not for GPUs, or of peers that are not installed."""
 RESULT = re.compile(r"(\S+::|\[gw\d+\]).* (PASSED|FAILED|SKIPPED|ERROR)\b")
 """Of a test, as pytest says it, alone or with several processes."""
+FAILURE = re.compile(rf"{re.escape(MARK)}(\S+)\.py::(.+), (setup|call|teardown)$")
+"""What `lib.failures` says first of one."""
 PLUGIN = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
 """For pytest to find lib.failures."""
 PATIENCE = 30
@@ -183,7 +185,7 @@ def run(file: str, env: dict[str, str], arguments: list[str], gpus: int, clock: 
         arguments = ["-n", str(PROCESSES[file]), "--dist", "worksteal", *arguments]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "lib.failures", "-p", "no:cacheprovider", file]
     with tempfile.TemporaryDirectory() as folder:
-        report, said, results = Path(folder) / "junit.xml", [], Counter()
+        report, said, results, failed = Path(folder) / "junit.xml", [], Counter(), []
         process = clock.start([*command, f"--junitxml={report}", *arguments], env | PLUGIN)
         if process is None:
             return None
@@ -191,6 +193,8 @@ def run(file: str, env: dict[str, str], arguments: list[str], gpus: int, clock: 
             result = RESULT.match(line)
             if result is not None:
                 results[result[2]] += 1
+            if failure := FAILURE.match(line):
+                failed.append(f"{failure[1].replace('/', '.')}.{failure[2]}")
             if result is not None or line.startswith(MARK):
                 print(line, end="", flush=True)
             else:
@@ -202,8 +206,9 @@ def run(file: str, env: dict[str, str], arguments: list[str], gpus: int, clock: 
         except (FileNotFoundError, ET.ParseError):  # it was ended before it had written it
             row = counts("<testsuites/>", gpus)
     cut = clock.up and status not in RAN
-    if cut:  # where one was interrupted, the report has it as one that passed
+    if cut:  # the report has the one that was interrupted as passed, or was not written in time
         row["passed"], row["failed"] = results["PASSED"], results["FAILED"] + results["ERROR"]
+        row["failures"] = list(dict.fromkeys([*row["failures"], *failed]))
     return {"exit_status": status, "cut": [file] if cut else []} | row
 
 

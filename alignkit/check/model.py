@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,28 +158,30 @@ def make_checkpoint(
     if not weights:
         return path
 
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, scale: float = std, mean: float = 0.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale + mean).to(dtype)
-
     # The last hidden state has unit variance after its norm, so a logit is a sum of `hidden` terms.
     head_scale = logit_std / hidden**0.5
 
-    def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
-            return normal(*shape, scale=head_scale)
-        if name.endswith("_bias"):  # of a choice: fp32 in every checkpoint
-            return torch.randn(shape, generator=generator) * 0.05
-        if name.endswith(".bias"):
-            return normal(*shape, scale=0.5)
-        if len(shape) == 1:  # a norm's: not all ones, so that a lost weight shows
-            return normal(*shape, scale=0.1, mean=1.0)
-        return normal(*shape)
+    def drawn(index: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(
+            seed << 20 | index
+        )  # of each tensor its own: they are drawn side by side
 
-    tensors = {
-        name: drawn(name, shape) for _, shapes, _ in read_architecture(path).weights() for name, shape in shapes.items()
-    }
+        def normal(scale: float, mean: float = 0.0) -> torch.Tensor:
+            return (torch.randn(shape, generator=generator, device="cpu") * scale + mean).to(dtype)
+
+        if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
+            return normal(head_scale)
+        if name.endswith("_bias"):  # of a choice: fp32 in every checkpoint
+            return torch.randn(shape, generator=generator, device="cpu") * 0.05
+        if name.endswith(".bias"):
+            return normal(0.5)
+        if len(shape) == 1:  # a norm's: not all ones, so that a lost weight shows
+            return normal(0.1, mean=1.0)
+        return normal(std)
+
+    shapes = {name: shape for _, some, _ in read_architecture(path).weights() for name, shape in some.items()}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tensors = dict(zip(shapes, pool.map(drawn, range(len(shapes)), shapes, shapes.values()), strict=True))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
