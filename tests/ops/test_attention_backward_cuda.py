@@ -11,7 +11,7 @@ from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn
 from .test_attention_cuda import capture, packed
-from .test_attention_forward_cuda import BF16, BORDERS, HEADS, kernels
+from .test_attention_forward_cuda import BF16, BORDERS, DIMS, HEADS, kernels
 
 __all__ = ["kernels"]  # a fixture
 pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
@@ -48,7 +48,7 @@ def test_packed(kernels, dim, heads, kv):
         same(cuda.backward(*arguments[:6], off, 0.1), want, f"{lens}, a gradient within another tensor")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_many_sequences(kernels, dim):
     """More than a warp has lanes, and more tiles than blocks of threads."""
     cuda, _ = kernels
@@ -59,7 +59,7 @@ def test_many_sequences(kernels, dim):
     same(cuda.backward(*arguments), want, "203 sequences and a long one")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_long_contexts(kernels, dim):
     cuda, _ = kernels
     arguments, want = both(kernels, *packed([33000, 7000], 8, 2, dim), dim**-0.5)
@@ -67,7 +67,7 @@ def test_long_contexts(kernels, dim):
         same(cuda.backward(*arguments), want, "long contexts")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite(kernels, dim, value):
     """It reaches no other sequence, nor another group of heads."""
@@ -120,6 +120,8 @@ def test_chosen(kernels):
         for dim, dtype, backend, chosen in (
             (128, BF16, "auto", "cuda"),
             (64, BF16, "auto", "cuda"),
+            (96, BF16, "auto", "triton"),
+            (256, BF16, "auto", "triton"),
             (128, BF16, "triton", "triton"),
             (80, BF16, "auto", "triton"),
             (128, torch.float32, "auto", "triton"),
@@ -132,9 +134,10 @@ def test_chosen(kernels):
             assert calls == [chosen], (dim, dtype, backend)
 
 
-def test_graph_replays_with_other_lengths(kernels):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_graph_replays_with_other_lengths(kernels, dim):
     cuda, triton = kernels
-    q, k, v, g, _ = packed([1200], 8, 2, 128)
+    q, k, v, g, _ = packed([1200], 8, 2, dim)
     starts = torch.tensor([0, 700, 1200]).int()
 
     def run():
@@ -147,10 +150,11 @@ def test_graph_replays_with_other_lengths(kernels):
         same(got, both(kernels, q, k, v, g, starts, 0.1)[1], f"cut at {middle}")
 
 
-def test_right_after_its_inputs(kernels):
+@pytest.mark.parametrize("dim", DIMS)
+def test_right_after_its_inputs(kernels, dim):
     """Its kernels wait for those before them, though they may begin earlier, and those after for both of them."""
     cuda, _ = kernels
-    q, k, v, g, cu = packed([4000], 8, 2, 128)
+    q, k, v, g, cu = packed([4000], 8, 2, dim)
     arguments, want = both(kernels, q, k, v, g, cu, 0.1)
     for _ in range(20):
         moved = [torch.empty_like(t) for t in (q, k, v, g)]

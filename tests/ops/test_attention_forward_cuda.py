@@ -17,7 +17,13 @@ pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
 
 BF16 = torch.bfloat16
 BORDERS = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 511, 512, 513, 575, 576, 577, 1023, 1024, 1025, 1100, 1536]
-HEADS = [(128, 8, 2), (128, 8, 8), (128, 7, 1), (128, 16, 1), (128, 6, 2), (64, 8, 2), (64, 8, 8), (64, 12, 1)]
+DIMS = [64, 96, 128, 256]
+HEADS = [
+    *((128, 8, 2), (128, 8, 8), (128, 7, 1), (128, 16, 1), (128, 6, 2)),
+    *((64, 8, 2), (64, 8, 8), (64, 12, 1)),
+    *((96, 8, 2), (96, 6, 6), (96, 7, 1)),
+    *((256, 8, 2), (256, 4, 4), (256, 5, 1)),
+]
 """head_dim, heads of queries and of keys."""
 PAGED = [
     (128, 8, 2, 16),
@@ -27,6 +33,12 @@ PAGED = [
     (64, 8, 2, 16),
     (64, 5, 1, 96),
     (64, 8, 8, 256),
+    (96, 8, 2, 16),
+    (96, 7, 1, 48),
+    (96, 4, 4, 64),
+    (256, 8, 2, 16),
+    (256, 5, 1, 96),
+    (256, 4, 4, 64),
 ]
 """Likewise, and rows of a page."""
 
@@ -84,7 +96,7 @@ def test_packed(kernels, dim, heads, kv):
             same(cuda.forward(q, k, v, cu, scale), triton.forward(q, k, v, cu, scale), f"{lens}, scale {scale}")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_many_sequences(kernels, dim):
     """More than a warp has lanes, and more tiles than blocks of threads."""
     cuda, triton = kernels
@@ -95,7 +107,7 @@ def test_many_sequences(kernels, dim):
     same(cuda.forward(q, k, v, cu, 0.1), triton.forward(q, k, v, cu, 0.1), "203 sequences and a long one")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_long_contexts(kernels, dim):
     cuda, triton = kernels
     q, k, v, _, cu = packed([33000, 7000], 8, 2, dim)
@@ -147,6 +159,8 @@ def test_chosen(kernels):
         for dim, dtype, chosen in (
             (128, BF16, "cuda"),
             (64, BF16, "cuda"),
+            (96, BF16, "triton"),
+            (256, BF16, "triton"),
             (80, BF16, "triton"),
             (128, torch.float32, "triton"),
         ):
@@ -163,7 +177,7 @@ def test_chosen(kernels):
         assert calls == ["triton", "cuda"]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite(kernels, dim, value):
     """In q and k it reaches the rows that see it, as in Triton; in v at most a block of rows before those."""
@@ -196,9 +210,10 @@ def test_wrong_starts(kernels):
         assert got[0].isnan().all()
 
 
-def test_graph_replays_with_other_lengths(kernels):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_graph_replays_with_other_lengths(kernels, dim):
     cuda, triton = kernels
-    q, k, v, _, _ = packed([1200], 8, 2, 128)
+    q, k, v, _, _ = packed([1200], 8, 2, dim)
     starts = torch.tensor([0, 700, 1200]).int()
     graph, got = capture(lambda: cuda.forward(q, k, v, starts, 0.1))
     for middle in (700, 0, 64, 513, 1200):
@@ -207,10 +222,11 @@ def test_graph_replays_with_other_lengths(kernels):
         same(got, triton.forward(q, k, v, starts, 0.1), f"cut at {middle}")
 
 
-def test_on_another_stream(kernels):
+@pytest.mark.parametrize("dim", DIMS)
+def test_on_another_stream(kernels, dim):
     """It waits for the kernels before it, though it may begin earlier."""
     cuda, triton = kernels
-    q, k, v, _, cu = packed([4000], 8, 2, 128)
+    q, k, v, _, cu = packed([4000], 8, 2, dim)
     want = triton.forward(q, k, v, cu, 0.1)
     for _ in range(20):
         moved = [torch.empty_like(t) for t in (q, k, v)]

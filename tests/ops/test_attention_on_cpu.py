@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import _Ints, arguments, gradients
+from alignkit.ops.attention.cuda import JOINED, Arguments, _Ints, arguments, differentiator, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -31,7 +31,8 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     to = folder / "sm90/attention"
     to.mkdir(parents=True)
     shutil.copy(SOURCE / "interface.h", folder)
-    shutil.copy(SOURCE / "sm90/attention/heads.cuh", to)
+    for header in (SOURCE / "sm90/attention").glob("*.cuh"):
+        shutil.copy(header, to)
     shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
     text = (SOURCE / f"sm90/attention/{name}.cu").read_text()
     declared = "extern __shared__ __align__(1024) uint8_t raw[];"
@@ -41,19 +42,31 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     library = folder / f"{name}.so"
     options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"  # that forbids jumps to other stacks
     subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
-    lib = ctypes.CDLL(str(library))
-    getattr(lib, f"alignkit_attention_{name}").argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lib
+    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return compiled("forward", tmp_path_factory.mktemp("on_cpu"))
+    """forward(arguments) returns the error; ``blocks``: of threads that there is memory for."""
+    function = compiled("forward", tmp_path_factory.mktemp("on_cpu")).alignkit_attention_forward
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+
+    def forward(a: Arguments, blocks: int = 2) -> int:
+        size = JOINED.get(a.dim, 0) * blocks
+        joined = torch.full((size // 4,), float("nan"))
+        return function(ctypes.addressof(a), joined.data_ptr(), size, None)
+
+    return forward
 
 
 @pytest.fixture(scope="module")
 def backward(tmp_path_factory):
-    return compiled("backward", tmp_path_factory.mktemp("on_cpu"))
+    """backward(gradients) returns the error."""
+    files = {"alignkit_attention_backward": "backward", "alignkit_attention_backward_256": "backward_256"}
+    functions = {name: getattr(compiled(file, tmp_path_factory.mktemp("on_cpu")), name) for name, file in files.items()}
+    for function in functions.values():
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return lambda a: functions[differentiator(a.dim)](ctypes.addressof(a), None)
 
 
 libm = ctypes.CDLL("libm.so.6")
@@ -159,6 +172,13 @@ def wanted(q, k, v, context, factor):
         (64, 2, 2, 1, [193, 1, 100]),
         (64, 5, 1, 5, [40, 530]),
         (64, 1, 1, 1, [1090]),
+        (96, 2, 1, 1, [130, 1, 65]),
+        (96, 3, 1, 3, [70, 200]),
+        (96, 1, 1, 1, [1090]),
+        (256, 2, 1, 1, [1, 64, 0, 130, 3]),
+        (256, 3, 1, 3, [65, 70]),
+        (256, 1, 1, 1, [600]),
+        (256, 1, 1, 1, [1090]),
     ],
 )
 def test_packed(kernel, dim, heads, kv, together, lens):
@@ -173,7 +193,7 @@ def test_packed(kernel, dim, heads, kv, together, lens):
     shift = torch.full((heads, pads * PAD), float("-inf"))
     a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.shift, a.pads = shift.data_ptr(), pads
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     expected = torch.full_like(shift, float("-inf"))
     for s, n in enumerate(lens):
         rows = slice(int(starts[s]), int(starts[s]) + n)
@@ -196,6 +216,10 @@ def test_packed(kernel, dim, heads, kv, together, lens):
         (128, 7, 1, 48, 7, [(30, 500), (19, 64)]),
         (128, 1, 1, 64, 1, [(140, 450)]),
         (64, 2, 1, 32, 2, [(100, 31), (17, 1)]),
+        (96, 4, 2, 16, 2, [(20, 100), (3, 0), (70, 7)]),
+        (96, 1, 1, 64, 1, [(140, 450)]),
+        (256, 2, 1, 32, 2, [(20, 100), (3, 0), (70, 7)]),
+        (256, 1, 1, 16, 1, [(70, 1010)]),
     ],
 )
 def test_paged(kernel, dim, heads, kv, page, together, shapes):
@@ -219,7 +243,7 @@ def test_paged(kernel, dim, heads, kv, page, together, shapes):
     a = arguments(q, k, v, out, starts, dim**-0.5, together)
     a.kv_len, a.table, a.table_row = _Ints(seq_lens.data_ptr(), 1), _Ints(table.data_ptr(), 0), table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, 4, 18, 1 << 20
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     for s, ((n, context), (ks, vs)) in enumerate(zip(shapes, keys, strict=True)):
         rows = slice(int(starts[s]), int(starts[s]) + n)
         result = wanted(q[rows], ks, vs, context, a.factor)[0] if n > 4 else torch.full_like(q[rows], 7.0)
@@ -241,7 +265,7 @@ def test_division(kernel):
     out, shift = torch.zeros_like(q), torch.zeros(heads, (total // PAD + len(lens) + 1) * PAD)
     a = arguments(q, k, v, out, starts, dim**-0.5, 1)
     a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     for s, n in enumerate(lens):
         rows = slice(int(starts[s]), int(starts[s]) + n)
         result, _ = wanted(q[rows], k[rows], v[rows], 0, a.factor)
@@ -260,7 +284,7 @@ def test_infinite_scores(kernel):
     k[690, 0, 8] = float("nan")
     starts, out = torch.tensor([0, n]), torch.zeros_like(q)
     a = arguments(q, k, v, out, starts, dim**-0.5, 1)
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     result, _ = wanted(q, k, v, 0, a.factor)
     known = ~result.isnan()
     assert bool((out.isnan() == result.isnan()).all())
@@ -269,10 +293,11 @@ def test_infinite_scores(kernel):
     assert_bitwise_equal(out[known], result[known])
 
 
-def test_what_scores_are_measured_by(kernel):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_what_scores_are_measured_by(kernel, dim):
     """Scores that exceed their leaf's first by a little less than the reserve, by a little more, and again by as much; leaves whose
     first score exceeds that of those before by less than the reserve, by more, and by much less."""
-    n, dim = 2700, 128
+    n = 2700
     q, k, v = torch.ones(n, 1, dim).bfloat16(), torch.zeros(n, 1, dim).bfloat16(), draw(n, 1, dim, 3)
     height = torch.zeros(n)  # scores, as exponents of 2
     for at, value in (
@@ -291,7 +316,7 @@ def test_what_scores_are_measured_by(kernel):
     starts, out, shift = torch.tensor([0, n]), torch.zeros_like(q), torch.zeros(1, (n // PAD + 2) * PAD)
     a = arguments(q, k, v, out, starts, 1.0, 1)
     a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
-    assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+    assert kernel(a) == 0
     result, statistics = wanted(q, k, v, 0, a.factor)
     assert_bitwise_equal(out, result)
     assert_bitwise_equal(shift[:, :n], torch.from_numpy(statistics))
@@ -311,7 +336,7 @@ def test_wrong_starts(kernel):
         out, shift = torch.zeros_like(q), torch.zeros(2, 8 * PAD)
         a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1)
         a.shift, a.pads = shift.data_ptr(), 8
-        assert kernel.alignkit_attention_forward(ctypes.addressof(a), None) == 0
+        assert kernel(a) == 0
         assert out.isnan().all() and not shift.any()
 
 
@@ -358,6 +383,12 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
         (64, 4, 2, [193, 1, 100]),
         (64, 5, 1, [40, 530]),
         (64, 1, 1, [5] * 40 + [260]),
+        (96, 2, 1, [1, 64, 0, 130, 3]),
+        (96, 3, 3, [65, 128, 127]),
+        (96, 2, 1, [300]),
+        (256, 2, 1, [1, 64, 0, 130, 3]),
+        (256, 3, 3, [65, 128, 127]),
+        (256, 2, 1, [300, 63, 5]),
     ],
 )
 def test_backward(backward, dim, heads, kv, lens):
@@ -379,7 +410,7 @@ def test_backward(backward, dim, heads, kv, lens):
     for t in (q, k, v, g):  # the last sequence is all NaN, which no other may meet
         if len(lens) > 1:
             t[last:] = float("nan")
-    assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+    assert backward(a) == 0
     for s, n in enumerate(lens):
         rows, at = slice(int(starts[s]), int(starts[s]) + n), (int(starts[s]) // PAD + s) * PAD
         if n == 0 or (s and s == len(lens) - 1):
@@ -395,5 +426,5 @@ def test_backward_of_wrong_starts(backward):
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         grads = [torch.zeros_like(q) for _ in range(3)]
         a = gradients(q, q, q, q, statistics, statistics, grads, torch.tensor(starts), 1.0)
-        assert backward.alignkit_attention_backward(ctypes.addressof(a), None) == 0
+        assert backward(a) == 0
         assert all(t.isnan().all() for t in grads)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from alignkit.ops.attention import reserve
+from alignkit.ops.attention import cuda, reserve
 from alignkit.ops.attention import triton as backend
 
 BF16, PAGE = torch.bfloat16, 16
 
 
 def taken(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int) -> int:
-    """Numbers of the states of one call."""
+    """Numbers of the states of one call, by few queries."""
     q = torch.empty(tokens, heads, dim, dtype=BF16, device="meta")
     k = torch.empty(PAGE, kv, dim, dtype=BF16, device="meta")
     table, starts = (
@@ -24,7 +24,19 @@ def taken(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int)
     return run.call_args.args[2][4].numel()
 
 
-@pytest.mark.parametrize("heads,kv,dim", [(32, 8, 128), (28, 4, 128), (64, 8, 128), (40, 40, 128), (16, 1, 64)])
+def joined(heads: int, kv: int, dim: int) -> int:
+    """Bytes that the CUDA kernel is given in one call, by many queries."""
+    q, k = (torch.empty(64, of, dim, dtype=BF16, device="meta") for of in (heads, kv))
+    with mock.patch.object(cuda.cuda, "call") as call:
+        cuda._attend(cuda.arguments(q, k, k, q, torch.empty(2, device="meta"), 1.0, 1), q.device)
+    memory, size = call.call_args.args[-2:]
+    assert size.value == (memory.numel() if memory is not None else 0)
+    return size.value
+
+
+@pytest.mark.parametrize(
+    "heads,kv,dim", [(32, 8, 128), (28, 4, 128), (64, 8, 128), (40, 40, 128), (16, 1, 64), (32, 8, 96), (16, 2, 256)]
+)
 @pytest.mark.parametrize("positions", [512, 1024, 40960, 131072, 1 << 20])
 def test_no_call_takes_more_than_was_reserved(positions, heads, kv, dim):
     most = 8192
@@ -32,6 +44,7 @@ def test_no_call_takes_more_than_was_reserved(positions, heads, kv, dim):
     with mock.patch.object(torch, "empty") as empty:
         reserve(trial, kv, positions)
     ((reserved,), _) = empty.call_args
-    calls = [taken(t, s, positions, heads, kv, dim) for t in (1, 2, 5, 64, 256, most) for s in (1, 7, 256)]
+    calls = [4 * taken(t, s, positions, heads, kv, dim) for t in (1, 2, 5, 64, 256, most) for s in (1, 7, 256)]
+    calls.append(joined(heads, kv, dim))
     assert max(calls) <= reserved
     assert reserved <= 2 * max(calls)

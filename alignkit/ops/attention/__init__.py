@@ -178,9 +178,12 @@ def reserve(q: torch.Tensor, kv_heads: int, positions: int) -> None:
     keys and sequences of up to `positions`, and gives it back: for an engine that finds out by a trial how much a step takes.
     q: [T, Hq, D]."""
     if not families.on_host(q.device):
+        from .cuda import joined_bytes
         from .triton import workspace
 
-        torch.empty(workspace(q, kv_heads, positions), dtype=torch.float32, device=q.device)
+        # One after the other: the former is free again when the latter is taken.
+        most = max(4 * workspace(q, kv_heads, positions), joined_bytes(q.shape[2]))
+        torch.empty(most, dtype=torch.uint8, device=q.device)
 
 
 def _rows_view(name: str, cache: torch.Tensor) -> torch.Tensor:

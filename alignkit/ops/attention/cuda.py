@@ -8,11 +8,15 @@ import ctypes
 import torch
 
 from ...runtime import cuda
+from ...runtime.families import SM90
 from . import triton
 from .common import FAR, FEW, PAD
 from .problem import Attention
 
 DIMS = (64, 128)
+"""Heads that the kernels are chosen for. There are kernels for 96 and 256 too, which no GPU has run yet."""
+JOINED = {256: 102400}
+"""Bytes of the sums of a tile over its leaves, those that have no room on the multiprocessor, by the length of a head."""
 MOST_HEADS = 1 << 30
 """Rows of q times heads; the kernel counts tiles in 32 bits."""
 GROUP = 64
@@ -103,6 +107,17 @@ def arguments(q, k, v, out, starts, scale: float, together: int) -> Arguments:
     return a
 
 
+def joined_bytes(dim: int) -> int:
+    """Of memory that the forward pass needs beside its arguments, for heads of `dim`."""
+    return JOINED.get(dim, 0) * SM90.multiprocessors
+
+
+def _attend(a: Arguments, device: torch.device) -> None:
+    size = joined_bytes(a.dim)
+    joined = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    cuda.call("alignkit_attention_forward", device, ctypes.byref(a), joined, ctypes.c_int64(size))
+
+
 def forward(q, k, v, starts, scale: float, together: int = 1):
     """`together`: see `arguments`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -110,7 +125,7 @@ def forward(q, k, v, starts, scale: float, together: int = 1):
     shift = torch.full((q.shape[1], pads * PAD.value), float("-inf"), dtype=torch.float32, device=q.device)
     a = arguments(q, k, v, out, starts, scale, together)
     a.shift, a.pads = shift.data_ptr(), pads
-    cuda.call("alignkit_attention_forward", q.device, ctypes.byref(a))
+    _attend(a, q.device)
     return out, shift
 
 
@@ -123,13 +138,18 @@ def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Grad
     return g
 
 
+def differentiator(dim: int) -> str:
+    """The function of the library for gradients of heads of `dim`."""
+    return "alignkit_attention_backward_256" if dim == 256 else "alignkit_attention_backward"
+
+
 def backward(q, k, v, starts, out, shift, d_out, scale: float):
     if d_out.data_ptr() % 16:  # part of another tensor
         d_out = d_out.clone()
     delta = triton.sums(out, d_out, starts)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     g = gradients(q, k, v, d_out, shift, delta, grads, starts, scale)
-    cuda.call("alignkit_attention_backward", q.device, ctypes.byref(g))
+    cuda.call(differentiator(g.dim), q.device, ctypes.byref(g))
     return grads
 
 
@@ -143,4 +163,4 @@ def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, 
     a = arguments(q, k, v, out, starts, scale, together or q.shape[1] // k.shape[1])
     a.kv_len, a.table, a.table_row = _ints(seq_lens), _ints(block_table), block_table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, most, FEW.value, FAR.value
-    cuda.call("alignkit_attention_forward", q.device, ctypes.byref(a))
+    _attend(a, q.device)

@@ -10,37 +10,13 @@
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those that see most first, in turns
 // that go to and fro. Lengths are read on the device.
-#include <algorithm>
-
-#include "../../interface.h"
-#include "../ptx/barrier.cuh"
-#include "../ptx/copy.cuh"
-#include "../ptx/dependent_launch.cuh"
-#include "../ptx/exponential.cuh"
-#include "../ptx/ldmatrix.cuh"
-#include "../ptx/pack.cuh"
-#include "../ptx/thread.cuh"
-#include "../ptx/wgmma.cuh"
-#include "heads.cuh"
-
-struct AlignkitAttentionBackward {
-  AlignkitHeads q, k, v, grad;  // the latter of the result
-  const float *shift, *delta;   // by query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py
-  void *dq, *dk, *dv;           // [tokens, heads or kv_heads, dim]
-  AlignkitInts starts;
-  int tokens, sequences, heads, kv_heads, dim, pads;
-  float factor, scale;  // of scores for powers of 2, and of gradients
-};
+#include "backward.cuh"
 
 ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, starts, tokens, sequences, heads,
                 kv_heads, dim, pads, factor, scale)
 
 namespace alignkit {
 namespace {
-
-using Problem = AlignkitAttentionBackward;
-
-constexpr int kBlock = 64;  // rows of a block
 
 // Groups of 64 rows, blocks on their way, and registers of threads that bring them and that compute.
 template <int kDim, bool kByKey>
@@ -57,15 +33,13 @@ struct Plan<128, true> {
 };
 
 template <bool kByKey>
-struct Plan<64, kByKey> {
-  static constexpr int groups = 2, stages = 8, few = 40, many = 232;
+struct Plan<96, kByKey> {
+  static constexpr int groups = 2, stages = 4, few = 40, many = 232;
 };
 
-struct Tile {
-  int s;  // the sequence; -1: there are no more tiles
-  int q0, q_len;
-  int first;  // position
-  int head;   // of queries, or of keys
+template <bool kByKey>
+struct Plan<64, kByKey> {
+  static constexpr int groups = 2, stages = 8, few = 40, many = 232;
 };
 
 // kByKey: keys and values stay, and queries and the result's gradients pass by; else the other way round.
@@ -73,82 +47,14 @@ template <int kDim, bool kByKey>
 struct Shared {
   using plan = Plan<kDim, kByKey>;
   static constexpr int groups = plan::groups, stages = plan::stages, rows = groups * 64;
-  static constexpr int halves = kDim / kHalf, threads = (groups + 1) * 128;
-  __nv_bfloat16 stays[2][rows * kDim];
-  __nv_bfloat16 passes[stages][2][kBlock * kDim];
+  static constexpr int halves = kHalves<kDim>, width = halves * kHalf, threads = (groups + 1) * 128;
+  __nv_bfloat16 stays[2][rows * width];
+  __nv_bfloat16 passes[stages][2][kBlock * width];
   alignas(128) float statistics[kByKey ? stages : 1][2][kBlock];  // shift and delta of the queries that pass
   Tile tile[2];                                                   // in turn: one is read while the next is found
   uint64_t found, tile_full, tile_empty, full[stages], empty[stages];
   uint64_t on_its_way;  // a block of which rows have to be wiped out
 };
-
-// The tiles of a block of threads, found by a whole warp. A tile's level tells how many blocks pass by it; tiles are
-// counted level by level, the last one first.
-template <int kRows, bool kByKey>
-struct Walk {
-  const Problem& p;
-  int level, base = 0, turn = 0, before = 0;
-  int q0, q_len, levels;  // of the lane's sequence
-
-  __device__ Walk(const Problem& p) : p(p) {
-    int top = 0;
-#pragma unroll 1
-    for (; base < p.sequences; base += 32) {
-      read();
-      top = max(top, levels);
-    }
-    for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
-    level = top - 1;
-    base = 0;
-    read();
-  }
-
-  // Read again where they are needed: registers are short.
-  __device__ int lane() const { return static_cast<int>(thread_again() % 32); }
-  __device__ int slots() const { return kByKey ? p.kv_heads : p.heads; }
-
-  // The sequence base + lane.
-  __device__ void read() {
-    int s = base + lane();
-    levels = 0;
-    if (s >= p.sequences) return;
-    q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
-    q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
-    levels = (q_len + kRows - 1) / kRows;
-  }
-
-  __device__ Tile next() {
-    int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    ++turn;
-#pragma unroll 1
-    while (level >= 0) {
-      bool here = level < levels;
-      unsigned all = __ballot_sync(~0u, here);
-      int behind = before + __popc(all) * slots();
-      if (target < behind) {
-        int i = target - before, wanted = i / slots();
-        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
-        Tile t;
-        t.s = __shfl_sync(~0u, base + lane(), from);
-        t.q0 = __shfl_sync(~0u, q0, from);
-        t.q_len = __shfl_sync(~0u, q_len, from);
-        t.first = __shfl_sync(~0u, kByKey ? levels - 1 - level : level, from) * kRows;
-        t.head = i % slots();
-        return t;
-      }
-      before = behind;
-      base += 32;
-      if (base >= p.sequences) {
-        base = 0;
-        --level;
-      }
-      if (p.sequences > 32) read();
-    }
-    return {-1, 0, 0, 0, 0};
-  }
-};
-
-__device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / kBlock; }
 
 // The warp that finds the tiles and has them brought, one ahead of those who compute where their rows allow it.
 template <int kDim, bool kByKey>
@@ -165,7 +71,7 @@ __device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUte
       if (t.s < 0) {
         barrier_arrive(&sh.tile_full);
       } else {
-        barrier_expect(&sh.tile_full, 2 * rows * kDim * 2);
+        barrier_expect(&sh.tile_full, 2 * rows * Shared<kDim, kByKey>::width * 2);
 #pragma unroll
         for (int h = 0; h < Shared<kDim, kByKey>::halves; ++h) {
           copy_box(sh.stays[0] + h * rows * kHalf, a, h * kHalf, t.head, t.q0 + t.first, 0, &sh.tile_full);
@@ -184,7 +90,7 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
                                              const Problem& p) {
   constexpr int stages = Shared<kDim, kByKey>::stages, halves = Shared<kDim, kByKey>::halves;
   constexpr int rows = Shared<kDim, kByKey>::rows;
-  constexpr int bytes = 2 * kBlock * kDim * 2 + (kByKey ? 2 * kBlock * 4 : 0);
+  constexpr int bytes = 2 * kBlock * Shared<kDim, kByKey>::width * 2 + (kByKey ? 2 * kBlock * 4 : 0);
   auto lane = [] { return static_cast<int>(thread_again() % 32); };  // read again: registers are short
   static_assert((stages & stages - 1) == 0);
   unsigned block = 0, turns = 0;  // blocks of all tiles; that of the tile, and twice that of `on_its_way`
@@ -237,28 +143,12 @@ __device__ __forceinline__ void bring_blocks(Shared<kDim, kByKey>& sh, const CUt
   }
 }
 
-// Of the rows of a group that a thread has, the first; the other is 8 further.
-__device__ __forceinline__ int row_again() {
-  uint32_t thread = thread_again();
-  return static_cast<int>(thread % 128 / 32 * 16 + thread % 32 / 4);
-}
-
-// And of the columns, in a run of 8, the first; the other is the next.
-__device__ __forceinline__ int column_again() { return static_cast<int>(thread_again() % 4 * 2); }
-
-// A product of 64 by 64 as the first operand of the next.
-__device__ __forceinline__ void round(const float (&x)[32], uint32_t (&to)[4][4]) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[j][i] = pack<__nv_bfloat16>(x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
-}
-
 // A group of four warps and its 64 queries of each tile.
 template <int kDim>
 __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim, false>::stages, rows = Shared<kDim, false>::rows, sums = kDim / 2;
-  constexpr int steps = kDim / 16, half_step = kBlock * kHalf * 2 >> 4, other = kBlock * kDim * 2 >> 4;
+  constexpr int steps = kDim / 16, half_step = kBlock * kHalf * 2 >> 4, width = kHalves<kDim> * kHalf;
+  constexpr int other = kBlock * width * 2 >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   uint64_t k0 = operand<false>(sh.passes[0][0]), k0_by_row = operand<true>(sh.passes[0][0]);
@@ -276,7 +166,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
     for (int i = 0; i < steps; ++i) {
       uint32_t here = (row ^ i % 4 * 32) + i / 4 * rows * kHalf * 2;
       load_matrices<false>(q[i], here);
-      load_matrices<false>(g[i], here + rows * kDim * 2);
+      load_matrices<false>(g[i], here + rows * width * 2);
     }
     int begin = t.first + group * 64, n = begin < t.q_len ? begin / kBlock + 1 : 0;
     int all = blocks(min(t.q_len, t.first + rows));
@@ -375,8 +265,9 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
 template <int kDim>
 __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim, true>::stages, rows = Shared<kDim, true>::rows, sums = kDim / 2;
-  constexpr int steps = kDim / 16, half_step = kBlock * kHalf * 2 >> 4, other = kBlock * kDim * 2 >> 4;
-  constexpr int still_half_step = rows * kHalf * 2 >> 4, still_other = rows * kDim * 2 >> 4;
+  constexpr int steps = kDim / 16, half_step = kBlock * kHalf * 2 >> 4, width = kHalves<kDim> * kHalf;
+  constexpr int other = kBlock * width * 2 >> 4;
+  constexpr int still_half_step = rows * kHalf * 2 >> 4, still_other = rows * width * 2 >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   uint64_t k0 = operand<false>(sh.stays[0]) + group * (64 * kHalf * 2 >> 4);
@@ -510,12 +401,6 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
   }
 }
 
-__device__ __forceinline__ void fill_with_nan(void* out, int64_t vectors) {
-  constexpr uint32_t nan = 0x7fc07fc0;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * blockDim.x)
-    static_cast<uint4*>(out)[i] = make_uint4(nan, nan, nan, nan);
-}
-
 // The first two tensors stay, the latter two pass.
 template <int kDim, bool kByKey>
 __global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
@@ -605,6 +490,7 @@ cudaError_t launch_both(const Problem& p, cudaStream_t stream) {
 extern "C" int alignkit_attention_backward(const AlignkitAttentionBackward* p, cudaStream_t stream) {
   if (p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads) return cudaErrorInvalidValue;
   if (p->dim == 128) return alignkit::launch_both<128>(*p, stream);
+  if (p->dim == 96) return alignkit::launch_both<96>(*p, stream);
   if (p->dim == 64) return alignkit::launch_both<64>(*p, stream);
   return cudaErrorInvalidValue;
 }

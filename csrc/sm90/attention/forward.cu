@@ -8,7 +8,7 @@
 // A group has the tensor core compute its sums of values of a block, then its scores of the next one. Meanwhile another
 // group makes probabilities of its scores; they take turns. So those must be few instructions: a multiplication, a power
 // of 2 and half a conversion each. Their maximum is not looked for, and their sum is that of a column of ones beside the
-// values.
+// values. (Heads of 256 leave no registers for scores beside sums and probabilities: there scores begin when the sums are done.)
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -19,6 +19,7 @@
 #include "../ptx/copy.cuh"
 #include "../ptx/dependent_launch.cuh"
 #include "../ptx/exponential.cuh"
+#include "../ptx/memory.cuh"
 #include "../ptx/pack.cuh"
 #include "../ptx/thread.cuh"
 #include "../ptx/wgmma.cuh"
@@ -51,6 +52,7 @@ struct Problem : AlignkitAttention {
   int positions;   // of a tile
   int reciprocal;  // of `together`, times 2^16
   int shared;      // heads of q that share one of k
+  float4* joined;  // see Plan: what lies in memory, for each block of threads
 
   // The position of a tile's row; there are few rows.
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
@@ -66,18 +68,33 @@ constexpr float kInfinity = __builtin_huge_valf();
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
 // registers of threads that bring them and that compute, and how many of its sums over the leaves before a thread has in
-// registers; the others lie in shared memory.
+// registers; the others lie in shared memory, but `elsewhere` vectors of four, which lie in memory. ahead: a block's scores
+// begin before the sums of the block before are done; it takes registers for both.
 template <int kDim>
 struct Plan;
 
 template <>
+struct Plan<256> {
+  static constexpr int groups = 2, stages = 1, few = 32, many = 240, held = 0, elsewhere = 25;
+  static constexpr bool ahead = false;
+};
+
+template <>
 struct Plan<128> {
-  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 56;
+  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 56, elsewhere = 0;
+  static constexpr bool ahead = true;
+};
+
+template <>
+struct Plan<96> {
+  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 48, elsewhere = 0;
+  static constexpr bool ahead = true;
 };
 
 template <>
 struct Plan<64> {
-  static constexpr int groups = 3, stages = 3, few = 32, many = 160, held = 0;
+  static constexpr int groups = 3, stages = 3, few = 32, many = 160, held = 0, elsewhere = 0;
+  static constexpr bool ahead = true;
 };
 
 struct Tile {
@@ -90,19 +107,23 @@ struct Tile {
 template <int kDim>
 struct Shared {
   using Plan = alignkit::Plan<kDim>;
-  static constexpr int groups = Plan::groups, stages = Plan::stages, rows = groups * 64, halves = kDim / kHalf;
-  static constexpr int threads = (groups + 1) * 128;
+  static constexpr int groups = Plan::groups, stages = Plan::stages, rows = groups * 64, threads = (groups + 1) * 128;
+  static constexpr int halves = kHalves<kDim>, width = halves * kHalf;
+  // Ones are beside the values: a half of their own, or in the part of the last half that no values take. Where a product
+  // has no columns left, apart.
+  static constexpr bool ones_within = kDim % kHalf != 0, ones_apart = kDim == 256;
+  static constexpr int ones = (ones_within ? 0 : ones_apart ? 16 : kKeys) * kHalf;  // elements
   // A thread's sums of values, and how many vectors of those over the leaves before lie in shared memory.
-  static constexpr int sums = kDim / 2, parked = (sums - Plan::held) / 4;
-  __nv_bfloat16 q[rows * kDim];
-  __nv_bfloat16 k[stages][kKeys * kDim];
-  __nv_bfloat16 v[stages][kKeys * (kDim + kHalf)];  // and ones, for the sums of probabilities
+  static constexpr int sums = kDim / 2, parked = (sums - Plan::held) / 4 - Plan::elsewhere;
+  __nv_bfloat16 q[rows * width];
+  __nv_bfloat16 k[stages][kKeys * width];
+  __nv_bfloat16 v[stages][kKeys * width + ones];
   float4 joined[parked > 0 ? parked : 1][groups * 128];  // of each thread, its sums over the leaves before
   // Of the two rows that four lanes share, over the leaves before: what is added to a score, and the sum of probabilities.
   alignas(16) float2 whole[groups * 32][2];
   Tile tile[2];  // in turn: one is read while the next is found
   uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
-  uint64_t on_its_way;  // values of which the producer has to wipe out rows
+  uint64_t on_its_way;  // values of which the producer has to wipe out rows, or to write ones beside them
 };
 
 // How many blocks of keys the queries of a group see; 0: it has none.
@@ -206,7 +227,7 @@ __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMa
       if (t.s < 0) {
         barrier_arrive(&sh.q_full);
       } else {
-        barrier_expect(&sh.q_full, p.positions * p.together * kDim * 2);
+        barrier_expect(&sh.q_full, p.positions * p.together * Shared<kDim>::width * 2);
 #pragma unroll
         for (int h = 0; h < Shared<kDim>::halves; ++h)
           copy_box(sh.q + h * rows * kHalf, q, h * kHalf, t.head, t.q0 + t.first, 0, &sh.q_full);
@@ -224,17 +245,26 @@ __device__ __forceinline__ void wipe(__nv_bfloat16* v, int left, int lane) {
 #pragma unroll 1
   for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
 #pragma unroll
-    for (int h = 0; h < kDim / kHalf; ++h)
+    for (int h = 0; h < kHalves<kDim>; ++h)
       *reinterpret_cast<uint4*>(v + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
-  shared_written();
-  __syncwarp();
+}
+
+// Eight columns of ones behind the values of a block, by a warp: 16 bytes of each swizzled row of the last half.
+template <int kDim>
+__device__ __forceinline__ void fill_ones(__nv_bfloat16* v, int lane) {
+  constexpr int vector = kDim % kHalf / 8;
+#pragma unroll 1
+  for (int row = lane; row < kKeys; row += 32)
+    *reinterpret_cast<uint4*>(v + kDim / kHalf * kKeys * kHalf + row * kHalf + (vector ^ row % 8) * 8) =
+        make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
 }
 
 // A warp that has keys brought, or values: a block in parts that lie in one page each, half a head at a time, by a lane
 // each. There are few registers: little is kept, and more found again.
 template <int kDim, bool kValues>
 __device__ __forceinline__ void bring_rows(Shared<kDim>& sh, const CUtensorMap* map, const Problem& p) {
-  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves;
+  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves, row_bytes = Shared<kDim>::width * 2;
+  constexpr bool ones_within = kValues && Shared<kDim>::ones_within;
   int part_rows = p.part_rows, parts = kKeys / part_rows, first = threadIdx.x % 32 % parts * part_rows;
   auto& is_full = kValues ? sh.v_full : sh.k_full;
   auto& is_empty = kValues ? sh.v_empty : sh.k_empty;
@@ -261,19 +291,25 @@ __device__ __forceinline__ void bring_rows(Shared<kDim>& sh, const CUtensorMap* 
 #pragma unroll 1
     for (int i = 0; i < n; ++i, ++visited) {
       uint32_t stage = visited % stages, phase = visited / stages % 2;
-      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * kDim * 2;
-      bool here = half() < halves && first < left, wipes = kValues && left < kKeys;
+      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * row_bytes;
+      bool here = half() < halves && first < left, wipes = kValues && left < kKeys, writes = wipes || ones_within;
       int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
       barrier_wait(is_empty + stage, phase ^ 1);
-      uint64_t* full = wipes ? &sh.on_its_way : is_full + stage;
+      uint64_t* full = writes ? &sh.on_its_way : is_full + stage;
       if (leads()) barrier_expect(full, bytes);
       __syncwarp();
       __nv_bfloat16* to = (kValues ? sh.v[stage] : sh.k[stage]) + (half() * kKeys + first) * kHalf;
       if (here) copy_box(to, map, half() * kHalf, head, row, 0, full);
-      if (wipes) {
+      if (writes) {
         barrier_wait(full, phases / 2);
         phases ^= 2;
-        wipe<kDim>(sh.v[stage], left, thread_again() % 32);
+        if (wipes) wipe<kDim>(sh.v[stage], left, thread_again() % 32);
+        if (ones_within) {
+          __syncwarp();
+          fill_ones<kDim>(sh.v[stage], thread_again() % 32);
+        }
+        shared_written();
+        __syncwarp();
         if (leads()) barrier_arrive(is_full + stage);
       }
       row = next_row;
@@ -349,7 +385,10 @@ template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, steps = kDim / 16;
   constexpr int sums = Shared<kDim>::sums, held = Shared<kDim>::Plan::held, groups = Shared<kDim>::groups;
-  constexpr int k_step = kKeys * kDim * 2 >> 4, v_step = kKeys * (kDim + kHalf) * 2 >> 4;
+  constexpr bool ones_apart = Shared<kDim>::ones_apart, ahead = Shared<kDim>::Plan::ahead;
+  constexpr int elsewhere = Shared<kDim>::Plan::elsewhere;
+  constexpr int near = sums - 4 * elsewhere;  // sums over the leaves before that do not lie in memory
+  constexpr int k_step = sizeof(sh.k[0]) >> 4, v_step = sizeof(sh.v[0]) >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
   bool leads = threadIdx.x % 32 == 0;
   // Of the rows of the tile that a thread has, the first; the other is 8 further.
@@ -397,11 +436,12 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
     };
     auto score = [&](int i) {  // begins
-      uint64_t k = k0 + stage_of(i) * k_step;
+      uint64_t q = q0, k = k0 + stage_of(i) * k_step;
+      if constexpr (!ahead) q = again(q), k = again(k);
       constexpr int q_half = rows * kHalf * 2 >> 4, k_half = kKeys * kHalf * 2 >> 4;
 #pragma unroll
       for (int j = 0; j < steps; ++j) {
-        uint64_t a = q0 + j / 4 * q_half + j % 4 * kNext<false>, b = k + j / 4 * k_half + j % 4 * kNext<false>;
+        uint64_t a = q + j / 4 * q_half + j % 4 * kNext<false>, b = k + j / 4 * k_half + j % 4 * kNext<false>;
         if (j == 0)
           begin<false, false>(s, a, b);
         else
@@ -412,9 +452,16 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     auto sum = [&](int i) {  // begins
       bool more = i % kLeaf != 0;
       uint64_t v = v0 + stage_of(i) * v_step;
+      if constexpr (!ahead) v = again(v);
 #pragma unroll
-      for (int j = 0; j < kKeys / 16; ++j)
-        multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
+      for (int j = 0; j < kKeys / 16; ++j) {
+        if constexpr (ones_apart) {
+          uint64_t ones = operand<true>(sh.v[0] + kKeys * kDim);
+          multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, ones, more || j > 0);
+        } else {
+          multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
+        }
+      }
       products_end();
     };
     auto powers = [&] {
@@ -427,6 +474,9 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       }
       return bits;
     };
+    auto too_great = [&](float score, int h) {
+      return (pack<__nv_bfloat16>(power_of_2(__fmaf_rn(score, factor, shift[h])), 0.0f) & kTooGreat) != 0;
+    };
     // A row whose probabilities are too great is measured by its greatest score.
     auto move = [&](int i) {
       float top[2], alpha[2];
@@ -434,7 +484,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         top[h] = greatest_of_row(top[h]);
-        bool moves = pack<__nv_bfloat16>(power_of_2(__fmaf_rn(top[h], factor, shift[h])), 0.0f) & kTooGreat;
+        bool moves = too_great(top[h], h);
         float to = moves ? __fmaf_rn(-top[h], factor, -kReserve) : shift[h];
         alpha[h] = moves ? power_of_2(to - shift[h]) : 1.0f;
         shift[h] = to;
@@ -443,13 +493,15 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
         for (int x = 0; x < sums + 4; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
       }
-      powers();
+      if constexpr (ahead) powers();
     };
     // The scores of a block become probabilities.
     bool values_there = false, keys_there = false;  // of this block, and of the next one
     auto weigh = [&](int i) {
-      values_there = barrier_ended(&sh.v_full[stage_of(i)], phase_of(i));
-      keys_there = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
+      if constexpr (stages > 1) {
+        values_there = barrier_ended(&sh.v_full[stage_of(i)], phase_of(i));
+        keys_there = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
+      }
       if (i % kLeaf == 0) {  // the leaf's first score, of which the first of four lanes knows
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -460,9 +512,37 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
       }
-      if (__any_sync(~0u, powers() & kTooGreat)) move(i);
+      if constexpr (ahead) {
+        if (__any_sync(~0u, powers() & kTooGreat)) move(i);
+      } else {  // with registers for either scores or probabilities the greatest score is looked for
+        float top[2];
+        greatest(s, top);
+        if (__any_sync(~0u, too_great(top[0], 0) || too_great(top[1], 1))) move(i);
+        powers();
+      }
     };
     auto joined = [&](int x) -> float4& { return sh.joined[(x - held) / 4][thread_again() - 128]; };
+    // A thread's first vector in memory.
+    auto elsewhere_of = [&] { return fixed(p.joined + (blockIdx.x * elsewhere * groups * 128 + thread_again() - 128)); };
+    // What `change` makes of those: some are read at a time.
+    auto change_elsewhere = [&](bool reads, bool writes, auto change) {
+      constexpr int at_a_time = 5;
+      static_assert(elsewhere % at_a_time == 0);
+#pragma unroll
+      for (int i = 0; i < elsewhere; i += at_a_time) {
+        float4* mine = elsewhere_of();
+        float4 v[at_a_time];
+        nothing_ahead();
+#pragma unroll
+        for (int j = 0; j < at_a_time; ++j)
+          v[j] = reads ? load_own(mine + (i + j) * groups * 128) : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+#pragma unroll
+        for (int j = 0; j < at_a_time; ++j) {
+          change(near + 4 * (i + j), v[j]);
+          if (writes) store_own(mine + (i + j) * groups * 128, v[j]);
+        }
+      }
+    };
     // A leaf joins the leaves before, of which `w` is what `whole` says. What those are measured by seldom changes, and then
     // their sums need not be multiplied.
     float before[2], after[2];  // what multiplies the sums of the leaves before, and the leaf's
@@ -488,16 +568,22 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         for (int x = 0; x < held; ++x) all[x] *= before[x / 2 % 2];
         if (!first) {
 #pragma unroll
-          for (int x = held; x < sums; x += 4) {
+          for (int x = held; x < near; x += 4) {
             float4 to = joined(x);
             joined(x) = make_float4(to.x * before[0], to.y * before[0], to.z * before[1], to.w * before[1]);
+          }
+#pragma unroll 1
+          for (int i = 0; i < elsewhere; ++i) {
+            float4* mine = elsewhere_of() + i * groups * 128;
+            float4 to = load_own(mine);
+            store_own(mine, make_float4(to.x * before[0], to.y * before[0], to.z * before[1], to.w * before[1]));
           }
         }
       }
 #pragma unroll
       for (int x = 0; x < held; ++x) all[x] = __fmaf_rn(acc[x], after[x / 2 % 2], all[x]);
 #pragma unroll
-      for (int x = held; x < sums; x += 4) {
+      for (int x = held; x < near; x += 4) {
         float4 to = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : joined(x);
         to.x = __fmaf_rn(acc[x], after[0], to.x);
         to.y = __fmaf_rn(acc[x + 1], after[0], to.y);
@@ -505,6 +591,13 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         to.w = __fmaf_rn(acc[x + 3], after[1], to.w);
         joined(x) = to;
       }
+      auto add = [&](int x, float4& to) {
+        to.x = __fmaf_rn(acc[x], after[0], to.x);
+        to.y = __fmaf_rn(acc[x + 1], after[0], to.y);
+        to.z = __fmaf_rn(acc[x + 2], after[1], to.z);
+        to.w = __fmaf_rn(acc[x + 3], after[1], to.w);
+      };
+      change_elsewhere(!first, true, add);
     };
 
     if (n) {
@@ -520,16 +613,21 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll 1
       for (int i = 1; i < n; ++i) {
         if (!values_there) wait_for_values(i - 1);
-        if (!keys_there) wait_for_keys(i);
+        if (ahead && !keys_there) wait_for_keys(i);
         turn_begin();
         products_begin();
         sum(i - 1);
-        score(i);
+        if constexpr (ahead) score(i);
         turn_end();
-        products_wait<1>();
+        products_wait<ahead ? 1 : 0>();
         products_taken(acc);
         values_taken(i - 1);
         if (i % kLeaf == 0) end_leaf(i == kLeaf);
+        if constexpr (!ahead) {
+          wait_for_keys(i);
+          products_begin();
+          score(i);
+        }
         products_wait<0>();
         products_taken(s);
         keys_taken(i);
@@ -572,7 +670,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         w = whole(h);
         if (seen) w = meet(h, w);
 #pragma unroll
-        for (int x = 2 * h; x < sums; x += 4) {
+        for (int x = 2 * h; x < near; x += 4) {
           float2 old;
           if (x < held)
             old = make_float2(all[x < held ? x : 0], all[x < held ? x + 1 : 0]);
@@ -581,6 +679,11 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
           acc[x] = seen ? __fmaf_rn(acc[x], after[h], old.x * before[h]) : old.x;
           acc[x + 1] = seen ? __fmaf_rn(acc[x + 1], after[h], old.y * before[h]) : old.y;
         }
+        change_elsewhere(true, false, [&](int x, float4& old) {
+          float a = h ? old.z : old.x, b = h ? old.w : old.y;
+          acc[x + 2 * h] = seen ? __fmaf_rn(acc[x + 2 * h], after[h], a * before[h]) : a;
+          acc[x + 2 * h + 1] = seen ? __fmaf_rn(acc[x + 2 * h + 1], after[h], b * before[h]) : b;
+        });
       }
       divide<sums>(acc, h, w.y);
       int r = first_row() + 8 * h, place = position - t.context;  // among the queries
@@ -615,7 +718,7 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     }
     barrier_init_done();
   }
-  for (int x = threadIdx.x; x < kKeys * kHalf / 8; x += blockDim.x)
+  for (int x = threadIdx.x; x < Shared<kDim>::ones / 8; x += blockDim.x)
     for (int i = 0; i < Shared<kDim>::stages; ++i)
       reinterpret_cast<uint4*>(sh.v[i] + kKeys * kDim)[x] = make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
   shared_written();
@@ -655,10 +758,11 @@ inline int part_rows_of(const AlignkitAttention& p) {
 }
 
 template <int kDim>
-cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
+cudaError_t launch(const AlignkitAttention& given, void* memory, int64_t memory_bytes, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
+  constexpr int elsewhere = Plan<kDim>::elsewhere * Shared<kDim>::groups * 128 * static_cast<int>(sizeof(float4));
   Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1,
-               given.heads / given.kv_heads};
+               given.heads / given.kv_heads, static_cast<float4*>(memory)};
   int device, processors;
   CUtensorMap q, k, v;
   if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
@@ -669,6 +773,8 @@ cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
   if (cudaError_t e =
           cudaFuncSetAttribute(attention_forward<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
+  if constexpr (elsewhere > 0) processors = static_cast<int>(std::min<int64_t>(processors, memory_bytes / elsewhere));
+  if (processors == 0) return cudaErrorInvalidValue;
   int64_t tiles = (int64_t{p.tokens} / p.positions + p.sequences) * (p.heads / p.together);
   unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
   return launch_early(attention_forward<kDim>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
@@ -677,13 +783,16 @@ cudaError_t launch(const AlignkitAttention& given, cudaStream_t stream) {
 }  // namespace
 }  // namespace alignkit
 
-// Returns a cudaError_t.
-extern "C" int alignkit_attention_forward(const AlignkitAttention* p, cudaStream_t stream) {
+// `memory`, of `bytes`: of heads of 256, for sums over leaves, 102400 for each block of threads, of which there are no more
+// than that suffices for, nor than multiprocessors. Returns a cudaError_t.
+extern "C" int alignkit_attention_forward(const AlignkitAttention* p, void* memory, int64_t bytes, cudaStream_t stream) {
   if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
       (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
     return cudaErrorInvalidValue;
   using alignkit::launch;
-  if (p->dim == 128) return launch<128>(*p, stream);
-  if (p->dim == 64) return launch<64>(*p, stream);
+  if (p->dim == 256) return launch<256>(*p, memory, bytes, stream);
+  if (p->dim == 128) return launch<128>(*p, memory, bytes, stream);
+  if (p->dim == 96) return launch<96>(*p, memory, bytes, stream);
+  if (p->dim == 64) return launch<64>(*p, memory, bytes, stream);
   return cudaErrorInvalidValue;
 }

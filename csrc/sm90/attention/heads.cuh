@@ -21,6 +21,10 @@ namespace alignkit {
 namespace {
 
 constexpr int kHalf = 64;         // elements of a head that lie beside each other in shared memory
+// Of the last one there may be a part, which zeros follow.
+template <int kDim>
+constexpr int kHalves = (kDim + kHalf - 1) / kHalf;
+
 constexpr int kStatistics = 128;  // a sequence's begin at a multiple
 
 __device__ __forceinline__ int64_t at(const AlignkitInts& ints, int64_t i) {

@@ -12,4 +12,10 @@ __device__ __forceinline__ uint32_t thread_again() {
   return x;
 }
 
+// An operand of products that the compiler does not compute others from ahead, for which there are no registers.
+__device__ __forceinline__ uint64_t again(uint64_t operand) {
+  asm volatile("" : "+l"(operand));
+  return operand;
+}
+
 }  // namespace alignkit

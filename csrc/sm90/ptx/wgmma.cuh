@@ -59,6 +59,7 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #define ALIGNKIT_D32(i) ALIGNKIT_D16(i), ALIGNKIT_D16(i + 16)
 #define ALIGNKIT_D36(i) ALIGNKIT_D32(i), ALIGNKIT_D4(i + 32)
 #define ALIGNKIT_D48(i) ALIGNKIT_D32(i), ALIGNKIT_D16(i + 32)
+#define ALIGNKIT_D52(i) ALIGNKIT_D48(i), ALIGNKIT_D4(i + 48)
 #define ALIGNKIT_D64(i) ALIGNKIT_D32(i), ALIGNKIT_D32(i + 32)
 #define ALIGNKIT_D68(i) ALIGNKIT_D64(i), ALIGNKIT_D4(i + 64)
 #define ALIGNKIT_D128(i) ALIGNKIT_D64(i), ALIGNKIT_D64(i + 64)
@@ -78,6 +79,9 @@ __device__ __forceinline__ void products_taken(float (&d)[kCount]) {
 #define ALIGNKIT_L48 \
   ALIGNKIT_L32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define ALIGNKIT_L52 \
+  ALIGNKIT_L48 \
+  ", %48, %49, %50, %51"
 #define ALIGNKIT_L64 \
   ALIGNKIT_L32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -160,11 +164,31 @@ ALIGNKIT_BEGIN(64, 128, 64, 65, 66, 67)
 
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 32, 64, 32, 33, 34, 35, 36, 37, 38, 39)
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 36, 72, 36, 37, 38, 39, 40, 41, 42, 43)
+ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 48, 96, 48, 49, 50, 51, 52, 53, 54, 55)
+ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 52, 104, 52, 53, 54, 55, 56, 57, 58, 59)
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 68, 136, 68, 69, 70, 71, 72, 73, 74, 75)
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 64, 128, 64, 65, 66, 67, 68, 69, 70, 71)
 ALIGNKIT_MULTIPLY_HELD(__nv_bfloat16, bf16, 128, 256, 128, 129, 130, 131, 132, 133, 134, 135)
 ALIGNKIT_MULTIPLY_HELD(__half, f16, 32, 64, 32, 33, 34, 35, 36, 37, 38, 39)
 ALIGNKIT_MULTIPLY_HELD(__half, f16, 64, 128, 64, 65, 66, 67, 68, 69, 70, 71)
 ALIGNKIT_MULTIPLY_HELD(__half, f16, 128, 256, 128, 129, 130, 131, 132, 133, 134, 135)
+
+// The products with b, of 256 columns, and with `more`, of 8, which follow in d.
+template <bool kNegated, bool kBTransposed>
+__device__ __forceinline__ void multiply(__nv_bfloat16, float (&d)[132], const uint32_t (&a)[4], uint64_t b, uint64_t more,
+                                         bool add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %138, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" ALIGNKIT_L128
+      "}, {%132, %133, %134, %135}, %136, add, %139, 1, %140;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%128, %129, %130, %131}"
+      ", {%132, %133, %134, %135}, %137, add, %139, 1, %140;\n"
+      "}\n"
+      : ALIGNKIT_D128(0), ALIGNKIT_D4(128)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "l"(more), "r"(static_cast<int>(add)),
+        "n"(kNegated ? -1 : 1), "n"(kBTransposed));
+}
 
 }  // namespace alignkit

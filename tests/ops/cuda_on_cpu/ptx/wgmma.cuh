@@ -80,6 +80,12 @@ void multiply(__nv_bfloat16, float (&d)[kCount], const uint32_t (&a)[4], uint64_
   static_assert(!kNegated);
   self().products.push_back({d, 2 * kCount, a, 0, b, kTransposed, add});
 }
+template <bool kNegated, bool kTransposed>
+void multiply(__nv_bfloat16, float (&d)[132], const uint32_t (&a)[4], uint64_t b, uint64_t more, bool add) {
+  static_assert(!kNegated);
+  self().products.push_back({d, 256, a, 0, b, kTransposed, add});
+  self().products.push_back({d + 128, 8, a, 0, more, kTransposed, add});
+}
 template <bool kATransposed, bool kTransposed, int kCount>
 void multiply(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(!kATransposed);

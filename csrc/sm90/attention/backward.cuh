@@ -1,0 +1,131 @@
+// What the kernels of attention's gradients share: the problem, its tiles, and where a thread's elements lie.
+#pragma once
+#include <algorithm>
+
+#include "../../interface.h"
+#include "../ptx/barrier.cuh"
+#include "../ptx/copy.cuh"
+#include "../ptx/dependent_launch.cuh"
+#include "../ptx/exponential.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/pack.cuh"
+#include "../ptx/thread.cuh"
+#include "../ptx/wgmma.cuh"
+#include "heads.cuh"
+
+struct AlignkitAttentionBackward {
+  AlignkitHeads q, k, v, grad;  // the latter of the result
+  const float *shift, *delta;   // by query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py
+  void *dq, *dk, *dv;           // [tokens, heads or kv_heads, dim]
+  AlignkitInts starts;
+  int tokens, sequences, heads, kv_heads, dim, pads;
+  float factor, scale;  // of scores for powers of 2, and of gradients
+};
+
+namespace alignkit {
+namespace {
+
+using Problem = AlignkitAttentionBackward;
+
+constexpr int kBlock = 64;  // rows of a block
+
+struct Tile {
+  int s;  // the sequence; -1: there are no more tiles
+  int q0, q_len;
+  int first;  // position
+  int head;   // of queries, or of keys
+};
+
+// The tiles of a block of threads, found by a whole warp. A tile's level tells how many blocks pass by it; tiles are
+// counted level by level, the last one first.
+template <int kRows, bool kByKey>
+struct Walk {
+  const Problem& p;
+  int level, base = 0, turn = 0, before = 0;
+  int q0, q_len, levels;  // of the lane's sequence
+
+  __device__ Walk(const Problem& p) : p(p) {
+    int top = 0;
+#pragma unroll 1
+    for (; base < p.sequences; base += 32) {
+      read();
+      top = max(top, levels);
+    }
+    for (int distance = 16; distance; distance /= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
+    level = top - 1;
+    base = 0;
+    read();
+  }
+
+  // Read again where they are needed: registers are short.
+  __device__ int lane() const { return static_cast<int>(thread_again() % 32); }
+  __device__ int slots() const { return kByKey ? p.kv_heads : p.heads; }
+
+  // The sequence base + lane.
+  __device__ void read() {
+    int s = base + lane();
+    levels = 0;
+    if (s >= p.sequences) return;
+    q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
+    q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
+    levels = (q_len + kRows - 1) / kRows;
+  }
+
+  __device__ Tile next() {
+    int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    ++turn;
+#pragma unroll 1
+    while (level >= 0) {
+      bool here = level < levels;
+      unsigned all = __ballot_sync(~0u, here);
+      int behind = before + __popc(all) * slots();
+      if (target < behind) {
+        int i = target - before, wanted = i / slots();
+        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
+        Tile t;
+        t.s = __shfl_sync(~0u, base + lane(), from);
+        t.q0 = __shfl_sync(~0u, q0, from);
+        t.q_len = __shfl_sync(~0u, q_len, from);
+        t.first = __shfl_sync(~0u, kByKey ? levels - 1 - level : level, from) * kRows;
+        t.head = i % slots();
+        return t;
+      }
+      before = behind;
+      base += 32;
+      if (base >= p.sequences) {
+        base = 0;
+        --level;
+      }
+      if (p.sequences > 32) read();
+    }
+    return {-1, 0, 0, 0, 0};
+  }
+};
+
+__device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / kBlock; }
+
+// Of the rows of a group that a thread has, the first; the other is 8 further.
+__device__ __forceinline__ int row_again() {
+  uint32_t thread = thread_again();
+  return static_cast<int>(thread % 128 / 32 * 16 + thread % 32 / 4);
+}
+
+// And of the columns, in a run of 8, the first; the other is the next.
+__device__ __forceinline__ int column_again() { return static_cast<int>(thread_again() % 4 * 2); }
+
+// A product of 64 by 64 as the first operand of the next.
+__device__ __forceinline__ void round(const float (&x)[32], uint32_t (&to)[4][4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[j][i] = pack<__nv_bfloat16>(x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
+}
+
+__device__ __forceinline__ void fill_with_nan(void* out, int64_t vectors) {
+  constexpr uint32_t nan = 0x7fc07fc0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * blockDim.x)
+    static_cast<uint4*>(out)[i] = make_uint4(nan, nan, nan, nan);
+}
+
+}  // namespace
+}  // namespace alignkit
