@@ -8,7 +8,8 @@
 // A group has the tensor core compute its sums of values of a block, then its scores of the next one. Meanwhile another
 // group makes probabilities of its scores; they take turns. So those must be few instructions: a multiplication, a power
 // of 2 and half a conversion each. Their maximum is not looked for, and their sum is that of a column of ones beside the
-// values. (Heads of 256 leave no registers for scores beside sums and probabilities: there scores begin when the sums are done.)
+// values. (Heads of 256 leave no registers for scores beside sums and probabilities: there scores begin when the sums are
+// done.)
 //
 // Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
 // that go to and fro. Lengths are read on the device.
@@ -68,8 +69,8 @@ constexpr float kInfinity = __builtin_huge_valf();
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
 // registers of threads that bring them and that compute, and how many of its sums over the leaves before a thread has in
-// registers; the others lie in shared memory, but `elsewhere` vectors of four, which lie in memory. ahead: a block's scores
-// begin before the sums of the block before are done; it takes registers for both.
+// registers; the others lie in shared memory, but `elsewhere` vectors of four, which lie in memory. ahead: a block's
+// scores begin before the sums of the block before are done; it takes registers for both.
 template <int kDim>
 struct Plan;
 
@@ -523,7 +524,9 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     };
     auto joined = [&](int x) -> float4& { return sh.joined[(x - held) / 4][thread_again() - 128]; };
     // A thread's first vector in memory.
-    auto elsewhere_of = [&] { return fixed(p.joined + (blockIdx.x * elsewhere * groups * 128 + thread_again() - 128)); };
+    auto elsewhere_of = [&] {
+      return fixed(p.joined + (blockIdx.x * elsewhere * groups * 128 + thread_again() - 128));
+    };
     // What `change` makes of those: some are read at a time.
     auto change_elsewhere = [&](bool reads, bool writes, auto change) {
       constexpr int at_a_time = 5;
