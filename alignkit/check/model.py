@@ -162,9 +162,7 @@ def make_checkpoint(
     head_scale = logit_std / hidden**0.5
 
     def drawn(index: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(
-            seed << 20 | index
-        )  # of each tensor its own: they are drawn side by side
+        generator = torch.Generator().manual_seed(seed << 20 | index)  # its own: tensors are drawn side by side
 
         def normal(scale: float, mean: float = 0.0) -> torch.Tensor:
             return (torch.randn(shape, generator=generator, device="cpu") * scale + mean).to(dtype)
