@@ -181,13 +181,6 @@ __device__ __forceinline__ void bring_blocks(ByKey& sh, const CUtensorMap* q, co
   }
 }
 
-// The same, of which the compiler does not know it: so it keeps nothing that is made of it, registers are short.
-__device__ __forceinline__ uint64_t again(uint64_t operand) {
-  auto low = static_cast<uint32_t>(operand);
-  asm volatile("" : "+r"(low));
-  return operand >> 32 << 32 | low;
-}
-
 // Begins d = a . b^T of 64 rows of heads each, of which the next 64 elements of a lie `rows` rows further.
 template <int kRows>
 __device__ __forceinline__ void multiply_heads(float (&d)[32], uint64_t a, uint64_t b) {

@@ -583,23 +583,20 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
           }
         }
       }
-#pragma unroll
-      for (int x = 0; x < held; ++x) all[x] = __fmaf_rn(acc[x], after[x / 2 % 2], all[x]);
-#pragma unroll
-      for (int x = held; x < near; x += 4) {
-        float4 to = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : joined(x);
-        to.x = __fmaf_rn(acc[x], after[0], to.x);
-        to.y = __fmaf_rn(acc[x + 1], after[0], to.y);
-        to.z = __fmaf_rn(acc[x + 2], after[1], to.z);
-        to.w = __fmaf_rn(acc[x + 3], after[1], to.w);
-        joined(x) = to;
-      }
       auto add = [&](int x, float4& to) {
         to.x = __fmaf_rn(acc[x], after[0], to.x);
         to.y = __fmaf_rn(acc[x + 1], after[0], to.y);
         to.z = __fmaf_rn(acc[x + 2], after[1], to.z);
         to.w = __fmaf_rn(acc[x + 3], after[1], to.w);
       };
+#pragma unroll
+      for (int x = 0; x < held; ++x) all[x] = __fmaf_rn(acc[x], after[x / 2 % 2], all[x]);
+#pragma unroll
+      for (int x = held; x < near; x += 4) {
+        float4 to = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : joined(x);
+        add(x, to);
+        joined(x) = to;
+      }
       change_elsewhere(!first, true, add);
     };
 

@@ -14,8 +14,9 @@ __device__ __forceinline__ uint32_t thread_again() {
 
 // An operand of products that the compiler does not compute others from ahead, for which there are no registers.
 __device__ __forceinline__ uint64_t again(uint64_t operand) {
-  asm volatile("" : "+l"(operand));
-  return operand;
+  auto low = static_cast<uint32_t>(operand);
+  asm volatile("" : "+r"(low));
+  return operand >> 32 << 32 | low;
 }
 
 }  // namespace alignkit
