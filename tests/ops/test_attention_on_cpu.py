@@ -31,14 +31,13 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     to = folder / "sm90/attention"
     to.mkdir(parents=True)
     shutil.copy(SOURCE / "interface.h", folder)
-    for header in (SOURCE / "sm90/attention").glob("*.cuh"):
-        shutil.copy(header, to)
     shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
-    text = (SOURCE / f"sm90/attention/{name}.cu").read_text()
-    declared = "extern __shared__ __align__(1024) uint8_t raw[];"
-    assert declared in text
-    source = to / f"{name}.cpp"
-    source.write_text(text.replace(declared, "uint8_t* raw = machine::shared;"))
+    source, declared = to / f"{name}.cpp", "extern __shared__ __align__(1024) uint8_t raw[];"
+    files = {source: f"{name}.cu"} | {to / header: header for header in ("heads.cuh", "backward.cuh")}
+    texts = {copy: (SOURCE / "sm90/attention" / file).read_text() for copy, file in files.items()}
+    assert declared in texts[to / "backward.cuh" if name.startswith("backward") else source]
+    for copy, text in texts.items():
+        copy.write_text(text.replace(declared, "uint8_t* raw = machine::shared;"))
     library = folder / f"{name}.so"
     options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"  # that forbids jumps to other stacks
     subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)

@@ -46,7 +46,9 @@ struct Plan<64, kByKey> {
 template <int kDim, bool kByKey>
 struct Shared {
   using plan = Plan<kDim, kByKey>;
-  static constexpr int groups = plan::groups, stages = plan::stages, rows = groups * 64;
+  static constexpr bool by_key = kByKey;
+  static constexpr int groups = plan::groups, stages = plan::stages, rows = groups * 64, dim = kDim;
+  static constexpr int warps = groups * 4, few = plan::few, many = plan::many;
   static constexpr int halves = kHalves<kDim>, width = halves * kHalf, threads = (groups + 1) * 128;
   __nv_bfloat16 stays[2][rows * width];
   __nv_bfloat16 passes[stages][2][kBlock * width];
@@ -54,35 +56,14 @@ struct Shared {
   Tile tile[2];                                                   // in turn: one is read while the next is found
   uint64_t found, tile_full, tile_empty, full[stages], empty[stages];
   uint64_t on_its_way;  // a block of which rows have to be wiped out
-};
 
-// The warp that finds the tiles and has them brought, one ahead of those who compute where their rows allow it.
-template <int kDim, bool kByKey>
-__device__ __forceinline__ void bring_tiles(Shared<kDim, kByKey>& sh, const CUtensorMap* a, const CUtensorMap* b,
-                                            const Problem& p) {
-  constexpr int rows = Shared<kDim, kByKey>::rows;
-  Walk<rows, kByKey> walk(p);
-  for (int turn = 0;; turn ^= 1) {
-    Tile t = walk.next();
-    barrier_wait(&sh.tile_empty, turn ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      sh.tile[turn] = t;
-      barrier_arrive(&sh.found);
-      if (t.s < 0) {
-        barrier_arrive(&sh.tile_full);
-      } else {
-        barrier_expect(&sh.tile_full, 2 * rows * Shared<kDim, kByKey>::width * 2);
-#pragma unroll
-        for (int h = 0; h < Shared<kDim, kByKey>::halves; ++h) {
-          copy_box(sh.stays[0] + h * rows * kHalf, a, h * kHalf, t.head, t.q0 + t.first, 0, &sh.tile_full);
-          copy_box(sh.stays[1] + h * rows * kHalf, b, h * kHalf, t.head, t.q0 + t.first, 0, &sh.tile_full);
-        }
-      }
+  __device__ void init() {
+    for (int i = 0; i < stages; ++i) {
+      barrier_init(&full[i], 1);
+      barrier_init(&empty[i], warps);
     }
-    __syncwarp();
-    if (t.s < 0) return;
   }
-}
+};
 
 // The warp that has blocks brought.
 template <int kDim, bool kByKey>
@@ -401,86 +382,17 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
   }
 }
 
-// The first two tensors stay, the latter two pass.
 template <int kDim, bool kByKey>
-__global__ void __launch_bounds__(Shared<kDim, kByKey>::threads, 1)
-    attention_backward(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                       const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap d,
-                       const __grid_constant__ Problem p) {
-  extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
-  Shared<kDim, kByKey>& sh = *reinterpret_cast<Shared<kDim, kByKey>*>(raw);
-  using plan = Plan<kDim, kByKey>;
-  if (threadIdx.x == 0) {
-    constexpr int warps = plan::groups * 4;
-    barrier_init(&sh.found, 1);
-    barrier_init(&sh.tile_full, 1);
-    barrier_init(&sh.tile_empty, warps + 1);
-    barrier_init(&sh.on_its_way, 1);
-    for (int i = 0; i < plan::stages; ++i) {
-      barrier_init(&sh.full[i], 1);
-      barrier_init(&sh.empty[i], warps);
-    }
-    barrier_init_done();
-  }
-  // By query comes first. By key needs nothing of it, so it begins where there is room, after all blocks by query have
-  // seen the end of what both need; only its own end waits.
-  if (!kByKey) wait_for_kernel_before();
-  let_next_kernel_begin();
-  __syncthreads();
-  if (at(p.starts, 0) != 0 || at(p.starts, p.sequences) != p.tokens) {
-    int64_t vectors = int64_t{p.tokens} * kDim / 8;
-    if (kByKey) {
-      fill_with_nan(p.dk, vectors * p.kv_heads);
-      fill_with_nan(p.dv, vectors * p.kv_heads);
-      wait_for_kernel_before();
-    } else {
-      fill_with_nan(p.dq, vectors * p.heads);
-    }
-    return;
-  }
-  if (threadIdx.x / 128 == 0) {
-    registers_down<plan::few>();
-    if (threadIdx.x < 32)
-      bring_tiles(sh, &a, &b, p);
-    else if (threadIdx.x < 64)
-      bring_blocks(sh, &c, &d, p);
-    if (kByKey) wait_for_kernel_before();
-  } else {
-    registers_up<plan::many>();
-    if constexpr (kByKey)
-      for_keys(sh, p);
-    else
-      for_queries(sh, p);
-  }
-}
-
-// Host.
-
-template <int kDim, bool kByKey>
-cudaError_t launch(const Problem& p, int processors, cudaStream_t stream) {
-  using shared = Shared<kDim, kByKey>;
-  constexpr int bytes = sizeof(shared);
-  auto kernel = attention_backward<kDim, kByKey>;
-  int query_rows = kByKey ? kBlock : shared::rows, key_rows = kByKey ? shared::rows : kBlock;
-  CUtensorMap q, grad, k, v;
-  if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, 1, query_rows)) return e;
-  if (cudaError_t e = map_of(&grad, p.grad, p.tokens, p.heads, kDim, 1, query_rows)) return e;
-  if (cudaError_t e = map_of(&k, p.k, p.tokens, p.kv_heads, kDim, 1, key_rows)) return e;
-  if (cudaError_t e = map_of(&v, p.v, p.tokens, p.kv_heads, kDim, 1, key_rows)) return e;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-  int64_t tiles = (int64_t{p.tokens} / shared::rows + p.sequences) * (kByKey ? p.kv_heads : p.heads);
-  unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
-  return kByKey ? launch_early(kernel, blocks, shared::threads, bytes, stream, k, v, q, grad, p)
-                : launch_early(kernel, blocks, shared::threads, bytes, stream, q, grad, k, v, p);
+__device__ __forceinline__ void compute(Shared<kDim, kByKey>& sh, const Problem& p) {
+  if constexpr (kByKey)
+    for_keys(sh, p);
+  else
+    for_queries(sh, p);
 }
 
 template <int kDim>
-cudaError_t launch_both(const Problem& p, cudaStream_t stream) {
-  int device, processors;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (cudaError_t e = launch<kDim, false>(p, processors, stream)) return e;
-  return launch<kDim, true>(p, processors, stream);
+cudaError_t launch_of(const Problem& p, cudaStream_t stream) {
+  return launch_both<Shared<kDim, false>, Shared<kDim, true>>(p, stream);
 }
 
 }  // namespace
@@ -489,8 +401,8 @@ cudaError_t launch_both(const Problem& p, cudaStream_t stream) {
 // Returns a cudaError_t.
 extern "C" int alignkit_attention_backward(const AlignkitAttentionBackward* p, cudaStream_t stream) {
   if (p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads) return cudaErrorInvalidValue;
-  if (p->dim == 128) return alignkit::launch_both<128>(*p, stream);
-  if (p->dim == 96) return alignkit::launch_both<96>(*p, stream);
-  if (p->dim == 64) return alignkit::launch_both<64>(*p, stream);
+  if (p->dim == 128) return alignkit::launch_of<128>(*p, stream);
+  if (p->dim == 96) return alignkit::launch_of<96>(*p, stream);
+  if (p->dim == 64) return alignkit::launch_of<64>(*p, stream);
   return cudaErrorInvalidValue;
 }

@@ -14,11 +14,11 @@ namespace {
 constexpr int kDim = 256, kSums = kDim / 2, kParts = kDim / kHalf, kElements = kBlock * kDim;
 constexpr int kBlockStep = kElements * 2 >> 4;  // of an operand, to the next block
 constexpr int kWarps = 8;                       // that compute
-constexpr int kThreads = 128 + kWarps * 32;
 
 // Registers of threads that bring rows, and that compute.
 struct ByQuery {
   static constexpr bool by_key = false;
+  static constexpr int dim = kDim, halves = kParts, warps = kWarps, threads = 128 + warps * 32;
   static constexpr int rows = 128, few = 24, many = 240;
   __nv_bfloat16 stays[2][rows * kDim];  // queries, and gradients of the result
   __nv_bfloat16 k[2][kElements], v[kElements];
@@ -38,6 +38,7 @@ struct ByQuery {
 
 struct ByKey {
   static constexpr bool by_key = true;
+  static constexpr int dim = kDim, halves = kParts, warps = kWarps, threads = 128 + warps * 32;
   static constexpr int rows = 64, few = 40, many = 232;
   __nv_bfloat16 stays[2][rows * kDim];      // keys, values
   __nv_bfloat16 passes[2][2][kElements];    // queries, and gradients of the result
@@ -59,33 +60,6 @@ struct ByKey {
 
 // What a warp that brings rows reads again, and does not keep: registers are short.
 __device__ __forceinline__ bool leads_again() { return thread_again() % 32 == 0; }
-
-// The warp that finds the tiles and has them brought.
-template <class Shared>
-__device__ __forceinline__ void bring_tiles(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, const Problem& p) {
-  constexpr int rows = Shared::rows;
-  Walk<rows, Shared::by_key> walk(p);
-  for (int turn = 0;; turn ^= 1) {
-    Tile t = walk.next();
-    barrier_wait(&sh.tile_empty, turn ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      sh.tile[turn] = t;
-      barrier_arrive(&sh.found);
-      if (t.s < 0) {
-        barrier_arrive(&sh.tile_full);
-      } else {
-        barrier_expect(&sh.tile_full, sizeof(sh.stays));
-#pragma unroll
-        for (int h = 0; h < kParts; ++h) {
-          copy_box(sh.stays[0] + h * rows * kHalf, a, h * kHalf, t.head, t.q0 + t.first, 0, &sh.tile_full);
-          copy_box(sh.stays[1] + h * rows * kHalf, b, h * kHalf, t.head, t.q0 + t.first, 0, &sh.tile_full);
-        }
-      }
-    }
-    __syncwarp();
-    if (t.s < 0) return;
-  }
-}
 
 __device__ __forceinline__ void bring_block(__nv_bfloat16* to, const CUtensorMap* from, int head, int row,
                                             uint64_t* full) {
@@ -400,73 +374,13 @@ __device__ __forceinline__ void for_keys(ByKey& sh, const Problem& p) {
   }
 }
 
-// The first two tensors stay, the latter two pass.
-template <class Shared>
-__global__ void __launch_bounds__(kThreads, 1)
-    attention_backward_256(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                           const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap d,
-                           const __grid_constant__ Problem p) {
-  extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
-  Shared& sh = *reinterpret_cast<Shared*>(raw);
-  constexpr bool by_key = Shared::by_key;
-  if (threadIdx.x == 0) {
-    barrier_init(&sh.found, 1);
-    barrier_init(&sh.tile_full, 1);
-    barrier_init(&sh.tile_empty, kWarps + 1);
-    barrier_init(&sh.on_its_way, 1);
-    sh.init();
-    barrier_init_done();
-  }
-  // When each waits for the kernel before: as in backward.cu.
-  if (!by_key) wait_for_kernel_before();
-  let_next_kernel_begin();
-  __syncthreads();
-  if (at(p.starts, 0) != 0 || at(p.starts, p.sequences) != p.tokens) {
-    int64_t vectors = int64_t{p.tokens} * kDim / 8;
-    if (by_key) {
-      fill_with_nan(p.dk, vectors * p.kv_heads);
-      fill_with_nan(p.dv, vectors * p.kv_heads);
-      wait_for_kernel_before();
-    } else {
-      fill_with_nan(p.dq, vectors * p.heads);
-    }
-    return;
-  }
-  if (threadIdx.x / 128 == 0) {
-    registers_down<Shared::few>();
-    if (threadIdx.x < 32)
-      bring_tiles(sh, &a, &b, p);
-    else if (threadIdx.x < 64)
-      bring_blocks(sh, &c, &d, p);
-    if (by_key) wait_for_kernel_before();
-  } else {
-    registers_up<Shared::many>();
-    if constexpr (!by_key)
-      for_queries(sh, p);
-    else if (threadIdx.x / 128 == 1)
-      for_keys<false>(sh, p);
-    else
-      for_keys<true>(sh, p);
-  }
-}
+__device__ __forceinline__ void compute(ByQuery& sh, const Problem& p) { for_queries(sh, p); }
 
-// Host.
-
-template <class Shared>
-cudaError_t launch(const Problem& p, int processors, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared), rows = Shared::rows;
-  auto kernel = attention_backward_256<Shared>;
-  int query_rows = Shared::by_key ? kBlock : rows, key_rows = Shared::by_key ? rows : kBlock;
-  CUtensorMap q, grad, k, v;
-  if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, 1, query_rows)) return e;
-  if (cudaError_t e = map_of(&grad, p.grad, p.tokens, p.heads, kDim, 1, query_rows)) return e;
-  if (cudaError_t e = map_of(&k, p.k, p.tokens, p.kv_heads, kDim, 1, key_rows)) return e;
-  if (cudaError_t e = map_of(&v, p.v, p.tokens, p.kv_heads, kDim, 1, key_rows)) return e;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-  int64_t tiles = (int64_t{p.tokens} / rows + p.sequences) * (Shared::by_key ? p.kv_heads : p.heads);
-  unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
-  return Shared::by_key ? launch_early(kernel, blocks, kThreads, bytes, stream, k, v, q, grad, p)
-                        : launch_early(kernel, blocks, kThreads, bytes, stream, q, grad, k, v, p);
+__device__ __forceinline__ void compute(ByKey& sh, const Problem& p) {
+  if (threadIdx.x / 128 == 1)
+    for_keys<false>(sh, p);
+  else
+    for_keys<true>(sh, p);
 }
 
 }  // namespace
@@ -476,9 +390,5 @@ cudaError_t launch(const Problem& p, int processors, cudaStream_t stream) {
 extern "C" int alignkit_attention_backward_256(const AlignkitAttentionBackward* p, cudaStream_t stream) {
   if (p->dim != alignkit::kDim || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads)
     return cudaErrorInvalidValue;
-  int device, processors;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (cudaError_t e = alignkit::launch<alignkit::ByQuery>(*p, processors, stream)) return e;
-  return alignkit::launch<alignkit::ByKey>(*p, processors, stream);
+  return alignkit::launch_both<alignkit::ByQuery, alignkit::ByKey>(*p, stream);
 }
