@@ -121,6 +121,29 @@ def gpu_test(results: dict) -> str:
     return "\n".join(lines)
 
 
+VERL = ("training/rollout_probs_diff_max", *(f"rollout_corr/{of}" for of in ("kl", "k3_kl", "chi2_token", "chi2_seq", "ppl_ratio")))
+
+
+def verl(results: dict) -> str:
+    """Of verl's own metrics the least and the greatest over all steps, a line for each run."""
+    lines = [
+        f"| rollout | training | line | steps | {' | '.join(f'`{name}`' for name in VERL)} | on |",
+        "|---" * (5 + len(VERL)) + "|",
+    ]
+    for run in results["runs"]:
+        cells = []
+        for name in VERL:
+            values = [step[name] for step in run["steps"]]
+            ends = dict.fromkeys(f"{end:.4g}" for end in (min(values), max(values)))
+            exact = len(set(values)) == 1
+            cells.append(f"**{values[0]:g}**" if exact else " to ".join(ends))
+        on = run["made_on"]
+        where = f"{_devices(on)}, {on['model']['layers']} layers, commit {on['commit'][:7]}, {on['date']}"
+        start = f"TP {run['rollout_tp']} | {run['training']} | {'with' if run['aligned'] else 'without'}"
+        lines.append(f"| {start} | {len(run['steps'])} | {' | '.join(cells)} | {where} |")
+    return "\n".join(lines)
+
+
 def versions(results: dict) -> str:
     """A line for each pair of versions, with the commit that it was run at: what was run, not what may run."""
     runs, order = results["runs"], ("device", "vllm", "megatron")
@@ -920,6 +943,8 @@ def tables() -> dict[str, str]:
             parts = by_run(results, _measured if name == "where_drift" else _commit)
             apart = [(_made_on(part["runs"].values()), write(part)) for part in parts]
             made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
+    if results := _read("h200/verl.json"):
+        made["verl-h200"] = verl(results)
     if results := _read("versions.json"):
         made["versions"] = versions(results)
     return {name: text for name, text in made.items() if text}

@@ -1972,6 +1972,20 @@ def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
     assert kept >= {"verl-aligned-CP2.log", "verl-aligned-CP2.jsonl", "verl-stock-CP2.log"}
 
 
+def test_verl_table(tables):
+    made_on = {"gpus": ["NVIDIA H200"] * 2, "model": {"layers": 3}, "commit": "abcdefghi", "date": "2030-01-01"}
+    steps = [dict.fromkeys(tables.VERL, value) for value in (0.0, 0.0, 0.0)]
+    off = [dict.fromkeys(tables.VERL, value) for value in (0.25, -0.5, 0.125)]
+    run = {"rollout_tp": 2, "training": "CP 2", "made_on": made_on}
+    text = tables.verl({"runs": [run | {"aligned": True, "steps": steps}, run | {"aligned": False, "steps": off}]})
+    zeros, ranges = " **0** |" * len(tables.VERL), " -0.5 to 0.25 |" * len(tables.VERL)
+    where = "2 NVIDIA H200, 3 layers, commit abcdefg, 2030-01-01 |"
+    assert text.splitlines()[2:] == [
+        f"| TP 2 | CP 2 | with | 3 |{zeros} {where}",
+        f"| TP 2 | CP 2 | without | 3 |{ranges} {where}",
+    ]
+
+
 def test_verl_leaves_nothing_of_a_run_that_takes_too_long(module, tmp_path):
     """The run's Python says where it stood; what it started in a session of its own is ended too."""
     verl, log = module("verl_grpo"), tmp_path / "log"
