@@ -83,7 +83,7 @@ def cases(which: str, quick: bool) -> list[Case]:
         if quick:
             return equal[1:3]
         drawn, narrow = Case(64, 65536, drawn=True), [Case(c.batch, c.context, head_dim=64) for c in equal]
-        return [*equal, drawn, *narrow]
+        return [*equal, drawn, *narrow, *(Case(4, 4096, head_dim=dim) for dim in (96, 256))]
     if quick:
         return [Case(b, c) for b, c in ((1, 1024), (1, 32768), (4, 8192), (16, 8192), (64, 8192), (256, 1024))]
     return [

@@ -92,17 +92,18 @@ def test_each_op_has_a_kernel_on_each_family():
 @pytest.mark.parametrize(
     "op,words,why",
     [
-        ("attention", ["head_dim=80"], "heads of 80, of 64 or 128"),
+        ("attention", ["head_dim=80"], "heads of 80, of 64, 96, 128 or 256"),
         ("attention", ["dtype=fp32"], "tensors that are not bf16"),
         ("attention", ["aligned=no"], "tensors that are not bf16 that the copy engine reads"),
         ("attention", ["heads=65", "kv_heads=1"], "groups of 65 heads, of at most 64"),
         ("attention", ["rows=67108864"], "67108864 rows of 16 heads"),
         ("attention", ["rows=64", "heads=2"], None),
-        ("attention_backward", ["head_dim=96"], "heads of 96, of 64 or 128"),
+        ("attention_backward", ["head_dim=96"], None),
+        ("attention_backward", ["head_dim=32"], "heads of 32"),
         ("attention_backward", ["rows=64", "heads=2"], None),
         ("paged_attention", ["page=1"], "pages of 1 rows, not of a multiple of 16"),
         ("paged_attention", ["page=48"], None),
-        ("paged_attention", ["page=16", "head_dim=256"], "heads of 256"),
+        ("paged_attention", ["page=16", "head_dim=256"], None),
         ("paged_attention", ["page=16", "pages=0"], "over 0, of 1 to"),
     ],
 )

@@ -120,8 +120,8 @@ def test_chosen(kernels):
         for dim, dtype, backend, chosen in (
             (128, BF16, "auto", "cuda"),
             (64, BF16, "auto", "cuda"),
-            (96, BF16, "auto", "triton"),
-            (256, BF16, "auto", "triton"),
+            (96, BF16, "auto", "cuda"),
+            (256, BF16, "auto", "cuda"),
             (128, BF16, "triton", "triton"),
             (80, BF16, "auto", "triton"),
             (128, torch.float32, "auto", "triton"),

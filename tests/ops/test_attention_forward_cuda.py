@@ -159,8 +159,8 @@ def test_chosen(kernels):
         for dim, dtype, chosen in (
             (128, BF16, "cuda"),
             (64, BF16, "cuda"),
-            (96, BF16, "triton"),
-            (256, BF16, "triton"),
+            (96, BF16, "cuda"),
+            (256, BF16, "cuda"),
             (80, BF16, "triton"),
             (128, torch.float32, "triton"),
         ):

@@ -1,4 +1,4 @@
-"""CUDA: bf16 with heads of 64 or 128, of training and of the longer parts of sequences in a rollout, by the tensor core's
+"""CUDA: bf16 with heads of 64, 96, 128 or 256, of training and of the longer parts of sequences in a rollout, by the tensor core's
 asynchronous products (csrc/sm90/attention). Everything else is Triton's: the same bits."""
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from . import triton
 from .common import FAR, FEW, PAD
 from .problem import Attention
 
-DIMS = (64, 128)
-"""Heads that the kernels are chosen for. There are kernels for 96 and 256 too, which no GPU has run yet."""
+DIMS = (64, 96, 128, 256)
 JOINED = {256: 102400}
 """Bytes of the sums of a tile over its leaves, those that have no room on the multiprocessor, by the length of a head."""
 MOST_HEADS = 1 << 30
@@ -72,7 +71,7 @@ def refuses(p: Attention) -> str | None:
     rows, heads, dim = p.q[0]
     kv_rows, kv_heads, _ = p.k[0]
     if dim not in DIMS:
-        return f"heads of {dim}, of {' or '.join(map(str, DIMS))}"
+        return f"heads of {dim}, of {', '.join(map(str, DIMS[:-1]))} or {DIMS[-1]}"
     if heads // kv_heads > GROUP:
         return f"groups of {heads // kv_heads} heads, of at most {GROUP}"
     if not 0 < rows * heads < MOST_HEADS or not 0 < kv_rows < 2**31:

@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(Shared::threads, 1)
     return;
   }
   if (threadIdx.x / 128 == 0) {
+    static_assert(kRegistersSuffice<Shared::few, Shared::many, Shared::threads / 128 - 1>);
     registers_down<Shared::few>();
     if (threadIdx.x < 32)
       bring_tiles(sh, &a, &b, p);

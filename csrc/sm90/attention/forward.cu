@@ -76,7 +76,7 @@ struct Plan;
 
 template <>
 struct Plan<256> {
-  static constexpr int groups = 2, stages = 1, few = 32, many = 240, held = 0, elsewhere = 25;
+  static constexpr int groups = 2, stages = 1, few = 24, many = 240, held = 0, elsewhere = 25;
   static constexpr bool ahead = false;
 };
 
@@ -109,6 +109,7 @@ template <int kDim>
 struct Shared {
   using Plan = alignkit::Plan<kDim>;
   static constexpr int groups = Plan::groups, stages = Plan::stages, rows = groups * 64, threads = (groups + 1) * 128;
+  static_assert(kRegistersSuffice<Plan::few, Plan::many, groups>);
   static constexpr int halves = kHalves<kDim>, width = halves * kHalf;
   // Ones are beside the values: a half of their own, or in the part of the last half that no values take. Where a product
   // has no columns left, apart.
@@ -750,18 +751,11 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
 
 // Host.
 
-// A page, or a block of keys, is of whole parts.
-inline int part_rows_of(const AlignkitAttention& p) {
-  int part = kKeys;
-  while (p.page % part) part /= 2;
-  return part;
-}
-
 template <int kDim>
 cudaError_t launch(const AlignkitAttention& given, void* memory, int64_t memory_bytes, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
   constexpr int elsewhere = Plan<kDim>::elsewhere * Shared<kDim>::groups * 128 * static_cast<int>(sizeof(float4));
-  Problem p = {given, part_rows_of(given), rows / given.together, (1 << 16) / given.together + 1,
+  Problem p = {given, part_rows_of(given.page, kKeys), rows / given.together, (1 << 16) / given.together + 1,
                given.heads / given.kv_heads, static_cast<float4*>(memory)};
   int device, processors;
   CUtensorMap q, k, v;

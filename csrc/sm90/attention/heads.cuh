@@ -25,6 +25,11 @@ constexpr int kHalf = 64;         // elements of a head that lie beside each oth
 template <int kDim>
 constexpr int kHalves = (kDim + kHalf - 1) / kHalf;
 
+// Whether, of a block of groups of four warps, one may have `few` registers for each thread and the others `many`: there are as
+// many as the block began with. Those who ask for more wait forever.
+template <int kFew, int kMany, int kOthers>
+constexpr bool kRegistersSuffice = kFew + kOthers * kMany <= (kOthers + 1) * (65536 / ((kOthers + 1) * 128) / 8 * 8);
+
 constexpr int kStatistics = 128;  // a sequence's begin at a multiple
 
 __device__ __forceinline__ int64_t at(const AlignkitInts& ints, int64_t i) {
@@ -53,6 +58,12 @@ __device__ __forceinline__ void store_row(const float (&x)[kSize], int h, __nv_b
 }
 
 // Host.
+
+// Rows that lie in one page: so many that a page, and a block of keys, is of whole parts.
+inline int part_rows_of(int page, int block) {
+  while (page % block) block /= 2;
+  return block;
+}
 
 // Of rows of heads, half a head of `box_heads` heads of `box_rows` rows at a time. The fourth dimension is 1: there is
 // a copy of four.
