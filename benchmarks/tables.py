@@ -121,7 +121,10 @@ def gpu_test(results: dict) -> str:
     return "\n".join(lines)
 
 
-VERL = ("training/rollout_probs_diff_max", *(f"rollout_corr/{of}" for of in ("kl", "k3_kl", "chi2_token", "chi2_seq", "ppl_ratio")))
+VERL = (
+    "training/rollout_probs_diff_max",
+    *(f"rollout_corr/{of}" for of in ("kl", "k3_kl", "chi2_token", "chi2_seq", "ppl_ratio")),
+)
 
 
 def verl(results: dict) -> str:

@@ -179,7 +179,7 @@ def reserve(q: torch.Tensor, kv_heads: int, positions: int) -> None:
     q: [T, Hq, D]."""
     if not families.on_host(q.device):
         from .cuda import joined_bytes
-        from .triton import workspace
+        from .sharing import workspace
 
         # One after the other: the former is free again when the latter is taken.
         most = max(4 * workspace(q, kv_heads, positions), joined_bytes(q.shape[2]))

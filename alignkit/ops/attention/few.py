@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import sharing
 from .common import VALUES, block, fill, is_few, meet, queries, span, visit, write_result, write_state
 
-RUN = tl.constexpr(8)
-"""Words that a program leaves for `_join_leaves`: see there."""
+RUN = tl.constexpr(sharing.RUN)
 AHEAD = tl.constexpr(32)
 """States that `_join_leaves` has on their way at a time, of many."""
 ENDS = tl.constexpr(8)

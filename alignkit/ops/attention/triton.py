@@ -16,17 +16,15 @@ from ...runtime.launch import launch
 from .._common import require
 from .._triton import LOG2E, next_power_of_2
 from .common import PAD
-from .few import RUN, _few, _join_leaves
+from .few import _few, _join_leaves
 from .gradients import _delta, _grad_kv, _grad_q
+from .sharing import ROWS, share
 from .tiles import _tiles
 
 KV = {"KVB": SM90.kv_block, "LEAF": SM90.kv_leaf}
-WORKSPACE = 1 << 28
-"""Bytes for states of leaves: beyond that there are fewer programs, down to one a multiprocessor."""
-
 SCHEDULES = {
     "tiles": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    "few": {"BLOCK_M": 16, "num_warps": 4, "num_stages": 2},
+    "few": {"BLOCK_M": ROWS, "num_warps": 4, "num_stages": 2},
     "grad_q": {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
     "grad_kv": {"BLOCK_N": 128, "BLOCK_I": 64, "num_warps": 8, "num_stages": 3},
 }
@@ -110,28 +108,6 @@ def many(q, k, v, block_table, starts, seq_lens, page, scale, out, most: int, **
     _run(_tiles, tiles * kv, (q, k, v, out, out, *lengths, tiles, 0, *pages), q, k, v, {"PAGE": page} | KV | options)
 
 
-def _share(tokens, kv, leaves, states, a_multiprocessor=A_MULTIPROCESSOR, programs=0) -> tuple[int, int]:
-    """Among how many programs the leaves of a head are shared, and how many states each may have to leave. `leaves`: of a
-    sequence, at most; `states`: numbers of a state."""
-    if not programs:
-        room = WORKSPACE // (4 * states * leaves)
-        programs = min(SM90.multiprocessors * a_multiprocessor, max(room, SM90.multiprocessors))
-    parts = max(min(programs // kv, tokens * leaves), 1)
-    return parts, min(cdiv(tokens * leaves, parts), leaves - 1) + 1
-
-
-def workspace(q, kv: int, positions: int) -> int:
-    """How many numbers `few` leaves for the join at most, of no more queries than q's, over `kv` heads of keys and sequences of up
-    to `positions`."""
-    (tokens, heads, dim), leaves = q.shape, max(cdiv(positions, SM90.kv_leaf), 1)
-    most = 0
-    for queries in (1, _schedule("few", q, heads // kv, {})["BLOCK_Q"]):
-        states = queries * heads // kv * (dim + 4)
-        parts, slots = _share(tokens, kv, leaves, states)
-        most = max(most, parts * kv * slots * states)
-    return most
-
-
 def few(
     q,
     k,
@@ -153,32 +129,28 @@ def few(
     for each head of keys. `overlap`: kernels are put on the GPU before the one ahead of them is done, and wait there."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
-    leaves = max(cdiv(width * page, SM90.kv_leaf), 1)  # of a sequence, at most
+    require(k.shape[0] < 2**31, f"k_cache: {k.shape[0]} rows are too many")
     # Of a short sequence alone few programs are at work: they have more blocks of keys on their way.
-    if seqs == 1 and leaves <= ALONE and q.dtype == torch.bfloat16 and dim <= 128:
+    if seqs == 1 and width * page <= ALONE * SM90.kv_leaf and q.dtype == torch.bfloat16 and dim <= 128:
         schedule = {"num_stages": 3} | schedule
     options = _schedule("few", q, group, schedule)
     if all_of_them:  # of one query most likely, and so are the states
         options["BLOCK_Q"] = 1
-    states = options["BLOCK_Q"] * group * (dim + 4)
-    require(tokens * leaves * kv < 2**31, f"block_table: {width} blocks are too many for {tokens} queries")
-    require(k.shape[0] < 2**31, f"k_cache: {k.shape[0]} rows are too many")
-    parts, slots = _share(tokens, kv, leaves, states, a_multiprocessor, programs)
-    programs = parts * kv
-    runs = torch.empty(programs, RUN.value, dtype=torch.int32, device=q.device)
-    torn = torch.empty(programs * slots, states, dtype=torch.float32, device=q.device)
+    shared = share(q, kv, options["BLOCK_Q"], width * page, a_multiprocessor, programs)
+    programs = shared.parts * kv
+    torn, runs = shared.memory(kv, q.device)
     most = tokens if all_of_them else options["BLOCK_Q"]
-    lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs, parts, slots
+    lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs, shared.parts, shared.slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
     at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
-    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": leaves > 1, "OVERLAP": overlap}
+    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": shared.leaves > 1, "OVERLAP": overlap}
     _run(_few, programs, (q, k, v, out, torn, runs, *lengths, *pages), q, k, v, constants | KV | options)
-    if leaves > 1:
+    if shared.leaves > 1:
         # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
         launch(
             _join_leaves,
             (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
-            (out, torn, runs, slots),
+            (out, torn, runs, shared.slots),
             {"num_warps": 4} | _overlapping(overlap),
             GROUP=group,
             HEADS=heads,

@@ -4,6 +4,7 @@
 // A block takes 16 of n, which are rows to the tensor core, so that many multiprocessors read b. One warp copies operands to
 // shared memory, far ahead; each other warp multiplies by eight rows of a, and has what it multiplies next in registers.
 #include "../ptx/ldmatrix.cuh"
+#include "../ptx/mma.cuh"
 #include "gemm.cuh"
 
 namespace alignkit {
@@ -43,13 +44,6 @@ __device__ __forceinline__ void take(Held& held, int j, const Rows& rows, uint32
   uint32_t of_b = (chunk + rows.b_chunk) ^ rows.swizzle, of_a = (chunk + rows.a_chunk) ^ rows.swizzle;
   load_matrices<false>(held.b[j], b + box * (kOutputs * kRowBytes) + rows.b + (of_b << 4));
   if (j % 2 == 0) load_matrices<false>(held.a[j / 2], a + box * a_box + rows.a + (of_a << 4));
-}
-
-// The next 16 of k of the chains d [16, 8].
-__device__ __forceinline__ void go_on(float (&d)[4], const uint32_t (&b)[4], uint32_t a0, uint32_t a1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(a0), "r"(a1));
 }
 
 template <int kWarps, class Out>
@@ -102,7 +96,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       take(next, j, rows, at_b + b_half, at_a + a_half, a_box);
-      go_on(sums, now.b[j], now.a[j / 2][j % 2 * 2], now.a[j / 2][j % 2 * 2 + 1]);
+      multiply_16(sums, now.b[j], now.a[j / 2][j % 2 * 2], now.a[j / 2][j % 2 * 2 + 1]);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&sh.empty[stage]);
@@ -112,7 +106,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {  // behind the last stage: what lies there, for nothing
       take(now, j, rows, at_b, at_a, a_box);
-      go_on(sums, next.b[j], next.a[j / 2][j % 2 * 2], next.a[j / 2][j % 2 * 2 + 1]);
+      multiply_16(sums, next.b[j], next.a[j / 2][j % 2 * 2], next.a[j / 2][j % 2 * 2 + 1]);
     }
   }
 #pragma unroll

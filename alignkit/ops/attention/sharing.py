@@ -1,0 +1,66 @@
+"""How the leaves of sequences with few queries are shared among programs, and what these leave in memory for the join: of shapes
+alone, so that a CUDA graph may hold it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...runtime.families import SM90
+from .._common import require
+from .._triton import next_power_of_2
+
+ROWS = 16
+"""Of a tile, positions times the heads of a group, unless that is larger."""
+RUN = 8
+"""Words that a program leaves for those who join: see `few` and few_queries.cu."""
+WORKSPACE = 1 << 28
+"""Bytes for states of leaves: beyond that there are fewer programs, down to one a multiprocessor."""
+
+
+class Sharing(NamedTuple):
+    leaves: int
+    """Of a sequence, at most."""
+    parts: int
+    """Programs for each head of keys."""
+    slots: int
+    """States that a program may leave."""
+    state: int
+    """Numbers of a state: for each row its sums of values, what is added to its scores, the sum of its probabilities; padded."""
+
+    def memory(self, kv_heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """For states, and for what programs say of them."""
+        programs = self.parts * kv_heads
+        states = torch.empty(programs * self.slots, self.state, dtype=torch.float32, device=device)
+        return states, torch.empty(programs, RUN, dtype=torch.int32, device=device)
+
+
+def positions(group: int) -> int:
+    """Queries of a tile."""
+    return max(ROWS, next_power_of_2(group)) // group
+
+
+def share(
+    q: torch.Tensor, kv_heads: int, positions: int, longest: int, a_multiprocessor: int, programs: int = 0
+) -> Sharing:
+    """Of q [T, Hq, D] over `kv_heads` heads of keys, in tiles of so many positions; `longest`: positions of a sequence, at most.
+    `programs`: in all, about; 0: so many on each multiprocessor."""
+    tokens, heads, dim = q.shape
+    leaves, state = max(-(-longest // SM90.kv_leaf), 1), positions * heads // kv_heads * (dim + 4)
+    require(tokens * leaves * kv_heads < 2**31, f"block_table: {longest} positions are too many for {tokens} queries")
+    if not programs:
+        room = WORKSPACE // (4 * state * leaves)
+        programs = min(SM90.multiprocessors * a_multiprocessor, max(room, SM90.multiprocessors))
+    parts = max(min(programs // kv_heads, tokens * leaves), 1)
+    return Sharing(leaves, parts, min(-(-tokens * leaves // parts), leaves - 1) + 1, state)
+
+
+def workspace(q: torch.Tensor, kv_heads: int, longest: int) -> int:
+    """How many numbers the states are at most, of no more queries than q's."""
+    most = 0
+    for of_tile in (1, positions(q.shape[1] // kv_heads)):
+        for a_multiprocessor in (1, 2):
+            s = share(q, kv_heads, of_tile, longest, a_multiprocessor)
+            most = max(most, s.parts * kv_heads * s.slots * s.state)
+    return most
