@@ -43,7 +43,7 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     shutil.copy(SOURCE / "interface.h", folder)
     shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
     source, declared = to / f"{name}.cpp", "extern __shared__ __align__(1024) uint8_t raw[];"
-    files = {source: f"{name}.cu"} | {to / header: header for header in ("heads.cuh", "backward.cuh")}
+    files = {source: f"{name}.cu"} | {to / header: header for header in ("heads.cuh", "leaves.cuh", "backward.cuh")}
     texts = {copy: (SOURCE / "sm90/attention" / file).read_text() for copy, file in files.items()}
     assert declared in texts[to / "backward.cuh" if name.startswith("backward") else source]
     for copy, text in texts.items():

@@ -21,6 +21,7 @@
 #include "../ptx/mma.cuh"
 #include "../ptx/pack.cuh"
 #include "heads.cuh"
+#include "leaves.cuh"
 
 struct AlignkitFewQueries {
   AlignkitHeads q, k, v;
@@ -55,13 +56,8 @@ struct Problem : AlignkitFewQueries {
 };
 
 constexpr int kRows = 16;    // of a tile
-constexpr int kKeys = 128;   // of a block
-constexpr int kLeaf = 512;   // positions
 constexpr int kWarps = 4;    // that compute
 constexpr int kRun = 8;      // words that a block of threads leaves for those who join
-constexpr float kReserve = 31;              // see forward.cu
-constexpr uint32_t kTooGreat = 0x40004000;  // of two rounded probabilities
-constexpr float kInfinity = __builtin_huge_valf();
 
 // kShare: blocks of threads on a multiprocessor.
 template <int kDim, int kShare>
@@ -103,7 +99,7 @@ __device__ __forceinline__ Sequence sequence(const Problem& p, int s) {
 }
 
 __device__ __forceinline__ int leaves_of(const Problem& p, const Sequence& of) {
-  return (of.length + kLeaf - 1) / kLeaf * ((of.q_len + p.positions - 1) / p.positions);
+  return (of.length + kLeafKeys - 1) / kLeafKeys * ((of.q_len + p.positions - 1) / p.positions);
 }
 
 // Calls visit(part) for each part of the run of this block of threads, in order; by a whole warp. Returns the length of a run.
@@ -118,7 +114,7 @@ __device__ __forceinline__ int each_part(const Problem& p, Visit&& visit) {
 #pragma unroll
   for (int distance = 16; distance; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
   // More than there is memory for are only there if starts decrease.
-  int64_t most = int64_t{p.tokens} * ((int64_t{p.width} * p.page + kLeaf - 1) / kLeaf);
+  int64_t most = int64_t{p.tokens} * ((int64_t{p.width} * p.page + kLeafKeys - 1) / kLeafKeys);
   if (total > most) total = 0;
   int run = static_cast<int>((total + p.parts - 1) / p.parts);
   int item = static_cast<int>(blockIdx.x) / p.kv_heads * run, stop = min(item + run, static_cast<int>(total));
@@ -145,7 +141,7 @@ __device__ __forceinline__ int each_part(const Problem& p, Visit&& visit) {
   }
   while (item < stop && s < p.sequences) {
     Sequence of = sequence(p, s);
-    int leaves = (of.length + kLeaf - 1) / kLeaf, there = leaves_of(p, of);
+    int leaves = (of.length + kLeafKeys - 1) / kLeafKeys, there = leaves_of(p, of);
     if (item < before + there) {
       Part part;
       int tile = (item - before) / leaves;
@@ -154,8 +150,8 @@ __device__ __forceinline__ int each_part(const Problem& p, Visit&& visit) {
       part.leaf = item - before - tile * leaves;
       part.take = min(leaves - part.leaf, stop - item);
       part.leaves = leaves;
-      part.begin = part.leaf * kLeaf;
-      part.end = min((part.leaf + part.take) * kLeaf, part.context + min(of.q_len, part.first + p.positions));
+      part.begin = part.leaf * kLeafKeys;
+      part.end = min((part.leaf + part.take) * kLeafKeys, part.context + min(of.q_len, part.first + p.positions));
       visit(part);
       item += part.take;
     }
@@ -190,7 +186,7 @@ __device__ __forceinline__ void bring(Shared<kDim, kShare>& sh, const CUtensorMa
     // Of a leaf, each part's row in the cache, by a lane each.
     auto row_of = [&](int begin) {
       int position = begin + lane * part_rows;
-      if (position >= part.end || position >= begin + kLeaf) return 0;
+      if (position >= part.end || position >= begin + kLeafKeys) return 0;
       int64_t page = at(p.table, part.s * p.table_row + position / p.page);
       page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
       return static_cast<int>(page) * p.page + position % p.page;
@@ -198,11 +194,11 @@ __device__ __forceinline__ void bring(Shared<kDim, kShare>& sh, const CUtensorMa
     int rows = row_of(part.begin), rows_next = 0;
 #pragma unroll 1
     for (int b = part.begin; b < part.end; b += kKeys) {
-      if (b % kLeaf == 0) {
+      if (b % kLeafKeys == 0) {
         if (b > part.begin) rows = rows_next;
-        rows_next = row_of(b + kLeaf);  // before they are needed
+        rows_next = row_of(b + kLeafKeys);  // before they are needed
       }
-      int row = __shfl_sync(~0u, rows, b % kLeaf / part_rows + lane % parts), left = part.end - b;
+      int row = __shfl_sync(~0u, rows, b % kLeafKeys / part_rows + lane % parts), left = part.end - b;
       int bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * Sh::width * 2;
 #pragma unroll
       for (int values = 0; values < 2; ++values) {
@@ -216,16 +212,6 @@ __device__ __forceinline__ void bring(Shared<kDim, kShare>& sh, const CUtensorMa
       }
     }
   });
-}
-
-// What is added to scores, and what multiplies the sums of the leaves before and of the next one.
-struct Meeting {
-  float to, before, after;
-};
-
-__device__ __forceinline__ Meeting meet(float of_those, float of_next) {
-  float to = of_those - of_next <= kReserve ? of_those : of_next;
-  return {to, power_of_2(to - of_those), power_of_2(to - of_next)};
 }
 
 // The four warps that compute. A thread has of rows lane / 4 and 8 further two neighbours each of eight columns: as the tensor core has
@@ -318,7 +304,7 @@ __device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& 
             multiply_16(score[i], q[j], m[0], m[1]);
             multiply_16(score[i + 1], q[j], m[2], m[3]);
           }
-        if (b % kLeaf == 0) {
+        if (b % kLeafKeys == 0) {
 #pragma unroll
           for (int j = 0; j < steps; ++j) {
             uint32_t m[4];
@@ -328,7 +314,7 @@ __device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& 
         }
       }
       taken();
-      if (b % kLeaf == 0) {
+      if (b % kLeafKeys == 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) shift[h] = __fmaf_rn(-__shfl_sync(~0u, first[2 * h], 0, 4), p.factor, -kReserve);
       }
@@ -376,12 +362,11 @@ __device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& 
           float top = sh.top[0][row_of[h]];
 #pragma unroll
           for (int w = 1; w < kWarps; ++w) top = fmaxf(top, sh.top[w][row_of[h]]);
-          float power = power_of_2(__fmaf_rn(top, p.factor, shift[h]));
-          bool moves = (pack<__nv_bfloat16>(power, 0.0f) & kTooGreat) != 0;
+          bool moves = too_great(power_of_2(__fmaf_rn(top, p.factor, shift[h])));
           float to = moves ? __fmaf_rn(-top, p.factor, -kReserve) : shift[h];
           float alpha = moves ? power_of_2(to - shift[h]) : 1.0f;
           shift[h] = to;
-          if (b % kLeaf) {
+          if (b % kLeafKeys) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               sums[2 * h + e] *= alpha;
@@ -426,24 +411,24 @@ __device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& 
       }
       taken();
 
-      if ((b + kKeys) % kLeaf && b + kKeys < part.end) continue;
+      if ((b + kKeys) % kLeafKeys && b + kKeys < part.end) continue;
       // The end of a leaf.
-      int leaf = b / kLeaf * kLeaf;
+      int leaf = b / kLeafKeys * kLeafKeys;
       float total[2] = {sums[0], sums[2]};
       if (part.begin) {
-        write_state(states + (leaf - part.begin) / kLeaf * p.state(), shift, total, acc);
+        write_state(states + (leaf - part.begin) / kLeafKeys * p.state(), shift, total, acc);
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (leaf > position[h]) continue;
-          Meeting m = meet(of_all[h], shift[h]);
-          all_sums[h] = leaf ? __fmaf_rn(total[h], m.after, all_sums[h] * m.before) : total[h];
+          float before, after, to = meet(of_all[h], shift[h], before, after);
+          all_sums[h] = leaf ? __fmaf_rn(total[h], after, all_sums[h] * before) : total[h];
 #pragma unroll
           for (int t = 0; t < tiles; ++t)
 #pragma unroll
             for (int x = 2 * h; x < 2 * h + 2; ++x)
-              all[t][x] = leaf ? __fmaf_rn(acc[t][x], m.after, all[t][x] * m.before) : acc[t][x];
-          of_all[h] = leaf ? m.to : shift[h];
+              all[t][x] = leaf ? __fmaf_rn(acc[t][x], after, all[t][x] * before) : acc[t][x];
+          of_all[h] = leaf ? to : shift[h];
         }
       }
 #pragma unroll
@@ -550,7 +535,7 @@ __global__ void __launch_bounds__(kJoinThreads) attention_join(const Problem p) 
     float2 zl = *reinterpret_cast<const float2*>(row + kDim);
     return Element{zl.x, zl.y, row[d]};
   };
-  int seen = min(leaves, position / kLeaf + 1);  // leaves; later ones have no part in this row
+  int seen = min(leaves, position / kLeafKeys + 1);  // leaves; later ones have no part in this row
   // States of the leaves from this run's first on: `run` in a row, then those of the next block of this head.
   int64_t state = int64_t{blockIdx.x} * p.slots;
   int index = 0;
@@ -561,10 +546,10 @@ __global__ void __launch_bounds__(kJoinThreads) attention_join(const Problem p) 
   };
   Element all = read(int64_t{blockIdx.x - p.kv_heads + 1} * p.slots - 1);  // the first part, joined
   auto join = [&](const Element& e) {
-    Meeting m = meet(all.z, e.z);
-    all.l = __fmaf_rn(e.l, m.after, all.l * m.before);
-    all.acc = __fmaf_rn(e.acc, m.after, all.acc * m.before);
-    all.z = m.to;
+    float before, after, to = meet(all.z, e.z, before, after);
+    all.l = __fmaf_rn(e.l, after, all.l * before);
+    all.acc = __fmaf_rn(e.acc, after, all.acc * before);
+    all.z = to;
   };
   auto join_all = [&](auto count) {
     constexpr int n = decltype(count)::value;
@@ -606,7 +591,7 @@ cudaError_t launch(const AlignkitFewQueries& given, cudaStream_t stream) {
   if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
   unsigned programs = p.parts * p.kv_heads;
   if (cudaError_t e = launch_early(kernel, programs, 32 * (kWarps + 1), bytes, stream, k, v, p)) return e;
-  if (int64_t{p.width} * p.page <= kLeaf) return cudaSuccess;  // nothing to join
+  if (int64_t{p.width} * p.page <= kLeafKeys) return cudaSuccess;  // nothing to join
   unsigned blocks = (p.positions * p.group * kDim + kJoinThreads - 1) / kJoinThreads;
   return launch_early(attention_join<kDim>, dim3(programs, blocks), kJoinThreads, 0, stream, p);
 }

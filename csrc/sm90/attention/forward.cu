@@ -25,6 +25,7 @@
 #include "../ptx/thread.cuh"
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
+#include "leaves.cuh"
 
 struct AlignkitAttention {
   AlignkitHeads q, k, v;
@@ -59,13 +60,7 @@ struct Problem : AlignkitAttention {
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
 };
 
-constexpr int kKeys = 128;          // of a block
-constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
-// A probability is 2^-31 where a score is what scores are measured by: the leaf's first, and where a rounded one would be 2
-// or more, as the uppermost bit of its exponent says, the greatest of that block.
-constexpr float kReserve = 31;
-constexpr uint32_t kTooGreat = 0x40004000;  // of two rounded ones
-constexpr float kInfinity = __builtin_huge_valf();
+constexpr int kLeaf = kLeafKeys / kKeys;  // blocks of a leaf
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
 // registers of threads that bring them and that compute, and how many of its sums over the leaves before a thread has in
@@ -476,9 +471,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       }
       return bits;
     };
-    auto too_great = [&](float score, int h) {
-      return (pack<__nv_bfloat16>(power_of_2(__fmaf_rn(score, factor, shift[h])), 0.0f) & kTooGreat) != 0;
-    };
+    auto exceeds = [&](float score, int h) { return too_great(power_of_2(__fmaf_rn(score, factor, shift[h]))); };
     // A row whose probabilities are too great is measured by its greatest score.
     auto move = [&](int i) {
       float top[2], alpha[2];
@@ -486,7 +479,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         top[h] = greatest_of_row(top[h]);
-        bool moves = too_great(top[h], h);
+        bool moves = exceeds(top[h], h);
         float to = moves ? __fmaf_rn(-top[h], factor, -kReserve) : shift[h];
         alpha[h] = moves ? power_of_2(to - shift[h]) : 1.0f;
         shift[h] = to;
@@ -519,7 +512,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       } else {  // with registers for either scores or probabilities the greatest score is looked for
         float top[2];
         greatest(s, top);
-        if (__any_sync(~0u, too_great(top[0], 0) || too_great(top[1], 1))) move(i);
+        if (__any_sync(~0u, exceeds(top[0], 0) || exceeds(top[1], 1))) move(i);
         powers();
       }
     };
@@ -551,17 +544,15 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
     // their sums need not be multiplied.
     float before[2], after[2];  // what multiplies the sums of the leaves before, and the leaf's
     auto whole = [&](int h) -> float2& { return sh.whole[thread_again() / 4 - 32][h]; };
-    auto meet = [&](int h, float2 w) {
-      float to = w.x - shift[h] <= kReserve ? w.x : shift[h];
-      before[h] = power_of_2(to - w.x);
-      after[h] = power_of_2(to - shift[h]);
+    auto joins = [&](int h, float2 w) {
+      float to = meet(w.x, shift[h], before[h], after[h]);
       return make_float2(to, __fmaf_rn(acc[sums + 2 * h], after[h], w.y * before[h]));
     };
     auto end_leaf = [&](bool first) {
       bool moves = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float2 was = first ? make_float2(shift[h], -0.0f) : whole(h), now = meet(h, was);
+        float2 was = first ? make_float2(shift[h], -0.0f) : whole(h), now = joins(h, was);
         __syncwarp();
         whole(h) = now;
         moves |= !(now.x == was.x);
@@ -669,7 +660,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       float2 w = make_float2(shift[h], acc[sums + 2 * h]);
       if (last_begin) {
         w = whole(h);
-        if (seen) w = meet(h, w);
+        if (seen) w = joins(h, w);
 #pragma unroll
         for (int x = 2 * h; x < near; x += 4) {
           float2 old;
