@@ -14,7 +14,7 @@ FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize kernels setup tables screenshots clean
+.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize gpu-figures kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -108,6 +108,9 @@ gpu-where-drift:
 # verl's GRPO with and without the line that aligns it. It needs verl, Ray and TransformerEngine too.
 gpu-verl:
 	$(GPU) benchmarks/verl_grpo.py $(VERL_ARGS)
+
+# The figures of one GPU, one after the other.
+gpu-figures: gpu-rms gpu-qk gpu-attention gpu-matmul gpu-logp gpu-moe gpu-gdn gpu-where-drift gpu-cost gpu-long
 
 # The op tests under compute-sanitizer.
 gpu-sanitize:

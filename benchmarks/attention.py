@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up, told
-from lib.results import H200, backend, keys, made_on, merge, read, run_name, write
+from lib.results import H200, backend, keys, made_on, merge, of_commit, read, run_name, write
 from lib.stopwatch import Stopwatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -325,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch, name = Stopwatch(device), run_name()
     info = made_on(packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
-    had = keys(old, KEY) if options.resume else set()
+    had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
     rows: list[dict] = []
     for which in options.only:
         for case in cases(which, options.quick):

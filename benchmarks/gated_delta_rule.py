@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up, told
-from lib.results import H200, backend, keys, made_on, merge, read, run_name, write
+from lib.results import H200, backend, keys, made_on, merge, of_commit, read, run_name, write
 from lib.stopwatch import Stopwatch, copy_speed
 
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = run_name()
     info = made_on(packages=["fla-core"], seconds=options.seconds, copy_tb_s=speed / 1e12, backend=backend(device))
     old = read(options.json)
-    had = keys(old, KEY) if options.resume else set()
+    had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
     todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]
     compile_peer(todo)
     rows: list[dict] = []

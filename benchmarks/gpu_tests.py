@@ -40,7 +40,7 @@ from pathlib import Path
 
 from lib.failures import MARK
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, merge, read, run_name, write
+from lib.results import H200, ROOT, merge, of_commit, read, run_name, write
 
 from alignkit.check.machine import machine
 from alignkit.check.run import stop
@@ -168,16 +168,6 @@ def together(rows: list[dict]) -> dict:
     return added | {"skips": dict(sum((Counter(row["skips"]) for row in rows), Counter()))}
 
 
-def of_commit(old: dict, commit: str) -> dict:
-    """What of a result file is of `commit`; nothing if that does not say which sources they were."""
-    runs = {
-        name: info
-        for name, info in old.get("runs", {}).items()
-        if info["commit"] == commit != "unknown" and not commit.endswith("-dirty")
-    }
-    return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
-
-
 def run(file: str, env: dict[str, str], arguments: list[str], gpus: int, clock: Clock) -> dict | None:
     """Runs a test file; None if time is up. Prints a line when a test has ended, with what it failed of, and all that was
     said at the end."""
@@ -264,7 +254,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which everything is stopped")
     options, rest = parser.parse_known_args(arguments)
     name, info, rows = run_name(), machine(), []
-    old = of_commit(read(options.json), info["commit"])
+    # Of a checkout with changes, or of no commit, nobody knows which sources rows are of.
+    known = info["commit"] != "unknown" and not info["commit"].endswith("-dirty")
+    old = of_commit(read(options.json), info["commit"]) if known else {"runs": {}, "rows": []}
     made, lock, clock = old, threading.Lock(), Clock(options.minutes)
 
     def run_lane(lane: tuple[str, ...]) -> None:

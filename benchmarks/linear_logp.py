@@ -45,7 +45,7 @@ from functools import cached_property, partial
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up
-from lib.results import H200, backend, keys, made_on, merge, read, run_name, write
+from lib.results import H200, backend, keys, made_on, merge, of_commit, read, run_name, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
@@ -411,7 +411,8 @@ class Bench:
     def run(self, wanted: list[tuple[Shape, tuple[str, ...]]], names: list[str]) -> None:
         began = time.monotonic()
         names = [name for name in names if self.starts(name)]
-        had = keys(self.old, KEY) if self.options.resume else set()
+        old = {"runs": self.old.get("meta", {}).get("runs", {}), "rows": self.old.get("rows", [])}
+        had = keys(of_commit(old, self.info["commit"]), KEY) if self.options.resume else set()
         todo = [
             (
                 size,

@@ -23,7 +23,9 @@ def parser(
         made.add_argument("--seconds", type=float, default=seconds, help="of each measurement")
         made.add_argument("--minutes", type=float, help="after which no measurement is begun")
     if resume:
-        made.add_argument("--resume", action="store_true", help="only rows that the file does not have yet")
+        made.add_argument(
+            "--resume", action="store_true", help="only rows that the file does not have of this commit yet"
+        )
     return made
 
 

@@ -44,6 +44,12 @@ def keys(old: dict, key: tuple[str, ...]) -> set[tuple]:
     return {_of(row, key) for row in old.get("rows", [])}
 
 
+def of_commit(old: dict, commit: str) -> dict:
+    """What of a result file was made at `commit`."""
+    runs = {name: info for name, info in old.get("runs", {}).items() if info["commit"] == commit}
+    return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
+
+
 def _of(row: dict, key: tuple[str, ...]) -> tuple:
     """What tells a row from others; None for what rows of another kind, in the same file, do not have."""
     return tuple(row.get(k) for k in key)
