@@ -1,5 +1,5 @@
 """The CUDA kernels, without a GPU: which nvcc builds them and what it is that is built again, what becomes of an installation
-without one, and that their machine code keeps the tensor cores fed: loops of asynchronous products whose sums stay in registers."""
+without one, and that their machine code keeps the tensor cores fed: loops of products whose sums stay in registers."""
 
 import ctypes
 import importlib.util
@@ -29,6 +29,8 @@ OBJECTS = setup.OBJECTS
 
 TENSOR_CORES = re.compile("attention|head|gemm|delta|gate_up|down|matrix_gradients")
 """In the names of the kernels that multiply by tensor cores."""
+PRODUCTS = ("HGMMA", "HMMA")
+"""Of a group of warps, asynchronous, and of a warp."""
 BAD_KERNEL = """
 __global__ void bad_gemm(float* out, unsigned long long a, int n) {
   float d[4] = {}, local[64];
@@ -85,7 +87,7 @@ def own_names(mangled: list[str]) -> list[str]:
 
 def product_loops(code: Code) -> list[tuple[int, int]]:
     """First and last address of the innermost loop around each product, and of all products."""
-    products = [address for address, opcode, _ in code if opcode == "HGMMA"]
+    products = [address for address, opcode, _ in code if opcode in PRODUCTS]
     branches = [
         (int(to[1], 16), address)
         for address, opcode, operands in code
@@ -113,7 +115,7 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
             continue
         loops = product_loops(kernels[mangled])
         if not loops:
-            found.append(f"{mangled}: no HGMMA")
+            found.append(f"{mangled}: no products")
         if any(
             opcode in ("LDL", "STL") and any(begin <= address <= end for begin, end in loops)
             for address, opcode, _ in kernels[mangled]
@@ -137,7 +139,7 @@ def test_faults_are_found(tmp_path):
     found = "\n".join(faults(*compiled(Extension(setup.SM90.name, [str(source)]))))
     assert "serialized" in found
     assert re.search(r"bad_gemm\w+: local memory in a loop of products", found)
-    assert re.search(r"idle_gemm\w+: no HGMMA", found)
+    assert re.search(r"idle_gemm\w+: no products", found)
 
 
 def test_built_in_this_checkout():

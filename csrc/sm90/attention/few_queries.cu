@@ -521,7 +521,7 @@ struct Element {
 constexpr int kJoinThreads = 128;
 
 template <int kDim>
-__global__ void __launch_bounds__(kJoinThreads) attention_join(const Problem p) {
+__global__ void __launch_bounds__(kJoinThreads) join_leaves(const Problem p) {
   wait_for_kernel_before();
   let_next_kernel_begin();
   const int* told = p.runs + blockIdx.x * kRun;
@@ -593,7 +593,7 @@ cudaError_t launch(const AlignkitFewQueries& given, cudaStream_t stream) {
   if (cudaError_t e = launch_early(kernel, programs, 32 * (kWarps + 1), bytes, stream, k, v, p)) return e;
   if (int64_t{p.width} * p.page <= kLeafKeys) return cudaSuccess;  // nothing to join
   unsigned blocks = (p.positions * p.group * kDim + kJoinThreads - 1) / kJoinThreads;
-  return launch_early(attention_join<kDim>, dim3(programs, blocks), kJoinThreads, 0, stream, p);
+  return launch_early(join_leaves<kDim>, dim3(programs, blocks), kJoinThreads, 0, stream, p);
 }
 
 }  // namespace

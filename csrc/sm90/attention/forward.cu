@@ -71,7 +71,7 @@ struct Plan;
 
 template <>
 struct Plan<256> {
-  static constexpr int groups = 2, stages = 1, few = 24, many = 240, held = 0, elsewhere = 25;
+  static constexpr int groups = 2, stages = 1, few = 40, many = 232, held = 0, elsewhere = 25;
   static constexpr bool ahead = false;
 };
 
