@@ -64,62 +64,43 @@ def use_isa(name: str) -> Iterator[None]:
         library().alignkit_choose_isa(before.encode())
 
 
-def _ptr(t: torch.Tensor | None):
-    return ctypes.c_void_p(None if t is None else t.data_ptr())
+def _argument(v):
+    """As the library takes it: of a tensor its address, null without one; of a type its number; a flag of 32 bits; a number of
+    64. Others are of ctypes already."""
+    if v is None or isinstance(v, torch.Tensor):
+        return ctypes.c_void_p(None if v is None else v.data_ptr())
+    if isinstance(v, torch.dtype):
+        return ctypes.c_int(DTYPES[v])
+    if isinstance(v, bool):
+        return ctypes.c_int(v)
+    return ctypes.c_int64(v) if isinstance(v, int) else v
 
 
-def _long(v: int):
-    return ctypes.c_int64(v)
+def _call(name: str, *arguments) -> None:
+    getattr(library(), f"alignkit_{name}")(*map(_argument, arguments))
 
 
-def _threads():
-    return ctypes.c_int(torch.get_num_threads())
+def _shared(name: str, *arguments) -> None:
+    """A call whose work is shared by torch's threads."""
+    _call(name, *arguments, ctypes.c_int(torch.get_num_threads()))
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, leaves: int, out: torch.Tensor, accumulate: bool) -> None:
-    m, k = a.shape
-    n = b.shape[0]
-    library().alignkit_gemm(
-        _long(m),
-        _long(n),
-        _long(k),
-        _long(leaves),
-        _ptr(a),
-        DTYPES[a.dtype],
-        _long(a.stride(0)),
-        _long(a.stride(1)),
-        _ptr(b),
-        DTYPES[b.dtype],
-        _long(b.stride(0)),
-        _long(b.stride(1)),
-        _ptr(out),
-        _long(out.stride(0)),
-        int(accumulate),
-        _threads(),
-    )
+    (m, k), n = a.shape, b.shape[0]
+    operands = (a, a.dtype, *a.stride(), b, b.dtype, *b.stride())
+    _shared("gemm", m, n, k, leaves, *operands, out, out.stride(0), bool(accumulate))
 
 
 def round(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """y [M, N] <- fp32 x (+ fp32 bias [N]), rounded to y's type; x has unit stride in its last dim, and may be y."""
-    library().alignkit_round(
-        _long(x.shape[0]),
-        _long(x.shape[1]),
-        _ptr(x),
-        _long(x.stride(0)),
-        _ptr(bias),
-        ROUNDED[y.dtype],
-        _ptr(y),
-        _long(y.stride(0)),
-        _long(y.stride(1)),
-        _threads(),
-    )
+    _shared("round", *x.shape, x, x.stride(0), bias, ctypes.c_int(ROUNDED[y.dtype]), y, *y.stride())
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a + b of one shape and type, rounded to it; contiguous."""
     a, b = a.contiguous(), b.contiguous()
     y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    library().alignkit_add(_long(a.numel()), DTYPES[a.dtype], _ptr(a), _ptr(b), _ptr(y), _threads())
+    _shared("add", a.numel(), a.dtype, a, b, y)
     return y
 
 
@@ -129,210 +110,69 @@ def _float(v: float | None):
 
 
 def logits(x, bias, cap, scale, temperature, z, capped) -> None:
-    library().alignkit_logits(
-        _long(x.shape[0]),
-        _long(x.shape[1]),
-        DTYPES[x.dtype],
-        _ptr(x),
-        _long(x.stride(0)),
-        _ptr(bias),
-        _float(cap),
-        _float(scale),
-        _ptr(temperature),
-        _ptr(z),
-        _long(z.stride(0)),
-        _ptr(capped),
-        _threads(),
-    )
+    factors = _float(cap), _float(scale), temperature
+    _shared("logits", *x.shape, x.dtype, x, x.stride(0), bias, *factors, z, z.stride(0), capped)
 
 
 def logits_back(g, cap, scale, temperature, capped) -> None:
-    library().alignkit_logits_back(
-        _long(g.shape[0]),
-        _long(g.shape[1]),
-        _ptr(g),
-        _long(g.stride(0)),
-        _float(cap),
-        _float(scale),
-        _ptr(temperature),
-        _ptr(capped),
-        _threads(),
-    )
+    _shared("logits_back", *g.shape, g, g.stride(0), _float(cap), _float(scale), temperature, capped)
 
 
 def join(m, q, u, given, top, s, v) -> None:
-    library().alignkit_join(
-        _long(m.shape[0]),
-        _long(m.shape[1]),
-        _ptr(m),
-        _ptr(q),
-        _ptr(u),
-        _ptr(given),
-        _ptr(top),
-        _ptr(s),
-        _ptr(v),
-        _threads(),
-    )
+    _shared("join", *m.shape, m, q, u, given, top, s, v)
 
 
 def finish(m, s, u, z, logp, lse, entropy) -> None:
-    library().alignkit_finish(
-        _long(m.numel()), _ptr(m), _ptr(s), _ptr(u), _ptr(z), _ptr(logp), _ptr(lse), _ptr(entropy)
-    )
+    _call("finish", m.numel(), m, s, u, z, logp, lse, entropy)
 
 
 def log_probs(z, temperature, lse, out) -> None:
-    library().alignkit_log_probs(
-        _long(z.shape[0]),
-        _long(z.shape[1]),
-        DTYPES[z.dtype],
-        _ptr(z),
-        _long(z.stride(0)),
-        _ptr(temperature),
-        _ptr(lse),
-        _ptr(out),
-        _long(out.stride(0)),
-        _threads(),
-    )
+    _shared("log_probs", *z.shape, z.dtype, z, z.stride(0), temperature, lse, out, out.stride(0))
 
 
 def tile_stats(z, tile, m, q, u) -> None:
-    library().alignkit_tile_stats(
-        _long(z.shape[0]),
-        _long(z.shape[1]),
-        _long(tile),
-        _ptr(z),
-        _long(z.stride(0)),
-        _ptr(m),
-        _ptr(q),
-        _ptr(u),
-        _long(m.shape[1]),
-        _threads(),
-    )
+    _shared("tile_stats", *z.shape, tile, z, z.stride(0), m, q, u, m.shape[1])
 
 
 def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
-    library().alignkit_logits_grad(
-        _long(z.shape[0]),
-        _long(z.shape[1]),
-        _ptr(z),
-        _long(z.stride(0)),
-        _ptr(lse),
-        _ptr(entropy),
-        _ptr(g_logp),
-        _ptr(g_entropy),
-        _ptr(column),
-        _threads(),
-    )
+    _shared("logits_grad", *z.shape, z, z.stride(0), lse, entropy, g_logp, g_entropy, column)
 
 
 def rms_norm(x, weight, zero_centered, eps, y, rstd) -> None:
-    library().alignkit_rms_norm(
-        _long(x.shape[0]),
-        _long(x.shape[1]),
-        DTYPES[x.dtype],
-        _ptr(x),
-        _long(x.stride(0)),
-        _ptr(weight),
-        int(zero_centered),
-        ctypes.c_float(eps),
-        _ptr(y),
-        _ptr(rstd),
-        _threads(),
-    )
+    how = bool(zero_centered), ctypes.c_float(eps)
+    _shared("rms_norm", *x.shape, x.dtype, x, x.stride(0), weight, *how, y, rstd)
 
 
 def rms_norm_grad(dy, x, weight, zero_centered, rstd, dx, dw) -> None:
-    library().alignkit_rms_norm_grad(
-        _long(x.shape[0]),
-        _long(x.shape[1]),
-        DTYPES[x.dtype],
-        _ptr(dy),
-        _ptr(x),
-        _ptr(weight),
-        int(zero_centered),
-        _ptr(rstd),
-        _ptr(dx),
-        _ptr(dw),
-        _threads(),
-    )
+    _shared("rms_norm_grad", *x.shape, x.dtype, dy, x, weight, bool(zero_centered), rstd, dx, dw)
 
 
 def rope(x, positions, table, inverse, y) -> None:
-    t, h, d = x.shape
-    library().alignkit_rope(
-        _long(t),
-        _long(h),
-        _long(d),
-        _long(table.shape[1]),
-        DTYPES[x.dtype],
-        int(inverse),
-        _ptr(x),
-        _long(x.stride(0)),
-        _long(x.stride(1)),
-        _ptr(positions),
-        _ptr(table),
-        _ptr(y),
-        _threads(),
-    )
+    strides = x.stride()[:2]
+    _shared("rope", *x.shape, table.shape[1], x.dtype, bool(inverse), x, *strides, positions, table, y)
 
 
 def rope_table(positions: int, frequencies: list[float], factor: float, table) -> None:
     """`frequencies` are of the first half of a head's dimensions."""
     given = (ctypes.c_double * len(frequencies))(*frequencies)
-    library().alignkit_rope_table(
-        _long(positions), _long(len(frequencies)), given, ctypes.c_double(factor), _ptr(table)
-    )
+    _call("rope_table", positions, len(frequencies), given, ctypes.c_double(factor), table)
 
 
 def silu_mul(gate, up, y) -> None:
-    library().alignkit_silu_mul(
-        _long(gate.shape[0]),
-        _long(gate.shape[1]),
-        DTYPES[gate.dtype],
-        _ptr(gate),
-        _long(gate.stride(0)),
-        _ptr(up),
-        _long(up.stride(0)),
-        _ptr(y),
-        _threads(),
-    )
+    _shared("silu_mul", *gate.shape, gate.dtype, gate, gate.stride(0), up, up.stride(0), y)
 
 
 def silu_mul_grad(gate, up, dy, dgate, dup) -> None:
-    library().alignkit_silu_mul_grad(
-        _long(gate.shape[0]),
-        _long(gate.shape[1]),
-        DTYPES[gate.dtype],
-        _ptr(gate),
-        _long(gate.stride(0)),
-        _ptr(up),
-        _long(up.stride(0)),
-        _ptr(dy),
-        _ptr(dgate),
-        _ptr(dup),
-        _threads(),
-    )
+    operands = gate, gate.stride(0), up, up.stride(0), dy
+    _shared("silu_mul_grad", *gate.shape, gate.dtype, *operands, dgate, dup)
 
 
 def sigmoid_mul(gate, x, y) -> None:
-    library().alignkit_sigmoid_mul(
-        _long(x.shape[0]), _long(x.shape[1]), DTYPES[x.dtype], _ptr(gate), _ptr(x), _ptr(y), _threads()
-    )
+    _shared("sigmoid_mul", *x.shape, x.dtype, gate, x, y)
 
 
 def sigmoid_mul_grad(gate, x, dy, dgate, dx) -> None:
-    library().alignkit_sigmoid_mul_grad(
-        _long(x.shape[0]),
-        _long(x.shape[1]),
-        DTYPES[x.dtype],
-        _ptr(gate),
-        _ptr(x),
-        _ptr(dy),
-        _ptr(dgate),
-        _ptr(dx),
-        _threads(),
-    )
+    _shared("sigmoid_mul_grad", *x.shape, x.dtype, gate, x, dy, dgate, dx)
 
 
 class _Routing(ctypes.Structure):
@@ -343,54 +183,25 @@ class _Routing(ctypes.Structure):
     )
 
 
-def _routing(experts, how) -> _Routing:
-    return _Routing(experts, how.top_k, how.groups, how.top_groups, how.sigmoid, how.normalize, how.scale)
+def _routing(experts, how):
+    made = _Routing(experts, how.top_k, how.groups, how.top_groups, how.sigmoid, how.normalize, how.scale)
+    return ctypes.byref(made)
 
 
 def route(z, bias, how, weights, ids) -> None:
-    args = _routing(z.shape[1], how)
-    library().alignkit_route(
-        _long(z.shape[0]), ctypes.byref(args), _ptr(z), _ptr(bias), _ptr(weights), _ptr(ids), _threads()
-    )
+    _shared("route", z.shape[0], _routing(z.shape[1], how), z, bias, weights, ids)
 
 
 def route_grad(z, ids, grad, how, dz) -> None:
-    args = _routing(z.shape[1], how)
-    library().alignkit_route_grad(
-        _long(z.shape[0]), ctypes.byref(args), _ptr(z), _ptr(ids), _ptr(grad), _ptr(dz), _threads()
-    )
+    _shared("route_grad", z.shape[0], _routing(z.shape[1], how), z, ids, grad, dz)
 
 
 def combine(y, place, ids, weights, experts, out) -> None:
-    library().alignkit_combine(
-        _long(out.shape[0]),
-        _long(out.shape[1]),
-        _long(ids.shape[1]),
-        _long(experts),
-        DTYPES[y.dtype],
-        _ptr(y),
-        _ptr(place),
-        _ptr(ids),
-        _ptr(weights),
-        DTYPES[out.dtype],
-        _ptr(out),
-        _threads(),
-    )
+    _shared("combine", *out.shape, ids.shape[1], experts, y.dtype, y, place, ids, weights, out.dtype, out)
 
 
 def weigh(g, a, w, dw, wg, wa) -> None:
-    library().alignkit_weigh(
-        _long(a.shape[0]),
-        _long(a.shape[1]),
-        DTYPES[a.dtype],
-        _ptr(g),
-        _ptr(a),
-        _ptr(w),
-        _ptr(dw),
-        _ptr(wg),
-        _ptr(wa),
-        _threads(),
-    )
+    _shared("weigh", *a.shape, a.dtype, g, a, w, dw, wg, wa)
 
 
 class _Attention(ctypes.Structure):
@@ -404,8 +215,8 @@ class _Attention(ctypes.Structure):
     )
 
 
-def _attention(q, k, v, q_start, kv_start, kv_rows, scale) -> _Attention:
-    return _Attention(
+def _attention(q, k, v, q_start, kv_start, kv_rows, scale):
+    made = _Attention(
         DTYPES[q.dtype],
         torch.get_num_threads(),
         q.shape[1],
@@ -413,41 +224,30 @@ def _attention(q, k, v, q_start, kv_start, kv_rows, scale) -> _Attention:
         q.shape[2],
         q_start.numel() - 1,
         scale,
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        q_start.data_ptr(),
-        kv_start.data_ptr(),
-        None if kv_rows is None else kv_rows.data_ptr(),
+        *(t.data_ptr() for t in (q, k, v)),
+        *(stride for t in (q, k, v) for stride in t.stride()[:2]),
+        *(None if t is None else t.data_ptr() for t in (q_start, kv_start, kv_rows)),
     )
+    return ctypes.byref(made)
 
 
 def attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l) -> None:
-    args = _attention(q, k, v, q_start, kv_start, kv_rows, scale)
-    library().alignkit_attention(ctypes.byref(args), _ptr(out), _ptr(m), _ptr(l))
+    _call("attention", _attention(q, k, v, q_start, kv_start, kv_rows, scale), out, m, l)
 
 
 def attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv) -> None:
-    args = _attention(q, k, v, starts, starts, None, scale)
-    library().alignkit_attention_grad(
-        ctypes.byref(args), _ptr(out), _ptr(m), _ptr(l), _ptr(d_out), _ptr(dq), _ptr(dk), _ptr(dv)
-    )
+    given = _attention(q, k, v, starts, starts, None, scale)
+    _call("attention_grad", given, out, m, l, d_out, dq, dk, dv)
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    library().alignkit_exp(_long(x.numel()), _ptr(x), _ptr(y))
+    _call("exp", x.numel(), x, y)
     return y
 
 
 def lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     out = torch.empty(m.shape, dtype=torch.float64, device=m.device)
-    library().alignkit_lse(_long(m.numel()), _ptr(m), _ptr(s), _ptr(out))
+    _call("lse", m.numel(), m, s, out)
     return out
