@@ -89,8 +89,7 @@ struct Sequence {
 
 __device__ __forceinline__ Sequence sequence(const Problem& p, int s) {
   Sequence of;
-  of.q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
-  of.q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{of.q0}), int64_t{p.tokens})) - of.q0;
+  rows_of(p.starts, s, p.tokens, of.q0, of.q_len);
   int64_t length = at(p.kv_len, s);
   of.fits = length >= of.q_len && length <= int64_t{p.width} * p.page;
   bool few = of.q_len <= p.most || (of.q_len <= p.few && length - of.q_len >= p.far);

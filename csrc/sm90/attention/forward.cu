@@ -165,8 +165,7 @@ struct Walk {
     int s = base + lane();
     low = high = 0;
     if (s >= p.sequences) return;
-    q0 = static_cast<int>(min(max(at(p.starts, s), int64_t{0}), int64_t{p.tokens}));
-    q_len = static_cast<int>(min(max(at(p.starts, s + 1), int64_t{q0}), int64_t{p.tokens})) - q0;
+    rows_of(p.starts, s, p.tokens, q0, q_len);
     context = 0;
     if (p.page) {
       int64_t length = at(p.kv_len, s);

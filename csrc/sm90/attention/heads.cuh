@@ -36,6 +36,12 @@ __device__ __forceinline__ int64_t at(const AlignkitInts& ints, int64_t i) {
   return ints.wide ? static_cast<const int64_t*>(ints.data)[i] : static_cast<const int32_t*>(ints.data)[i];
 }
 
+// The rows of sequence s, in [0, tokens) whatever `starts` holds.
+__device__ __forceinline__ void rows_of(const AlignkitInts& starts, int s, int tokens, int& begin, int& count) {
+  begin = static_cast<int>(min(max(at(starts, s), int64_t{0}), int64_t{tokens}));
+  count = static_cast<int>(min(max(at(starts, s + 1), int64_t{begin}), int64_t{tokens})) - begin;
+}
+
 // The row h of a thread, rounded, to `out`. Four lanes hold two neighbours each of eight columns; they trade until each
 // has all eight of its own, 16 bytes.
 template <int kCount, int kSize>
