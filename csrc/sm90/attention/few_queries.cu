@@ -18,6 +18,7 @@
 #include "../ptx/dependent_launch.cuh"
 #include "../ptx/exponential.cuh"
 #include "../ptx/ldmatrix.cuh"
+#include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/pack.cuh"
 #include "heads.cuh"
@@ -101,15 +102,20 @@ __device__ __forceinline__ int leaves_of(const Problem& p, const Sequence& of) {
   return (of.length + kLeafKeys - 1) / kLeafKeys * ((of.q_len + p.positions - 1) / p.positions);
 }
 
-// Calls visit(part) for each part of the run of this block of threads, in order; by a whole warp. Returns the length of a run.
+// Leaves of the lane's sequence, of those from `base` on.
+__device__ __forceinline__ int leaves_from(const Problem& p, int base) {
+  int s = base + threadIdx.x % 32;
+  return s < p.sequences ? leaves_of(p, sequence(p, s)) : 0;
+}
+
+// Calls visit(part) for each part of the run of this block of threads, in order; by a whole warp, whose lanes' sequences, of the
+// first ones, have `own` leaves. Returns the length of a run.
 template <class Visit>
-__device__ __forceinline__ int each_part(const Problem& p, Visit&& visit) {
+__device__ __forceinline__ int each_part(const Problem& p, int own, Visit&& visit) {
   int lane = threadIdx.x % 32;
-  auto of_lane = [&](int base) { return base + lane < p.sequences ? leaves_of(p, sequence(p, base + lane)) : 0; };
-  int own = of_lane(0);
   int64_t total = own;
 #pragma unroll 4
-  for (int base = 32; base < p.sequences; base += 32) total += of_lane(base);
+  for (int base = 32; base < p.sequences; base += 32) total += leaves_from(p, base);
 #pragma unroll
   for (int distance = 16; distance; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
   // More than there is memory for are only there if starts decrease.
@@ -121,7 +127,7 @@ __device__ __forceinline__ int each_part(const Problem& p, Visit&& visit) {
   // The sequence of the run's first leaf, and how many leaves are before that.
   int s = 0, before = 0;
   while (s < p.sequences) {
-    int of_this = s ? of_lane(s) : own, ends = of_this;
+    int of_this = s ? leaves_from(p, s) : own, ends = of_this;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       int other = __shfl_sync(~0u, ends, max(lane - distance, 0));
@@ -176,12 +182,13 @@ constexpr uint32_t kNan = 0x7fc07fc0;
 
 // The warp that has keys and values brought: parts of a block that lie in one page each, half a head at a time, by a lane each.
 template <int kDim, int kShare>
-__device__ __forceinline__ void bring(Shared<kDim, kShare>& sh, const CUtensorMap* k, const CUtensorMap* v, const Problem& p) {
+__device__ __forceinline__ void bring(Shared<kDim, kShare>& sh, const CUtensorMap* k, const CUtensorMap* v, const Problem& p,
+                                      int own) {
   using Sh = Shared<kDim, kShare>;
   int lane = threadIdx.x % 32, head = blockIdx.x % p.kv_heads;
   int part_rows = p.part_rows, parts = kKeys / part_rows, first = lane % parts * part_rows, half = lane / parts;
   int slot = 0, phase = 0;
-  each_part(p, [&](const Part& part) {
+  each_part(p, own, [&](const Part& part) {
     // Of a leaf, each part's row in the cache, by a lane each.
     auto row_of = [&](int begin) {
       int position = begin + lane * part_rows;
@@ -216,7 +223,7 @@ __device__ __forceinline__ void bring(Shared<kDim, kShare>& sh, const CUtensorMa
 // The four warps that compute. A thread has of rows lane / 4 and 8 further two neighbours each of eight columns: as the tensor core has
 // it.
 template <int kDim, int kShare>
-__device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& p) {
+__device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& p, int own) {
   using Sh = Shared<kDim, kShare>;
   constexpr int steps = kDim / 16, tiles = kDim / 8 / kWarps;  // tiles: of eight columns, of a warp
   constexpr int keys = kKeys / kWarps / 8;                     // of eight keys, of a warp
@@ -233,7 +240,7 @@ __device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& 
   Part torn;  // what earlier blocks of threads began
   torn.leaf = 0;
 
-  int run = each_part(p, [&](const Part& part) {
+  int run = each_part(p, own, [&](const Part& part) {
     bool here[2];
     int position[2], row_of[2];  // among the queries, and in the tile
     int64_t token[2];            // a row of q and head
@@ -490,6 +497,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), kShare)
   wait_for_kernel_before();
   let_next_kernel_begin();
   int64_t begin = at(p.starts, 0), end = at(p.starts, p.sequences);
+  int own = computed(leaves_from(p, 0));  // of numbers that are on their way beside those two
   int w = blockIdx.x, programs = gridDim.x;
   if (begin != 0 || end > p.tokens) {
     if (threadIdx.x < 2) p.runs[w * kRun + threadIdx.x] = 0;
@@ -497,10 +505,10 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), kShare)
     return;
   }
   if (threadIdx.x < 32 * kWarps) {
-    attend(sh, p);
+    attend(sh, p, own);
     return;
   }
-  bring(sh, &k, &v, p);
+  bring(sh, &k, &v, p, own);
   // Rows that no leaf is of: 0 behind the last sequence, NaN of a sequence that does not fit.
   int lane = threadIdx.x % 32;
   fill<kDim>(p, 0, end + w, p.tokens, programs, lane, 32);
