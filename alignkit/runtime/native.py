@@ -77,7 +77,7 @@ def _argument(v):
 
 
 def _call(name: str, *arguments) -> None:
-    getattr(library(), f"alignkit_{name}")(*map(_argument, arguments))
+    getattr(library(), f"alignkit_{name}")(*[_argument(v) for v in arguments])
 
 
 def _shared(name: str, *arguments) -> None:
