@@ -220,8 +220,8 @@ __device__ __forceinline__ void bring(Shared<kDim, kShare>& sh, const CUtensorMa
   });
 }
 
-// The four warps that compute. A thread has of rows lane / 4 and 8 further two neighbours each of eight columns: as the tensor core has
-// it.
+// The four warps that compute. A thread has of rows lane / 4 and 8 further two neighbours each of eight columns, as the
+// tensor core has them.
 template <int kDim, int kShare>
 __device__ __forceinline__ void attend(Shared<kDim, kShare>& sh, const Problem& p, int own) {
   using Sh = Shared<kDim, kShare>;
@@ -523,9 +523,10 @@ struct Element {
   float z, l, acc;
 };
 
-// What an earlier block of threads began and block x and perhaps later ones finished, in order of leaves: an element of the result for
-// each thread. Of many leaves those of the next turn are on their way while these are joined.
 constexpr int kJoinThreads = 128;
+
+// What an earlier block of threads began and block x and perhaps later ones finished, in order of leaves: an element of
+// the result for each thread. Of many leaves those of the next turn are on their way while these are joined.
 
 template <int kDim>
 __global__ void __launch_bounds__(kJoinThreads) join_leaves(const Problem p) {
