@@ -91,8 +91,7 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
 
 def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row]:
     """`rows` of the mixture: on up to `ranks` ranks, that have whole experts each or parts of all, and of replicas (vLLM's data
-    parallelism; not on a GPU). There some rollouts, named
-    ``routed``, are there for what their routers choose."""
+    parallelism). On a GPU some rollouts, named ``routed``, are there for what their routers choose."""
     sizes = [n for n in (2, 4) if n <= ranks]
     modes = ("one", "padded", "packed")
     routed = ["routed"] if gpu else []
@@ -113,8 +112,7 @@ def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row
         ]
         chosen += [(r, f"{t}-{mode}", True) for r in rollouts for t in trainings for mode in modes[1:]]
         few = ("tp1", "tp1-ep2", "tp2-sp")
-        if not gpu:  # where data parallelism inside vLLM is refused
-            chosen += [(r, f"{t}-{mode}", True) for r in replicas for t in few for mode in modes[1:]]
+        chosen += [(r, f"{t}-{mode}", True) for r in replicas for t in few for mode in modes[1:]]
         chosen += [(r, f"{t}-{mode}", True) for r in routed for t in trainings for mode in modes[1:]]
         chosen += [(f"tp{n}-ep-{r}", f"{t}-padded", True) for r in routed for n in sizes for t in ("tp1", f"tp1-ep{n}")]
     if "stock" in parts:

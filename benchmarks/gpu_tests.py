@@ -55,6 +55,7 @@ SUITES = {
     "ranks": (RANKS, CUDA),
     "vllm": (("tests/vllm/test_cuda.py",), {}),
     "experts": (("tests/vllm/test_experts_cuda.py",), {}),
+    "replicas": (("tests/vllm/test_replicas_cuda.py",), {}),
     "megatron": (("tests/megatron/test_cuda.py", "tests/megatron/test_parallel_cuda.py"), {}),
     "bisection": (("tests/bisection/test_cuda.py",), {}),
     "te": (("tests/megatron/test_te_cuda.py",), {}),
@@ -64,7 +65,7 @@ SUITES = {
 at a time."""
 WITHOUT_A_GPU = ("_on_cpu.py", "_interpreted.py")
 """Ends of the names of files that run a GPU's kernels on a CPU: left out of the suites."""
-LANES = (("vllm",), ("experts", "bisection"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
+LANES = (("vllm",), ("experts", "bisection", "replicas"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
 """Run side by side, the suites of each one after the other."""
 PROCESSES = {"tests/ops/test_moe_cuda.py": 12, "tests/ops/test_attention_cuda.py": 6, "tests/bisection/test_cuda.py": 5}
 """Files whose many kernels take long to compile, or whose tests each start engines: processes of each, where pytest-xdist is

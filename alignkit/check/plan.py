@@ -145,7 +145,7 @@ def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
         ["batch", "one", "chunked", "prefix", "prompt_logprobs"]
         + (["eager"] if gpu else [])
         + ([f"tp{tp}"] if tp > 1 else [])
-        + ([f"tp{tp}-ep", *([] if gpu else [f"dp{tp}-ep"])] if tp > 1 and experts else [])
+        + ([f"tp{tp}-ep", f"dp{tp}-ep"] if tp > 1 and experts else [])
     )
 
 

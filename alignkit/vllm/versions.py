@@ -43,17 +43,18 @@ _CUDA = Version(
     attention="CUSTOM",
     client_error="builtins:ValueError",
     graphs=True,
-    replicas=False,
+    replicas=True,
     without={"Glm4MoeForCausalLM": "routers that are torch's own Linear"},
 )
+
+_BEFORE_0_26 = replace(_CUDA, scores="compute_topk_logprobs", replicas=False)
+"""Replicas of these have not run on a GPU."""
 
 VERSIONS: Versions[Version] = Versions(
     "vLLM",
     {
-        "0.24": Row(COMMON + CUDA + UNTIL_0_25 + UNTIL_0_26, replace(_CUDA, scores="compute_topk_logprobs")),
-        "0.25": Row(
-            COMMON + CUDA + SINCE_0_25 + UNTIL_0_25 + UNTIL_0_26, replace(_CUDA, scores="compute_topk_logprobs")
-        ),
+        "0.24": Row(COMMON + CUDA + UNTIL_0_25 + UNTIL_0_26, _BEFORE_0_26),
+        "0.25": Row(COMMON + CUDA + SINCE_0_25 + UNTIL_0_25 + UNTIL_0_26, _BEFORE_0_26),
         "0.26": Row(COMMON + CUDA + SINCE_0_25 + SINCE_0_26 + UNTIL_0_26, _CUDA),
         "0.32": Row(
             COMMON + CPU + SINCE_0_25 + SINCE_0_26 + SINCE_0_32,

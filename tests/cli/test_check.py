@@ -97,7 +97,7 @@ def test_on_a_cpu_every_engine_is_eager(tmp_path):
 
 def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, gpu=True, experts=True)
-    assert {r.rollout for r in rows} == ROLLOUTS | {"eager", "tp2-ep"}
+    assert {r.rollout for r in rows} == ROLLOUTS | {"eager", "tp2-ep", "dp2-ep"}
     jobs = plan.jobs(
         rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True, experts=True
     )
@@ -114,10 +114,10 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
         "tp1-ep2": (1, 2, 2),
         "tp2-sp-ep2": (2, 2, 2),
     }
-    assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep"}
+    assert {name for name, spec in rollouts.items() if spec["expert_parallel"]} == {"tp2-ep", "tp1-dp2-ep"}
     on_cpu = plan.rows(["bfloat16"], 2, True, experts=True)
     assert not [r for r in on_cpu if r.rollout_tp * r.rollout_dp == 2 and not r.patched]
-    assert {r.rollout for r in on_cpu} == ROLLOUTS | {"tp2-ep", "dp2-ep"}  # on a GPU replicas are refused
+    assert {r.rollout for r in on_cpu} == ROLLOUTS | {"tp2-ep", "dp2-ep"}
     spec = rollouts["tp2-ep"]
     assert (spec["tp"], spec["dp"]) == (2, 1) and [run["mode"] for run in spec["runs"]] == ["batch"]
 
