@@ -1,9 +1,8 @@
 """Attention computed in other ways, beside what it is now and FlashAttention 3: bytes are compared, times are taken by turns.
 
-Decoding, by the kernels of another checkout too, and with other launch options (arguments of `few` in JSON; "kernel": "cuda" is that
-in CUDA, others are Triton's):
+Decoding, by the kernels of another checkout too, and with other launch options (arguments of `few` in JSON):
 
-python benchmarks/attention_schedules.py --before CHECKOUT --choices '{"num_warps": 2}' '{"kernel": "cuda", "a_multiprocessor": 2}'
+python benchmarks/attention_schedules.py --before CHECKOUT --choices '{"num_warps": 2}' '{"num_warps": 8, "num_stages": 3}'
   [--cases 1x1024 16x8192] [--heads 32/8 28/4]
 
 The forward pass, by builds of csrc/sm90/attention/forward.cu, each a library of its own, made as setup.py makes the kernels (nvcc ...
@@ -78,8 +77,7 @@ def decoding(p: Decode, before: ModuleType | None, choices: list[dict]) -> Ways:
     ways["now"] = way(kernels, {})
     for options in choices:
         try:
-            of = cuda if options.get("kernel") == "cuda" else kernels
-            ways[json.dumps(options)] = way(of, {name: value for name, value in options.items() if name != "kernel"})
+            ways[json.dumps(options)] = way(kernels, options)
         except Exception as e:  # too much shared memory, most likely
             print(f"without {options}: {told(e, 80)}", flush=True)
     return ways

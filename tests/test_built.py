@@ -147,7 +147,6 @@ def structs():
         "AlignkitHeads": (cuda, attention._Heads),
         "AlignkitAttention": (cuda, attention.Arguments),
         "AlignkitAttentionBackward": (cuda, attention.Gradients),
-        "AlignkitFewQueries": (cuda, attention.FewQueries),
         "AlignkitNormRows": (cuda, norm._Rows),
         "AlignkitNorm": (cuda, norm._Norm),
         "AlignkitNormGrad": (cuda, norm._NormGrad),

@@ -12,17 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import (
-    JOINED,
-    Arguments,
-    FewQueries,
-    _heads,
-    _Ints,
-    _ints,
-    arguments,
-    differentiator,
-    gradients,
-)
+from alignkit.ops.attention.cuda import JOINED, Arguments, _Ints, arguments, differentiator, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -43,7 +33,7 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     shutil.copy(SOURCE / "interface.h", folder)
     shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
     source, declared = to / f"{name}.cpp", "extern __shared__ __align__(1024) uint8_t raw[];"
-    files = {source: f"{name}.cu"} | {to / header: header for header in ("heads.cuh", "leaves.cuh", "backward.cuh")}
+    files = {source: f"{name}.cu"} | {to / header: header for header in ("heads.cuh", "backward.cuh")}
     texts = {copy: (SOURCE / "sm90/attention" / file).read_text() for copy, file in files.items()}
     assert declared in texts[to / "backward.cuh" if name.startswith("backward") else source]
     for copy, text in texts.items():
@@ -76,14 +66,6 @@ def backward(tmp_path_factory):
     for function in functions.values():
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return lambda a: functions[differentiator(a.dim)](ctypes.addressof(a), None)
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory):
-    """few(arguments) returns the error."""
-    function = compiled("few_queries", tmp_path_factory.mktemp("on_cpu")).alignkit_attention_few_queries
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lambda a: function(ctypes.addressof(a), None)
 
 
 libm = ctypes.CDLL("libm.so.6")
@@ -274,56 +256,6 @@ def test_paged(kernel, dim, heads, kv, page, together, shapes):
     assert_bitwise_equal(out[total:], torch.full_like(out[total:], 7.0), "rows of no sequence")
 
 
-def few_arguments(q, k, v, table, starts, seq_lens, page, out, positions, parts, slots):
-    """Sequences of at most 4 queries, and of up to 18 behind 600 positions or more; and tensors that are to live as long."""
-    heads, kv, dim = q.shape[1], k.shape[1], q.shape[2]
-    states = torch.full((parts * kv * slots * positions * heads // kv * (dim + 4),), float("nan"))
-    runs = torch.full((parts * kv * 8,), -1, dtype=torch.int32)
-    a = FewQueries(*(_heads(t) for t in (q, k, v)), out.data_ptr(), states.data_ptr(), runs.data_ptr())
-    a.starts, a.kv_len, a.table, a.table_row = _ints(starts), _ints(seq_lens), _ints(table), table.stride(0)
-    a.kv_rows, a.page, a.width, a.most, a.few, a.far = k.shape[0], page, table.shape[1], 4, 18, 600
-    a.tokens, a.sequences, a.heads, a.kv_heads, a.dim = q.shape[0], table.shape[0], heads, kv, dim
-    a.positions, a.share, a.parts, a.slots = positions, 1 + parts % 2, parts, slots
-    a.factor = dim**-0.5 * 1.4426950408889634
-    return a, runs, (states, starts, seq_lens, table)
-
-
-@pytest.mark.parametrize(
-    "dim,heads,kv,page,positions,parts,shapes",
-    [
-        (128, 8, 2, 16, 4, 3, [(1, 700), (1, 0), (3, 1400), (20, 40), (18, 600)]),
-        (128, 4, 1, 32, 1, 5, [(1, 2047), (1, 511), (1, 512), (1, 130)]),
-        (128, 16, 1, 48, 1, 1, [(2, 30), (1, 1023)]),
-        (64, 7, 1, 16, 2, 7, [(4, 1535), (1, 5), (0, 9), (3, 700)]),
-        (64, 2, 2, 128, 16, 4, [(17, 1020), (4, 1), (5, 2)]),
-        (96, 4, 2, 16, 4, 2, [(1, 1100), (4, 508)]),
-        (256, 3, 1, 16, 5, 3, [(1, 1300), (7, 700)]),
-        (64, 1, 1, 16, 1, 9, [(1, 40 * 512 + 77)]),
-        (64, 1, 1, 64, 1, 3, [(1, n % 97) for n in range(0, 7000, 91)] + [(1, 126), (2, 253), (1, 382)]),
-    ],
-)
-def test_few_queries(few, dim, heads, kv, page, positions, parts, shapes):
-    """(queries, context) of sequences; others than few_arguments' are left out, but for one that is longer than its pages."""
-    takes = [n for n, _ in shapes] + [2]
-    k, v, table, seq_lens, keys = cache(kv, dim, page, [n + context for n, context in shapes])
-    table = torch.cat([table, table[:1]])
-    seq_lens = torch.cat([seq_lens, torch.tensor([table.shape[1] * page + 1])])
-    total = sum(takes)
-    q = draw(total + 5, heads, dim, 5)
-    starts, out = torch.tensor([0, *takes]).cumsum(0).int(), torch.full_like(q, 7.0)
-    leaves = -(-table.shape[1] * page // LEAF)
-    slots = min(-(-total * leaves // parts), leaves) + 1
-    a, *_memory = few_arguments(q, k, v, table, starts, seq_lens, page, out, positions, parts, slots)
-    assert few(a) == 0
-    for s, ((n, context), (ks, vs)) in enumerate(zip(shapes, keys, strict=True)):
-        rows = slice(int(starts[s]), int(starts[s]) + n)
-        here = n <= 4 or (n <= 18 and context >= 600)
-        result = wanted(q[rows], ks, vs, context, a.factor)[0] if here and n else torch.full_like(q[rows], 7.0)
-        assert_bitwise_equal(out[rows], result, f"sequence {s}")
-    assert out[total - 2 : total].isnan().all()
-    assert not out[total:].any()
-
-
 def test_division(kernel):
     """Of sums near both ends of the range, by ones on both sides of 1, which rounding the score's product makes."""
     lens, heads, dim = [1] * 40 + [70], 2, 64
@@ -404,35 +336,6 @@ def test_what_scores_are_measured_by(kernel, dim):
     assert_within(shift[0, :n] * -math.log(2), scores.logsumexp(-1), off, "logarithms")
     p, values = scores.softmax(-1), v[:, 0].double()
     assert_within(out[:, 0], p @ values, (2 * off + UNITS[torch.bfloat16]) * (p @ values.abs()), "out")
-
-
-@pytest.mark.parametrize("parts", [1, 4, 40])
-def test_what_scores_of_few_queries_are_measured_by(few, parts):
-    n, dim = 2700, 64
-    k, v = torch.zeros(n, 1, dim).bfloat16(), draw(n, 1, dim, 3)
-    k[:, 0, 0] = heights(n)
-    lens = [131, 132, 133, 261, 301, 302, 513, 601, 1025, 1537, 2048, 2049, n]
-    table = torch.arange(-(-n // 16)).expand(len(lens), -1)  # prefixes of the same pages
-    pad = torch.zeros(table.shape[1] * 16 - n, 1, dim).bfloat16()
-    q = torch.ones(len(lens), 1, dim).bfloat16()
-    starts, out = torch.arange(len(lens) + 1), torch.zeros_like(q)
-    rows = torch.cat([k, pad]), torch.cat([v, pad])
-    a, *_memory = few_arguments(q, *rows, table, starts, torch.tensor(lens), 16, out, 1, parts, 60)
-    a.factor = 1.4426950408889634
-    assert few(a) == 0
-    for s, length in enumerate(lens):
-        result, _ = wanted(q[s : s + 1], k[:length], v[:length], length - 1, a.factor)
-        assert_bitwise_equal(out[s : s + 1], result, f"length {length}")
-
-
-def test_few_queries_of_wrong_starts(few):
-    q, k = draw(9, 2, 64, 1), draw(64, 1, 64, 2)
-    table, lens = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([20, 30])
-    for starts in ([1, 2, 4], [0, 5, 10]):
-        out = torch.zeros_like(q)
-        a, runs, _memory = few_arguments(q, k, k, table, torch.tensor(starts), lens, 64, out, 1, 2, 1)
-        assert few(a) == 0
-        assert out.isnan().all() and not runs.view(-1, 8)[:, 0].any()
 
 
 def test_wrong_starts(kernel):

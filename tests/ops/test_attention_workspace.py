@@ -13,20 +13,21 @@ BF16, PAGE = torch.bfloat16, 16
 
 
 def taken(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int) -> int:
-    """Numbers of the states of one call, by few queries: the most of both kernels."""
+    """Numbers of the states of one call, by few queries."""
     q = torch.empty(tokens, heads, dim, dtype=BF16, device="meta")
     k = torch.empty(PAGE, kv, dim, dtype=BF16, device="meta")
     table, starts = (
         torch.empty(size, dtype=torch.int32, device="meta") for size in ((seqs, positions // PAGE), seqs + 1)
     )
     arguments = q, k, k, table, starts, starts, PAGE, 1.0, q, tokens <= seqs
-    with mock.patch.object(sharing.Sharing, "memory", autospec=True, side_effect=sharing.Sharing.memory) as memory:
-        with mock.patch.object(backend, "_run"), mock.patch.object(backend, "launch"):
-            backend.few(*arguments)
-        if heads <= sharing.ROWS * kv:
-            with mock.patch.object(cuda.cuda, "call"):
-                cuda.few(*arguments)
-    return max(s.parts * kv * s.slots * s.state for ((s, *_), _) in memory.call_args_list)
+    with (
+        mock.patch.object(sharing.Sharing, "memory", autospec=True, side_effect=sharing.Sharing.memory) as memory,
+        mock.patch.object(backend, "_run"),
+        mock.patch.object(backend, "launch"),
+    ):
+        backend.few(*arguments)
+    (s, *_), _ = memory.call_args
+    return s.parts * kv * s.slots * s.state
 
 
 def joined(heads: int, kv: int, dim: int) -> int:

@@ -12,13 +12,8 @@ from ...runtime.families import SM90
 from . import triton
 from .common import FAR, FEW, PAD
 from .problem import Attention
-from .sharing import ROWS, positions, share
 
 DIMS = (64, 96, 128, 256)
-FEW_DIMS = ()
-"""Heads that the kernel of few queries is chosen for. There is one for all of DIMS, whose speed was not measured yet."""
-A_MULTIPROCESSOR = 1
-"""Programs of few queries."""
 JOINED = {256: 102400}
 """Bytes of the sums of a tile over its leaves, those that have no room on the multiprocessor, by the length of a head."""
 MOST_HEADS = 1 << 30
@@ -68,22 +63,6 @@ class Gradients(ctypes.Structure):
         ("starts", _Ints),
         *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads")),
         *((name, ctypes.c_float) for name in ("factor", "scale")),
-    ]
-
-
-@cuda.mirrors("AlignkitFewQueries")
-class FewQueries(ctypes.Structure):
-    """AlignkitFewQueries of csrc/sm90/attention/few_queries.cu."""
-
-    _fields_ = [
-        *((name, _Heads) for name in ("q", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("out", "states", "runs")),
-        *((name, _Ints) for name in ("starts", "kv_len", "table")),
-        *((name, ctypes.c_int64) for name in ("table_row", "kv_rows")),
-        *((name, ctypes.c_int) for name in ("page", "width", "most", "few", "far")),
-        *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int) for name in ("positions", "share", "parts", "slots")),
-        ("factor", ctypes.c_float),
     ]
 
 
@@ -177,40 +156,10 @@ def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, 
     """`together`: see `arguments`; 0: a group."""
     seqs, width = block_table.shape
     alone = q.shape[0] <= seqs  # most likely one query each
-    by = few if q.shape[2] in FEW_DIMS and q.shape[1] <= ROWS * k.shape[1] else triton.few
-    most = by(q, k, v, block_table, starts, seq_lens, page, scale, out, all_of_them=alone)
+    most = triton.few(q, k, v, block_table, starts, seq_lens, page, scale, out, all_of_them=alone)
     if alone:
         return
     a = arguments(q, k, v, out, starts, scale, together or q.shape[1] // k.shape[1])
     a.kv_len, a.table, a.table_row = _ints(seq_lens), _ints(block_table), block_table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, most, FEW.value, FAR.value
     _attend(a, q.device)
-
-
-def few(
-    q,
-    k,
-    v,
-    block_table,
-    starts,
-    seq_lens,
-    page: int,
-    scale: float,
-    out,
-    all_of_them: bool = False,
-    a_multiprocessor: int = A_MULTIPROCESSOR,
-    programs: int = 0,
-) -> int:
-    """As `triton.few`, of groups of at most ROWS heads."""
-    (tokens, heads, dim), (seqs, width), kv = q.shape, block_table.shape, k.shape[1]
-    of_tile = 1 if all_of_them else positions(heads // kv)
-    shared = share(q, kv, of_tile, width * page, a_multiprocessor, programs)
-    states, runs = shared.memory(kv, q.device)
-    a = FewQueries(*(_heads(t) for t in (q, k, v)), *(t.data_ptr() for t in (out, states, runs)))
-    a.starts, a.kv_len, a.table, a.table_row = _ints(starts), _ints(seq_lens), _ints(block_table), block_table.stride(0)
-    a.kv_rows, a.page, a.width, a.factor = k.shape[0], page, width, triton._factor(scale)
-    a.most, a.few, a.far = tokens if all_of_them else of_tile, FEW.value, FAR.value
-    a.tokens, a.sequences, a.heads, a.kv_heads, a.dim = tokens, seqs, heads, kv, dim
-    a.positions, a.share, a.parts, a.slots = of_tile, a_multiprocessor, shared.parts, shared.slots
-    cuda.call("alignkit_attention_few_queries", q.device, ctypes.byref(a))
-    return a.most

@@ -13,8 +13,10 @@ from .._triton import next_power_of_2
 
 ROWS = 16
 """Of a tile, positions times the heads of a group, unless that is larger."""
+A_MULTIPROCESSOR = 2
+"""Programs."""
 RUN = 8
-"""Words that a program leaves for those who join: see `few` and few_queries.cu."""
+"""Words that a program leaves for those who join: see few.py."""
 WORKSPACE = 1 << 28
 """Bytes for states of leaves: beyond that there are fewer programs, down to one a multiprocessor."""
 
@@ -42,7 +44,12 @@ def positions(group: int) -> int:
 
 
 def share(
-    q: torch.Tensor, kv_heads: int, positions: int, longest: int, a_multiprocessor: int, programs: int = 0
+    q: torch.Tensor,
+    kv_heads: int,
+    positions: int,
+    longest: int,
+    a_multiprocessor: int = A_MULTIPROCESSOR,
+    programs: int = 0,
 ) -> Sharing:
     """Of q [T, Hq, D] over `kv_heads` heads of keys, in tiles of so many positions; `longest`: positions of a sequence, at most.
     `programs`: in all, about; 0: so many on each multiprocessor."""
@@ -60,7 +67,6 @@ def workspace(q: torch.Tensor, kv_heads: int, longest: int) -> int:
     """How many numbers the states are at most, of no more queries than q's."""
     most = 0
     for of_tile in (1, positions(q.shape[1] // kv_heads)):
-        for a_multiprocessor in (1, 2):
-            s = share(q, kv_heads, of_tile, longest, a_multiprocessor)
-            most = max(most, s.parts * kv_heads * s.slots * s.state)
+        s = share(q, kv_heads, of_tile, longest)
+        most = max(most, s.parts * kv_heads * s.slots * s.state)
     return most

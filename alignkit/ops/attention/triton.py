@@ -18,7 +18,7 @@ from .._triton import LOG2E, next_power_of_2
 from .common import PAD
 from .few import _few, _join_leaves
 from .gradients import _delta, _grad_kv, _grad_q
-from .sharing import ROWS, share
+from .sharing import A_MULTIPROCESSOR, ROWS, share
 from .tiles import _tiles
 
 KV = {"KVB": SM90.kv_block, "LEAF": SM90.kv_leaf}
@@ -31,8 +31,6 @@ SCHEDULES = {
 """Launch options of bf16 with heads of up to 128. None of them changes a bit."""
 OVERLAP = isinstance(_few, JITFunction)
 """Whether kernels of few queries may be launched before their turn: Triton's interpreter does not know of that."""
-A_MULTIPROCESSOR = 2
-"""Programs of few queries."""
 ALONE = 32
 """Leaves of a sequence up to which it is short. Measured alone: 17.5 us for 19.3 at 16 leaves, 53.5 for 48.7 at 64."""
 

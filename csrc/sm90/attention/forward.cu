@@ -25,7 +25,6 @@
 #include "../ptx/thread.cuh"
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
-#include "leaves.cuh"
 
 struct AlignkitAttention {
   AlignkitHeads q, k, v;
@@ -60,7 +59,27 @@ struct Problem : AlignkitAttention {
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
 };
 
-constexpr int kLeaf = kLeafKeys / kKeys;  // blocks of a leaf
+constexpr int kKeys = 128;          // of a block
+constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
+// A probability is 2^-31 where a score is what scores are measured by: the leaf's first, and where a rounded one would be 2
+// or more, as the uppermost bit of its exponent says, the greatest of that block.
+constexpr float kReserve = 31;
+constexpr uint32_t kTooGreat = 0x40004000;  // of two rounded ones
+constexpr float kInfinity = __builtin_huge_valf();
+
+// Whether a probability is.
+__device__ __forceinline__ bool too_great(float power) {
+  return (pack<__nv_bfloat16>(power, 0.0f) & kTooGreat) != 0;
+}
+
+// What is added to scores of the leaves before and of the next one together, from what is added to those of each; `before`
+// and `after` are what multiplies the sums of each.
+__device__ __forceinline__ float meet(float of_those, float of_next, float& before, float& after) {
+  float to = of_those - of_next <= kReserve ? of_those : of_next;
+  before = power_of_2(to - of_those);
+  after = power_of_2(to - of_next);
+  return to;
+}
 
 // What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
 // registers of threads that bring them and that compute, and how many of its sums over the leaves before a thread has in

@@ -68,22 +68,6 @@ __device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Likewise; whether `v` holds for any of them.
-__device__ __forceinline__ bool named_barrier_any(int name, int threads, bool v) {
-  uint32_t any;
-  asm volatile(
-      "{\n"
-      ".reg .pred mine, any;\n"
-      "setp.ne.u32 mine, %1, 0;\n"
-      "bar.red.or.pred any, %2, %3, mine;\n"
-      "selp.b32 %0, 1, 0, any;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(static_cast<uint32_t>(v)), "r"(name), "r"(threads)
-      : "memory");
-  return any;
-}
-
 // Arrives at a barrier of this block.
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");

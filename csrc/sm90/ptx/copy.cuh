@@ -11,11 +11,6 @@ __device__ __forceinline__ void prefetch(const void* p, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
-// A map, which a kernel has as an argument, to where the copy engine finds it at once.
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Copies of 16 bytes to shared memory, which a thread starts in groups and waits for itself. If not `here`, they are zeros.
 
 __device__ __forceinline__ void copy_vector(void* to, const void* from, bool here) {

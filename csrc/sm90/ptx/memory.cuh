@@ -13,12 +13,6 @@ __device__ __forceinline__ float4* fixed(float4* p) {
   return p;
 }
 
-// A number that is computed here, though it may not be needed.
-__device__ __forceinline__ int computed(int v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
-
 // What reads memory later is not read before this: the compiler would, where no registers are for it.
 __device__ __forceinline__ void nothing_ahead() { asm volatile("" ::: "memory"); }
 

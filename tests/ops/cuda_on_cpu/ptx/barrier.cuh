@@ -67,16 +67,6 @@ inline void named_barrier_sync(int name, int threads) {
   while (named[name].round == round) machine::yield();
 }
 
-// Of the last two rounds: those of a round read it before any of the next but one.
-inline bool any_of[16][2];
-inline bool named_barrier_any(int name, int threads, bool v) {
-  int round = named[name].round;
-  if (named[name].arrived == 0) any_of[name][round % 2] = false;
-  any_of[name][round % 2] |= v;
-  named_barrier_sync(name, threads);
-  return any_of[name][round % 2];
-}
-
 template <int kDepth>
 void step(int& stage, int& phase) {
   if (++stage == kDepth) {

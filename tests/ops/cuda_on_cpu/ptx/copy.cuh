@@ -20,7 +20,6 @@ struct CUtensorMap {
 namespace alignkit {
 
 inline void shared_written() {}
-inline void prefetch_map(const CUtensorMap*) {}
 
 inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* b) {
   if (shared_address(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
