@@ -2,9 +2,9 @@
 
 JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``load_format`` (of its weights),
 ``eager`` (bool), ``tp``, ``cases``, ``repeats``, ``turns`` (`Turns`'s arguments), ``runs``, ``[{"out"}]``, and `OPTIONS`.
-A case is ``{"name", "lengths", "max_tokens", "profile"}``: a prompt of each length, all sent at once, how many tokens are sampled
-for each, and "prefill", "decode" or null: what of it is profiled. Every repeat has prompts of its own, and finds nothing in the
-prefix cache. With ``"cached": true`` they are those of the last repeat of a case before it, found in the prefix cache but for
+A case is ``{"name", "lengths", "max_tokens", "profile"}``: a prompt of each length, all there when the engine begins, how many tokens
+are sampled for each, and "prefill", "decode" or null: what of it is profiled. Every repeat has prompts of its own, and finds nothing in
+the prefix cache. With ``"cached": true`` they are those of the last repeat of a case before it, found in the prefix cache but for
 their last block.
 
 OUT holds seconds for each case and repeat, profiles, and what ran; it is written anew after each case.
@@ -125,8 +125,12 @@ def run(job: dict) -> None:
             max_tokens=max_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
         )
         prompts = [{"prompt_token_ids": p} for p in plan.draw_prompts(vocab, seed, tuple(case["lengths"]))]
+        # The engine would begin with those that come first, and how many these are is chance.
+        llm.sleep(level=0, mode="keep")
+        llm.enqueue(prompts, params, use_tqdm=False)
         began = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.wake_up(["scheduling"])
+        outputs = llm.wait_for_completion(use_tqdm=False)
         seconds = time.perf_counter() - began
         made = sum(len(o.outputs[0].logprobs) for o in outputs)
         if made != len(prompts) * max_tokens:

@@ -1,6 +1,7 @@
 """Prefill and decoding of whole engines, by requests and length of the prompts: ``make gpu-long``; options in LONG_ARGS.
 
-A cell is so many requests with prompts of so many tokens, sent at once to vLLM in its default mode (torch.compile, CUDA graphs).
+A cell is so many requests with prompts of so many tokens, in vLLM's default mode (torch.compile, CUDA graphs), all of them there when it
+begins.
 Each engine is started once for each number of tensor-parallel ranks, measures all cells, and ends before the next one starts.
 Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
 

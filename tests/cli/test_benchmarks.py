@@ -503,9 +503,31 @@ class Vllm:
             compilation_config=mode, use_v2_model_runner=False, scheduler_config=scheduler, additional_config={}
         )
         engine = types.SimpleNamespace(vllm_config=config)
-        return types.SimpleNamespace(llm_engine=engine, generate=self.generate, collective_rpc=lambda _: ["Impl"])
+        self._asleep, self._queue = False, None
+        return types.SimpleNamespace(
+            llm_engine=engine,
+            sleep=self.sleep,
+            enqueue=self.enqueue,
+            wake_up=self.wake_up,
+            wait_for_completion=self.wait_for_completion,
+            collective_rpc=lambda _: ["Impl"],
+        )
 
-    def generate(self, prompts, params, use_tqdm):
+    def sleep(self, level, mode):
+        assert (level, mode) == (0, "keep")
+        self._asleep = True
+
+    def enqueue(self, prompts, params, use_tqdm):
+        assert self._asleep, "the engine begins with the first of them"
+        self._queue = prompts, params
+
+    def wake_up(self, tags):
+        assert tags == ["scheduling"]
+        self._asleep = False
+
+    def wait_for_completion(self, use_tqdm):
+        assert not self._asleep
+        prompts, params = self._queue
         made = []
         for prompt in (tuple(p["prompt_token_ids"]) for p in prompts):
             found = len(prompt) - 1 if self._caches and prompt in self._seen else 0
