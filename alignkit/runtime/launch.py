@@ -1,6 +1,6 @@
 """How kernels in Triton are launched, at a fraction of the time that Triton itself takes: from the arguments of every launch it
 works out anew, in text, which compiled kernel is meant. A `Launch` is of one, and runs it; `launch` finds it by a shorter
-description of the arguments, and `prepared` is for who has compared them already. Always with `enable_fp_fusion=False`: a
+description of the arguments, `repeated` finds it once, and `prepared` is for who has compared them already. Always with `enable_fp_fusion=False`: a
 multiply-add is fused where the source says `tl.fma` and nowhere else, so that no schedule can change a rounding."""
 
 from __future__ import annotations
@@ -53,9 +53,33 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
     value; of a tensor the type, the device, and the address modulo 16; of an integer whether it is 1, a multiple of 16, or
     beyond 32 bits; of anything else its type.
     """
-    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
+    if isinstance(kernel, triton.JITFunction):
+        _launched(kernel, grid, args, options, constants)
+    else:  # Triton's interpreter
         kernel[grid](*args, **constants, **options, **EXACT)
-        return
+
+
+def repeated(
+    kernel, grid: tuple[int, ...], args: tuple, options: dict, changing: int, **constants
+) -> Callable[..., None]:
+    """As `launch`; returns what launches it again with other tensors for the first `changing` of `args`: of the same types, and of
+    addresses that are the same modulo 16. The others are kept for it."""
+    kept = args[changing:]
+    if not isinstance(kernel, triton.JITFunction):
+        launch(kernel, grid, args, options, **constants)
+        return lambda *tensors: launch(kernel, grid, (*tensors, *kept), options, **constants)
+    ready, grid, values = _launched(kernel, grid, args, options, constants)
+
+    def again(*tensors: torch.Tensor, rest: tuple = (*values[changing:],), kept: tuple = kept) -> None:
+        ready(grid, *[t.data_ptr() for t in tensors], *rest)
+
+    return again
+
+
+def _launched(
+    kernel, grid: tuple[int, ...], args: tuple, options: dict, constants: dict
+) -> tuple[Launch, tuple[int, int, int], list]:
+    """What has launched it, with what grid, and with what for `args`."""
     key, values, device = [kernel.fn, *constants.values(), *options.values()], [], -1
     for a in args:
         if type(a) is int:
@@ -71,10 +95,11 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
     ready = _ready.get(name)
     if ready is not None:
         ready((x, y, z), *values)
-        return
-    ready = Launch(device, kernel, options, constants)
-    ready((x, y, z), *args)  # to compile, Triton looks at the tensors themselves
-    _ready[name] = ready
+    else:
+        ready = Launch(device, kernel, options, constants)
+        ready((x, y, z), *args)  # to compile, Triton looks at the tensors themselves
+        _ready[name] = ready
+    return ready, (x, y, z), values
 
 
 def prepared(

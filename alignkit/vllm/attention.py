@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,23 +18,18 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from alignkit import ops
 from alignkit.errors import UnsupportedError
-from alignkit.ops.attention import attend, reserve
+from alignkit.ops.attention import PagedAttention, reserve
 from alignkit.vllm import versions
 
 
 @dataclass
 class AlignedAttentionMetadata(AttentionMetadata):
     """num_tokens: rows of q that are looked at. In a CUDA graph some of them are padding, which follows the rows of the
-    last sequence, and some sequences have no rows. The rest is as `ops.paged_attention` takes it, and `checked` once it
-    has: every layer of the step gives it the same shapes and integers."""
+    last sequence, and some sequences have no rows. attention: of the step's sequences."""
 
     num_tokens: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    checked: bool = field(default=False, init=False)
+    attention: PagedAttention
 
 
 class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionMetadata]):
@@ -50,12 +45,8 @@ class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionM
         common = common_attn_metadata
         if common.causal is not True:
             raise UnsupportedError("attention that is not causal")
-        return AlignedAttentionMetadata(
-            num_tokens=common.num_actual_tokens,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-        )
+        of_step = PagedAttention(common.block_table_tensor, common.query_start_loc, common.seq_lens)
+        return AlignedAttentionMetadata(num_tokens=common.num_actual_tokens, attention=of_step)
 
 
 class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
@@ -127,12 +118,7 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
             return output.zero_()
         n = attn_metadata.num_tokens
         k_cache, v_cache = _split(kv_cache)
-        integers = attn_metadata.block_table, attn_metadata.query_start_loc, attn_metadata.seq_lens
-        if attn_metadata.checked:
-            attend(query[:n], k_cache, v_cache, *integers, self.scale, output[:n])
-        else:
-            ops.paged_attention(query[:n], k_cache, v_cache, *integers, self.scale, out=output[:n])
-            attn_metadata.checked = query.is_cuda  # elsewhere the check also converts the integers
+        attn_metadata.attention(query[:n], k_cache, v_cache, self.scale, output[:n])
         return output
 
 

@@ -7,6 +7,8 @@ import torch
 
 from alignkit import ops
 from alignkit.errors import InputError
+from alignkit.ops.attention import PagedAttention
+from alignkit.runtime import dispatch
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -289,6 +291,46 @@ def test_graph_replays_with_other_lengths():
             graph.replay()
             assert_bitwise_equal(out[: len(index)], want[index], f"{take} queries of {there}")
             assert not out[len(index) :].any()
+
+
+@pytest.mark.parametrize("choice", ["auto", "triton"])
+@pytest.mark.parametrize("dim,heads,kv", [(128, 8, 2), (64, 6, 1), (256, 4, 2)])
+@pytest.mark.parametrize("take", [[1, 1, 1], [40, 1, 0], [300, 70, 5]], ids=str)
+def test_one_layer_after_the_other(choice, dim, heads, kv, take):
+    """Of a step: results of each are what `paged_attention` gives it, eager and in a graph. Some layers are unlike the first:
+    queries are a part of a wider tensor, or begin at another address modulo 16, or have more heads."""
+    lens = [700, 513, 40]
+    table, length = torch.randperm(96).view(3, -1).int(), torch.tensor(lens).int()
+    starts = torch.tensor([0, *take]).cumsum(0).int()
+    rows = int(starts[-1]) + 3
+    layers = []
+    for seed, more in enumerate((1, 1, 1, 2)):
+        q = randn(rows, heads * more, dim, dtype=BF16, seed=seed)
+        cache = randn(96, 32, kv * more, 2 * dim, dtype=BF16, seed=seed + 100)
+        layers.append((q, *cache.chunk(2, dim=-1)))
+    (q, k, v), (other, *of_other) = layers[:2]
+    layers.insert(1, (torch.cat([q, q], -1)[..., dim:], k, v))
+    odd = torch.empty(q.numel() + 4, dtype=BF16)[4:].view(q.shape)
+    layers.insert(2, (odd.copy_(other), *of_other))
+    scale = dim**-0.5
+
+    def run():
+        step, results = PagedAttention(table, starts, length), []
+        for tensors in layers:
+            results.append(torch.full((rows, *tensors[0].shape[1:]), float("nan"), dtype=BF16))
+            step(*tensors, scale, results[-1])
+        return results
+
+    with dispatch.use(choice):
+        want = [ops.paged_attention(*tensors, table, starts, length) for tensors in layers]
+        eager = run()
+        graph, captured = capture(run)
+    graph.replay()
+    for i, expected in enumerate(want):
+        assert_bitwise_equal(eager[i], expected, f"layer {i}")
+        assert_bitwise_equal(captured[i], expected, f"layer {i} in a graph")
+    with pytest.raises(InputError, match="out: not contiguous"):
+        PagedAttention(table, starts, length)(q, k, v, scale, torch.cat([q, q], -1)[..., :dim])
 
 
 def test_gradients_in_a_graph():

@@ -41,9 +41,15 @@ for take in ((1, 1, 1, 1), (1, 0, 3, 2)):
         queries = torch.cat([q[rows], out[-2:]])
         integers = torch.tensor([0, *take]).cumsum(0).int(), torch.tensor(lens).int()
         flat = [c.flatten(0, 1) for c in caches]
-        triton.paged(queries, *flat, table, *integers, page, 0.25, out, short=options, BLOCK_M=64)
+        again = triton.paged(queries, *flat, table, *integers, page, 0.25, out, short=options, BLOCK_M=64)
         assert_bitwise_equal(out[:-2], want[rows], f"{options}")
         assert not out[-2:].any()
+        if options["programs"] == 3:  # of another layer
+            others, layer = torch.randn_like(queries), [torch.randn_like(c) for c in flat]
+            expected, got = (torch.full_like(out, float("nan")) for _ in range(2))
+            triton.paged(others, *layer, table, *integers, page, 0.25, expected, short=options, BLOCK_M=64)
+            again(others, *layer, got)
+            assert_bitwise_equal(got, expected, "another layer")
 n = 37 * leaf + 5  # joined 32 leaves at a time, then 8
 k, v, q = torch.randn(n, 1, dim), torch.randn(n, 1, dim), torch.randn(1, 3, dim)
 integers = torch.arange(n // leaf + 1).int()[None], torch.tensor([0, 1]).int(), torch.tensor([n]).int()

@@ -23,7 +23,7 @@ def taken(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int)
     with (
         mock.patch.object(sharing.Sharing, "memory", autospec=True, side_effect=sharing.Sharing.memory) as memory,
         mock.patch.object(backend, "_run"),
-        mock.patch.object(backend, "launch"),
+        mock.patch.object(backend, "repeated"),
     ):
         backend.few(*arguments)
     (s, *_), _ = memory.call_args

@@ -89,6 +89,20 @@ def test_launch(gpus):
         assert grid == (5, 1, 1) and args == (None, tensors[number].data_ptr(), 3 + number, 8, True)
 
 
+def test_launches_that_are_repeated(gpus):
+    """With other tensors for the first ones: from the first time on by their addresses, on their own GPU."""
+    kernel, (x, y, z) = Kernel(gpus), [On(1, 8) for _ in range(3)]
+    again = launches.repeated(kernel, (5,), (x, None, z, 3), {"num_warps": 4}, changing=1, BLOCK=8)
+    again(y)
+    again(x)
+    assert kernel.launched == [1, 1, 1] and kernel.compiled == 1 and gpus.current == 0
+    (grid, args, options), *repeats = kernel.given
+    assert grid == (5, 1, 1) and options == {"num_warps": 4, "BLOCK": 8} and args == (x, None, z, 3)
+    assert repeats == [((5, 1, 1), (t.data_ptr(), None, z.data_ptr(), 3, 8), {}) for t in (y, x)]
+    launches.repeated(kernel, (5,), (x, None, z, 3), {"num_warps": 4}, changing=1, BLOCK=8)
+    assert kernel.compiled == 1
+
+
 @pytest.mark.parametrize("other", [{"BLOCK": 16}, {"number": 1}, {"number": 32}, {"number": 2**31}, {"given": 0}])
 def test_what_triton_compiles_differently_is_compiled_again(gpus, other):
     """And numbers that it does not tell apart are not."""
@@ -135,7 +149,7 @@ def test_an_error_of_cublaslt_tells_its_cause(gpus, monkeypatch, broken, capturi
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(cublaslt, "_stream", lambda device: 0)
+    monkeypatch.setattr(cublaslt, "stream", lambda device: 0)
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
     monkeypatch.setattr(cublaslt, "_launchers", {})
     monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: lambda *args: 13)
@@ -153,7 +167,7 @@ def test_cublaslt(gpus, monkeypatch):
     monkeypatch.setattr(cublaslt, "_launchers", {})
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
     monkeypatch.setattr(cublaslt, "_chain", lambda: None)
-    monkeypatch.setattr(cublaslt, "_stream", lambda device: 10 + device)
+    monkeypatch.setattr(cublaslt, "stream", lambda device: 10 + device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def decide(p, chain):

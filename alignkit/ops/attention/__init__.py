@@ -12,10 +12,11 @@ import torch
 
 from ...errors import InputError
 from ...runtime import dispatch, families
-from .._calls import differentiable_once, in_default_mode, op
+from ...runtime.operands import operand
+from .._calls import differentiable_once, op
 from .._common import check_apart, check_device, check_like, check_number, check_tensor, looks, require, unit
 from .paging import check_pages
-from .problem import Attention
+from .problem import Again, Attention
 
 INTS = (torch.int32, torch.int64)
 
@@ -140,6 +141,13 @@ def paged_attention(
             than its queries. Where query_start_loc decreases, rows hold anything; a block outside the cache is taken
             for its first or last.
     """
+    checked = _check_paged(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, out)
+    _paged(*checked)
+    return checked[-1]
+
+
+def _check_paged(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, out) -> tuple:
+    """Arguments of `_paged` from those of `paged_attention`."""
     check_tensor("q", q, 3)
     check_tensor("k_cache", k_cache, 4)
     check_tensor("v_cache", v_cache, 4)
@@ -160,23 +168,56 @@ def paged_attention(
         check_like("out", out, "q", q)
         require(out.shape == q.shape and out.is_contiguous(), "out: not contiguous or not of q's shape")
         check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
-    return attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale, out)
+    return q, k_cache, v_cache, block_table, starts, seq_lens, scale, out
 
 
-@in_default_mode
-def attend(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out):
-    """`paged_attention` of what it has checked: the integers dense in their last dim, and int64 on the CPU."""
+def _paged(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out) -> Again | None:
+    """`paged_attention` of what `_check_paged` gives: the integers dense in their last dim, and int64 on the CPU. On a GPU, what
+    does it again."""
     k, v = _rows_view("k_cache", k_cache), _rows_view("v_cache", v_cache)
     q, page = unit(q), k_cache.shape[1]
     kernel = _kernel("paged_attention", q, k, v, *block_table.shape[:1], page, *block_table.shape[1:])
-    kernel.paged(q, k, v, block_table, starts, seq_lens, page, scale, out)
-    return out
+    return kernel.paged(q, k, v, block_table, starts, seq_lens, page, scale, out)
+
+
+class PagedAttention:
+    """`paged_attention` of the same sequences by one layer after the other, as in an engine's step. What follows from the integers
+    and from shapes is found out once for all layers that are alike: between two of them a GPU waits for the host.
+
+    The integers are looked at once for such layers.
+    """
+
+    def __init__(self, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor):
+        self._integers = block_table, query_start_loc, seq_lens
+        self._again: dict[tuple, Again] = {}
+
+    def __call__(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        """`out` gets the result. Arguments and errors are those of `paged_attention`; that `out` shares no memory with the
+        others is asked of the first layer alone."""
+        if families.on_host(q.device):
+            paged_attention(q, k_cache, v_cache, *self._integers, scale, out)
+            return
+        like = scale, *(operand(t) for t in (q, k_cache, v_cache, out))
+        again = self._again.get(like)
+        if again is None:
+            self._again[like] = self._first(q, k_cache, v_cache, *self._integers, scale, out)
+        else:
+            again(unit(q), k_cache, v_cache, out)
+
+    @staticmethod
+    @op
+    def _first(*arguments) -> Again:
+        again = _paged(*_check_paged(*arguments))
+        assert again is not None  # of a GPU
+        return again
 
 
 def reserve(q: torch.Tensor, kv_heads: int, positions: int) -> None:
-    """Takes the memory that `attend` needs beside its arguments, at most, for no more queries than q's over `kv_heads` heads of
-    keys and sequences of up to `positions`, and gives it back: for an engine that finds out by a trial how much a step takes.
-    q: [T, Hq, D]."""
+    """Takes the memory that `paged_attention` needs beside its arguments, at most, for no more queries than q's over `kv_heads`
+    heads of keys and sequences of up to `positions`, and gives it back: for an engine that finds out by a trial how much a step
+    takes. q: [T, Hq, D]."""
     if not families.on_host(q.device):
         from .cuda import joined_bytes
         from .sharing import workspace

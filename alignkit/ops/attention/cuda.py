@@ -4,6 +4,7 @@ asynchronous products (csrc/sm90/attention). Everything else is Triton's: the sa
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -11,7 +12,7 @@ from ...runtime import cuda
 from ...runtime.families import SM90
 from . import triton
 from .common import FAR, FEW, PAD
-from .problem import Attention
+from .problem import Again, Attention
 
 DIMS = (64, 96, 128, 256)
 JOINED = {256: 102400}
@@ -111,10 +112,16 @@ def joined_bytes(dim: int) -> int:
     return JOINED.get(dim, 0) * SM90.multiprocessors
 
 
-def _attend(a: Arguments, device: torch.device) -> None:
+def _attend(a: Arguments, device: torch.device) -> Callable[[], None]:
+    """Returns what does it again, with what `a` holds then."""
     size = joined_bytes(a.dim)
-    joined = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    cuda.call("alignkit_attention_forward", device, ctypes.byref(a), joined, ctypes.c_int64(size))
+
+    def attend() -> None:
+        joined = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        cuda.call("alignkit_attention_forward", device, ctypes.byref(a), joined, ctypes.c_int64(size))
+
+    attend()
+    return attend
 
 
 def forward(q, k, v, starts, scale: float, together: int = 1):
@@ -152,14 +159,21 @@ def backward(q, k, v, starts, out, shift, d_out, scale: float):
     return grads
 
 
-def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, together: int = 0) -> None:
+def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, together: int = 0) -> Again:
     """`together`: see `arguments`; 0: a group."""
     seqs, width = block_table.shape
     alone = q.shape[0] <= seqs  # most likely one query each
-    most = triton.few(q, k, v, block_table, starts, seq_lens, page, scale, out, all_of_them=alone)
+    most, of_few = triton.few(q, k, v, block_table, starts, seq_lens, page, scale, out, all_of_them=alone)
     if alone:
-        return
+        return of_few
     a = arguments(q, k, v, out, starts, scale, together or q.shape[1] // k.shape[1])
     a.kv_len, a.table, a.table_row = _ints(seq_lens), _ints(block_table), block_table.stride(0)
     a.page, a.width, a.most, a.few, a.far = page, width, most, FEW.value, FAR.value
-    _attend(a, q.device)
+    of_many = _attend(a, q.device)
+
+    def again(q, k, v, out):
+        of_few(q, k, v, out)
+        a.q.data, a.k.data, a.v.data, a.out = (t.data_ptr() for t in (q, k, v, out))
+        of_many()
+
+    return again

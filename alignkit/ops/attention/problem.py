@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from ...runtime.operands import Operand, operand
+
+Again = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""What does a call again with another q, k, v and result, which differ from those in values and addresses alone, and in the latter
+by multiples of 16."""
 
 
 class Attention(NamedTuple):

@@ -8,16 +8,19 @@ depend on shapes alone and lengths are read on the device, so all of it may be c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from triton import JITFunction, cdiv
 
 from ...runtime.families import SM90
-from ...runtime.launch import launch
+from ...runtime.launch import launch, repeated
 from .._common import require
 from .._triton import LOG2E, next_power_of_2
 from .common import PAD
 from .few import _few, _join_leaves
 from .gradients import _delta, _grad_kv, _grad_q
+from .problem import Again
 from .sharing import A_MULTIPROCESSOR, ROWS, share
 from .tiles import _tiles
 
@@ -84,18 +87,26 @@ def forward(q, k, v, starts, scale, **schedule):
     return out, shift
 
 
-def paged(q, k, v, block_table, starts, seq_lens, page, scale, out, short=None, **schedule):
+def paged(q, k, v, block_table, starts, seq_lens, page, scale, out, short=None, **schedule) -> Again:
     """`short` and `schedule` override the launch options of few queries, see `few`, and of tiles."""
     tokens, seqs = q.shape[0], block_table.shape[0]
     if not tokens:
-        return
+        return lambda *_: None
     alone = tokens <= seqs  # most likely one query each; `few` takes any number, one tile after the other
-    most = few(q, k, v, block_table, starts, seq_lens, page, scale, out, **({"all_of_them": alone} | (short or {})))
-    if not alone:
-        many(q, k, v, block_table, starts, seq_lens, page, scale, out, most, **schedule)
+    options = {"all_of_them": alone} | (short or {})
+    most, of_few = few(q, k, v, block_table, starts, seq_lens, page, scale, out, **options)
+    if alone:
+        return of_few
+    of_many = many(q, k, v, block_table, starts, seq_lens, page, scale, out, most, **schedule)
+
+    def again(*tensors):
+        of_few(*tensors)
+        of_many(*tensors)
+
+    return again
 
 
-def many(q, k, v, block_table, starts, seq_lens, page, scale, out, most: int, **schedule):
+def many(q, k, v, block_table, starts, seq_lens, page, scale, out, most: int, **schedule) -> Again:
     """The sequences that are not `few`'s."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     seqs, width = block_table.shape
@@ -103,7 +114,8 @@ def many(q, k, v, block_table, starts, seq_lens, page, scale, out, most: int, **
     tiles = tokens // options["BLOCK_Q"] + seqs
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    _run(_tiles, tiles * kv, (q, k, v, out, out, *lengths, tiles, 0, *pages), q, k, v, {"PAGE": page} | KV | options)
+    args = q, k, v, out, out, *lengths, tiles, 0, *pages
+    return _run(_tiles, tiles * kv, args, q, k, v, {"PAGE": page} | KV | options)
 
 
 def few(
@@ -121,10 +133,11 @@ def few(
     programs=0,
     overlap=OVERLAP,
     **schedule,
-) -> int:
+) -> tuple[int, Again]:
     """The sequences of few queries, or all of them, and the rows that hold no query or whose sequence does not fit. Returns up
-    to how many queries are few. `programs`: among about how many the leaves are shared, 0: `a_multiprocessor` on each; as many
-    for each head of keys. `overlap`: kernels are put on the GPU before the one ahead of them is done, and wait there."""
+    to how many queries are few, and what does it again. `programs`: among about how many the leaves are shared, 0:
+    `a_multiprocessor` on each; as many for each head of keys. `overlap`: kernels are put on the GPU before the one ahead of them
+    is done, and wait there."""
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
     require(k.shape[0] < 2**31, f"k_cache: {k.shape[0]} rows are too many")
@@ -136,29 +149,38 @@ def few(
         options["BLOCK_Q"] = 1
     shared = share(q, kv, options["BLOCK_Q"], width * page, a_multiprocessor, programs)
     programs = shared.parts * kv
-    torn, runs = shared.memory(kv, q.device)
+    memory = shared.memory(kv, q.device)
     most = tokens if all_of_them else options["BLOCK_Q"]
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs, shared.parts, shared.slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
     at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
     constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": shared.leaves > 1, "OVERLAP": overlap}
-    _run(_few, programs, (q, k, v, out, torn, runs, *lengths, *pages), q, k, v, constants | KV | options)
-    if shared.leaves > 1:
-        # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
-        launch(
-            _join_leaves,
-            (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
-            (out, torn, runs, shared.slots),
-            {"num_warps": 4} | _overlapping(overlap),
-            GROUP=group,
-            HEADS=heads,
-            D=dim,
-            BLOCK_Q=options["BLOCK_Q"],
-            LEAF=SM90.kv_leaf,
-            BLOCK=128,
-            OVERLAP=overlap,
-        )
-    return most
+    args = q, k, v, out, *memory, *lengths, *pages
+    leaves = _run(_few, programs, args, q, k, v, constants | KV | options, changing=6)
+    if shared.leaves == 1:
+        return most, lambda *tensors: leaves(*tensors, *shared.memory(kv, tensors[0].device))
+    # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
+    join = repeated(
+        _join_leaves,
+        (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
+        (out, *memory, shared.slots),
+        {"num_warps": 4} | _overlapping(overlap),
+        changing=3,
+        GROUP=group,
+        HEADS=heads,
+        D=dim,
+        BLOCK_Q=options["BLOCK_Q"],
+        LEAF=SM90.kv_leaf,
+        BLOCK=128,
+        OVERLAP=overlap,
+    )
+
+    def again(q, k, v, out):
+        memory = shared.memory(kv, q.device)  # nobody has it between two calls
+        leaves(q, k, v, out, *memory)
+        join(out, *memory)
+
+    return most, again
 
 
 def _overlapping(overlap: bool) -> dict:
@@ -166,14 +188,15 @@ def _overlapping(overlap: bool) -> dict:
     return {"launch_pdl": True} if overlap else {}
 
 
-def _run(kernel, programs: int, args: tuple, q, k, v, options: dict) -> None:
-    """Launch `kernel`, whose `args` end where strides of q, k and v begin."""
+def _run(kernel, programs: int, args: tuple, q, k, v, options: dict, changing: int = 4) -> Callable[..., None]:
+    """Launch `kernel`, whose `args` begin with q, k, v and the result, and end where strides of q, k and v begin. Returns what does
+    it again with others for the first `changing`."""
     strides = [t.stride() for t in (q, k, v)]
     constants = {name: of[0] for name, of in zip(("sqt", "skt", "svt"), strides, strict=True)}
     constants |= _shape(q, k) | options
     own = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     own |= _overlapping(constants.get("OVERLAP", False))
-    launch(kernel, (programs,), (*args, *(of[1] for of in strides)), own, **constants)
+    return repeated(kernel, (programs,), (*args, *(of[1] for of in strides)), own, changing, **constants)
 
 
 def sums(out, d_out, starts) -> torch.Tensor:

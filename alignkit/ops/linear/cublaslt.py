@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.cuda import fail
+from ...runtime.cuda import fail, stream
 from ...runtime.operands import Operand
 from . import waves
 from .problem import Product
@@ -355,16 +355,12 @@ class _Trial:
         with torch.cuda.device(p.device):
             out = self.before.clone()
             status = _Product(p).launcher(algorithm)(
-                self.a.data_ptr(), self.b.data_ptr(), _address(self.bias), out.data_ptr(), _stream(p.device)
+                self.a.data_ptr(), self.b.data_ptr(), _address(self.bias), out.data_ptr(), stream(p.device)
             )
             if status not in (0, _NOT_SUPPORTED):
                 fail(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
             as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
             return status == 0 and torch.equal(out.view(as_bits), self.want.view(as_bits))
-
-
-def _stream(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
 
 
 _verdicts: dict[tuple[bytes, Problem], bool] = {}
@@ -501,6 +497,6 @@ def _run(
         with torch.cuda.device(p.device):
             _run(p, launch, a, b, bias, out)
         return
-    status = launch(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), _stream(p.device))
+    status = launch(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), stream(p.device))
     if status:
         fail(f"cublasLtMatmul failed with status {status} for {p}")
