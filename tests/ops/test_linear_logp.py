@@ -14,13 +14,13 @@ from .test_tp import HEADS, run_head
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="on a GPU the cuts of rows are in the contract")
 
 
-def run_in_blocks(tp, sizes, dtype, rows):
-    """`run_head` in blocks of `rows` rows (32 at a time) and slabs of 256 ids, or, for a block of all, of 32 ids and more whose
-    gradient lies where that of the weight will."""
-    cuts = ((blocks.PART_ROWS, 32), (blocks.WORKSPACE, 1 << 16 if rows == 48 else 1))
+def run_in_blocks(tp, sizes, dtype, rows, slab):
+    """`run_head` in blocks of `rows` rows (32 at a time) and slabs of 256 ids, or of 32 ids and more whose gradient, and the fp32
+    sums over blocks, lie where the gradient of the weight will."""
+    cuts = ((blocks.PART_ROWS, 32), (blocks.WORKSPACE, 1 << 16 if slab == 256 else 1))
     before, even, chain = [table[CPU] for table, _ in cuts], blocks.EVEN, CPU.head_rows
     try:
-        blocks.EVEN = even if rows == 48 else 32
+        blocks.EVEN = even if slab == 256 else 32
         for table, value in cuts:
             table[CPU] = value
         CPU.head_rows = rows
@@ -31,14 +31,14 @@ def run_in_blocks(tp, sizes, dtype, rows):
             table[CPU] = value
 
 
-@pytest.mark.parametrize("rows", [48, 1 << 20])
+@pytest.mark.parametrize("rows,slab", [(48, 256), (48, 32), (1 << 20, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", HEADS)
-def test_cuts_change_no_bit(ranks, size, dtype, rows):
+def test_cuts_change_no_bit(ranks, size, dtype, rows, slab):
     for rank, (want, got) in enumerate(
         zip(
             ranks.run(size, run_head, HEADS[size], dtype, {"temperature": 0.7, "soft_cap": 8.0}),
-            ranks.run(size, run_in_blocks, HEADS[size], dtype, rows),
+            ranks.run(size, run_in_blocks, HEADS[size], dtype, rows, slab),
             strict=True,
         )
     ):

@@ -9,6 +9,7 @@ from alignkit import ops
 from alignkit.ops.linear import matmul
 from alignkit.ops.linear_logp.source import Transform
 from alignkit.runtime import cuda, dispatch
+from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn, seeds
@@ -185,10 +186,12 @@ def test_the_op(kwargs):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_gradients_in_the_memory_of_the_weights(keep):
-    """Slabs that lie where the weight's gradient will, against slabs in memory of their own."""
-    hidden, weight = operands(700, 512, 40000, 0)
-    target, g = torch.randint(0, 40000, (700,)), randn(700)
+@pytest.mark.parametrize("n", [700, SM90.head_rows + 700])
+def test_gradients_in_the_memory_of_the_weights(keep, n):
+    """Slabs that lie where the weight's gradient will, and its fp32 sums over more rows than a chain has, against memory of
+    their own."""
+    hidden, weight = operands(n, 512, 40000, 0)
+    target, g = torch.randint(0, 40000, (n,)), randn(n)
     target[::5] = -100
     main = torch.zeros(40000, 512)
 

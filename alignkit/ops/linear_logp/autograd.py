@@ -123,12 +123,13 @@ class LinearLogp(torch.autograd.Function):
         if need_h and not used:
             dh.zero_()
         highest = max((part.stop - part.start for part in blocks), default=0)
-        for columns, memory in source.places(highest, used, width, dw if len(blocks) == 1 else None):
-            dw_sum = db_sum = None
+        summed = dw is not None and len(blocks) > 1
+        for columns, memory, sums in source.places(highest, used, width, dw, summed):
+            db_sum, dw_sum = None, sums
             if main is not None:
                 dw_sum = main[columns]
-            elif need_w:  # rounded at once if it is one chain
-                dw_sum = dw[columns] if len(blocks) == 1 else torch.empty_like(dw[columns], dtype=torch.float32)
+            elif dw is not None and not summed:  # one chain, which is rounded at once
+                dw_sum = dw[columns]
             for rows in blocks:
                 dz = source.gradient(rows, columns, start + columns.start, per_row, memory)
                 source.products_of(
@@ -142,8 +143,8 @@ class LinearLogp(torch.autograd.Function):
                 )
                 if need_b:
                     db_sum = row_sum(dz, out=db_sum)
-            if dw is not None and len(blocks) > 1:
-                round_into(dw[columns], dw_sum)  # pyright: ignore[reportArgumentType]
+            if summed:
+                round_into(dw[columns], dw_sum)  # pyright: ignore[reportOptionalSubscript, reportArgumentType]
             if need_b:
                 round_into(db[columns], db_sum)  # pyright: ignore[reportArgumentType] - `blocks` has some
         for grad in (dw, db):

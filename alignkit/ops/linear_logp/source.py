@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -71,24 +72,33 @@ class HeadLogits:
         sums = 4 * self.weight.shape[1] if summed and rows > most else 0
         return most, even(self.workspace // max(2 * min(rows, most) + sums, 1))
 
-    def places(self, rows: int, columns: int, width: int | None, dweight: torch.Tensor | None):
-        """The slabs of columns, each with memory for its gradient of so many rows: as wide as fit into the rows of dweight
-        that come after them and are written later, if it is given; or else `width`."""
-        dtype, start, own = self.backend.gradient_type(self.weight.dtype), 0, None
-        lent, d = dweight is not None and dweight.dtype == dtype and width is not None, self.weight.shape[1]
+    def places(
+        self, rows: int, columns: int, width: int | None, dweight: torch.Tensor | None, summed: bool
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """The slabs of columns, each with memory for its gradient of so many rows and, if `summed`, for fp32 sums of the weight's
+        gradient: as wide as fit into the rows of dweight that come after them and are written later, if it is given; or else
+        `width`."""
+        dtype, start, d = self.backend.gradient_type(self.weight.dtype), 0, self.weight.shape[1]
+        lent = dweight is not None and dweight.dtype == dtype and width is not None
+        of_row = d * dtype.itemsize  # bytes of dweight
+        own: tuple[torch.Tensor, torch.Tensor | None] | None = None
         while start < columns:
             left = columns - start
-            wide = left * d // (rows + d) // blocks.EVEN * blocks.EVEN
-            if lent and wide > width:
+            fit = left * of_row // (rows * dtype.itemsize + (4 * d if summed else 0) + of_row)
+            wide = blocks.even(fit)
+            if lent and width < wide <= fit:
                 stop = start + wide
-                yield slice(start, stop), dweight[stop:].view(-1)
+                later, of_gradient = dweight[stop:].view(-1), rows * wide
+                sums = later[of_gradient:].view(torch.float32)[: wide * d].view(wide, d) if summed else None
+                yield slice(start, stop), later[:of_gradient], sums
             else:
                 stop = start + min(left, width or left)
                 if own is None:
-                    own = torch.empty(
-                        rows * (stop - start + -(stop - start) % 8), dtype=dtype, device=self.weight.device
-                    )
-                yield slice(start, stop), own
+                    wide, options = stop - start, {"device": self.weight.device}
+                    memory = torch.empty(rows * (wide + -wide % 8), dtype=dtype, **options)
+                    own = memory, torch.empty(wide, d, dtype=torch.float32, **options) if summed else None
+                memory, sums = own
+                yield slice(start, stop), memory, None if sums is None else sums[: stop - start]
             start = stop
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
