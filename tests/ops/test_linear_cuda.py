@@ -191,7 +191,7 @@ def test_decisions(fresh, monkeypatch):
     out = torch.zeros(40, 24)
     capturing, asked, calls = [True], [], []
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
-    monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
+    monkeypatch.setattr(cublaslt, "stream", lambda device: 7)
     monkeypatch.setattr(cublaslt, "_chain", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", a.get_device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
