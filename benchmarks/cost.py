@@ -10,7 +10,7 @@ benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "v
 training also ``x``, the time or the memory over that of "hf_compiled" in the same run, and
 ``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
 Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
-fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned";
+fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned", and "aligned_keeping", with ``patch_megatron(..., keep_logits=True)``;
 "stock_te" and "aligned_te", Megatron with TransformerEngine's layer spec, left out where that is not installed. Stock experts
 are computed one by one with Megatron's own layer spec (SequentialMLP), all in one with TransformerEngine's (TEGroupedMLP).
 """
@@ -42,7 +42,7 @@ from alignkit.check.terminal import interrupted_by_sigterm
 
 PARTS = ("rollout", "training", "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
-TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned", *TRANSFORMER_ENGINE)
+TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned", "aligned_keeping", *TRANSFORMER_ENGINE)
 SIZES = DENSE | MIXTURES
 UNWRITTEN = tuple(size for size in SIZES if size.startswith(("qwen3-8b", "qwen3-30b-a3b")))
 """Sizes whose weights vLLM makes up for itself, small and random: nothing is learnt from writing 16 or 61 GB. Training draws

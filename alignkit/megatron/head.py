@@ -117,6 +117,8 @@ def label_logprobs(
     hidden: torch.Tensor, output_layer, output_weight: torch.Tensor | None, labels: torch.Tensor, asked: LogProbsRequest
 ) -> LogProbs:
     """hidden ``[s, b, h]``, with sequence parallelism this rank's ``[s / tp, b, h]``; labels ``[b, s]``."""
+    from . import patch
+
     vocab_size = modules.vocabulary.get(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
     if vocab_size is None:
         raise UnsupportedError("output_layer: not the output layer of an aligned GPTModel")
@@ -141,6 +143,7 @@ def label_logprobs(
             vocab_start=tp.rank * weight.shape[0],
             tp=tp,
             return_entropy=asked.return_entropy,
+            keep_logits=patch.active().keep_logits,
         )
 
     result = output_layer(hidden, output_weight, into=logprobs_of)

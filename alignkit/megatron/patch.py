@@ -18,24 +18,28 @@ from .look import device_of
 from .versions import VERSIONS
 
 
-def patch_megatron(vocab_size: int | None = None) -> Patch:
+def patch_megatron(vocab_size: int | None = None, *, keep_logits: bool = False) -> Patch:
     """From now on every GPTModel and HybridModel of this process computes through alignkit's ops, or is refused.
 
     vocab_size: the vocabulary without padding. Megatron only knows the padded size; the columns beyond
         `vocab_size` never count in a loss or logprob. It holds for models that `set_vocab_size` gives none of their own;
         without it, each must have one.
+    keep_logits: the forward pass keeps the products of the output layer, 4 bytes for each label and id of this rank, so that the
+        backward pass does not compute them again; see `ops.linear_logp`. It changes no bit.
 
     Models may be built before or after. A model is taken over when it is built, or at its next forward.
     Call it in every process.
 
-    Returns the handle that undoes it; a second call with the same `vocab_size` returns the same handle.
+    Returns the handle that undoes it; a second call with the same arguments returns the same handle.
     Raises UnsupportedError for an unknown Megatron-core version, or none, and for a method of its classes that has
-    been replaced; InputError for another `vocab_size` than the patch in force. What cannot be kept aligned in a model
+    been replaced; InputError for other arguments than those of the patch in force. What cannot be kept aligned in a model
     raises UnsupportedError when the model is built or called, on all tensor-parallel ranks.
     """
     if vocab_size is not None:
         _check_vocab_size(vocab_size)
-    return Patch.apply(vocab_size=vocab_size)
+    if not isinstance(keep_logits, bool):
+        raise InputError(f"keep_logits: {keep_logits!r} is neither True nor False")
+    return Patch.apply(vocab_size=vocab_size, keep_logits=keep_logits)
 
 
 def set_vocab_size(model: torch.nn.Module, vocab_size: int) -> None:
@@ -75,7 +79,7 @@ def active() -> Patch:
 def status(model: Any = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
-    Keys: patched, and if so version (of Megatron-core), vocab_size, names (that are replaced), classes (of Megatron's
+    Keys: patched, and if so version (of Megatron-core), vocab_size, keep_logits, names (that are replaced), classes (of Megatron's
     modules, and the op that takes over); with a model, contract and backend (of its device), aligned (path -> op),
     stock (paths of modules that alignkit would replace but has not yet), left (path of an output layer that stays stock
     -> why) and symmetric_memory (whether its sums over
@@ -101,12 +105,12 @@ class Patch(engine_patch.Patch):
 
     engine, command = "Megatron", "patch_megatron"
 
-    def __init__(self, *, vocab_size: int | None) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, *, vocab_size: int | None, keep_logits: bool) -> None:
+        self.vocab_size, self.keep_logits = vocab_size, keep_logits
         self.met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Models whose ranks have met, or begun to, in the forward that is running."""
         self._ours: dict[tuple[Any, str], Any] = {}
-        super().__init__(vocab_size=vocab_size)
+        super().__init__(vocab_size=vocab_size, keep_logits=keep_logits)
 
     def install(self) -> None:
         try:

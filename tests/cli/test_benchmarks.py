@@ -1710,6 +1710,15 @@ def test_the_cost_table_beside_hugging_face(tables):
         one("hf_compiled", 40, "GiB, peak", 1.0),
         one("aligned", 30, "GiB, peak", 0.75),
     ]
+    keeping = [
+        one("aligned_keeping", 20480, "tokens/s", 0.8, [1.6, 1.6, 1.8]),
+        one("aligned_keeping", 50, "GiB, peak", 1.25),
+    ]
+    assert tables.cost({"runs": {"a": INFO}, "rows": rows + keeping}) == (
+        "| | Hugging Face, compiled: ms | **aligned**: time | **aligned, keeping logits**: time | GiB, peak "
+        "| **aligned**: memory | **aligned, keeping logits**: memory |\n|---|---|---|---|---|---|---|\n"
+        "| training, 1 x 32768 tokens | 2000 | **0.90** (0.85 to 0.95) | **0.80** (0.80 to 0.90) | 40.0 | **0.75** | **1.25** |"
+    )
     assert tables.cost({"runs": {"a": INFO}, "rows": rows}) == (
         "| | Hugging Face, compiled: ms | **aligned**: time | GiB, peak | **aligned**: memory |\n|---|---|---|---|---|\n"
         "| training, 1 x 32768 tokens | 2000 | **0.90** (0.85 to 0.95) | 40.0 | **0.75** |"

@@ -92,6 +92,7 @@ def test_the_cost_benchmark(tmp_path):
         "stock",
         "hf_compiled",
         "aligned",
+        "aligned_keeping",
         "stock_te",
         "aligned_te",
         "--concurrency",
@@ -112,7 +113,7 @@ def test_the_cost_benchmark(tmp_path):
     )
     cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
     both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
-    both |= {("training", engine) for engine in ("hf_compiled", "stock_te", "aligned_te")}
+    both |= {("training", engine) for engine in ("hf_compiled", "aligned_keeping", "stock_te", "aligned_te")}
     assert {(r["what"], r["engine"]) for r in cost} == both
     timed = [r for r in cost if r["unit"] != "GiB, peak"]
     assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in timed)

@@ -193,6 +193,9 @@ def test_twice_is_once(world):
         assert patch_megatron(300) is first
         with pytest.raises(InputError, match="vocab_size: 301"):
             patch_megatron(301)
+        with pytest.raises(InputError, match="keep_logits: True"):
+            patch_megatron(300, keep_logits=True)
+        assert status()["keep_logits"] is False
     assert not status()["patched"]
 
 
@@ -200,6 +203,11 @@ def test_twice_is_once(world):
 def test_vocab_size_is_checked(vocab_size):
     with pytest.raises(InputError, match="vocab_size"):
         patch_megatron(vocab_size)
+
+
+def test_keep_logits_is_checked():
+    with pytest.raises(InputError, match="keep_logits: 1 is neither"):
+        patch_megatron(300, keep_logits=1)
 
 
 def test_vocab_size_beyond_the_model(checkpoint, world):

@@ -49,6 +49,27 @@ def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair)
                 same(actual, results[0]["stored"], f"{name}, SP {sequence_parallel}, rank {rank}")
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_kept_logits_change_no_gradient(tied, checkpoint, rows, world, pair):
+    path = checkpoint("llama", torch.bfloat16, tied)
+    alone = workers.step(world, path, torch.bfloat16, False, rows)
+    same(workers.step(world, path, torch.bfloat16, False, rows, keep_logits=True), alone, "kept")
+    kept = {"stored": {}, "kept": {"keep_logits": True}}
+    for result in pair.run(2, workers.recomputed, path, torch.bfloat16, True, rows, kept):
+        same(result["kept"], result["stored"], "kept, on two ranks")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_logits_are_kept_where_that_is_asked_for(keep, checkpoint, rows, world):
+    """Those of the labels that count, fp32."""
+    saved = set()
+    with patch_megatron(300, keep_logits=keep):
+        model = workers.build(checkpoint(), torch.bfloat16).train()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.add((t.dtype, *t.shape)) or t, lambda t: t):
+            workers.mean_loss(model, rows, 1).backward()
+    assert any(kind == torch.float32 and shape[1:] == [300] for kind, *shape in saved) is keep
+
+
 def test_what_discards_outputs_is_refused(checkpoint, world):
     with patch_megatron(300), pytest.raises(UnsupportedError, match="recompute_modules.*layernorm"):
         workers.build(

@@ -80,11 +80,23 @@ def every_way(tp, model_dir, dtype, sequence_parallel, rows, **config):
     return result
 
 
-def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overlap=False, micro_batches=1, **config):
+def step(
+    tp,
+    model_dir,
+    dtype,
+    sequence_parallel,
+    rows,
+    *,
+    wrapped=False,
+    overlap=False,
+    micro_batches=1,
+    keep_logits=False,
+    **config,
+):
     """One backward of the mean loss under Megatron's DDP and its reductions: loss, HF name -> fp32 gradient.
 
     wrapped: in a Float16Module too. overlap: reduce gradients during the backward pass. micro_batches: how many parts
-    `rows` are cut into. config: fields of the TransformerConfig. Rows are padded as sequence parallelism needs, with it or
+    `rows` are cut into. keep_logits: as of `patch_megatron`. config: fields of the TransformerConfig. Rows are padded as sequence parallelism needs, with it or
     without: torch's gradient of the embedding depends on where in the batch a token is."""
     from megatron.core import distributed
     from megatron.core.transformer.module import Float16Module
@@ -92,7 +104,7 @@ def step(tp, model_dir, dtype, sequence_parallel, rows, *, wrapped=False, overla
     from alignkit.megatron.build import whole_name
 
     arch = read_architecture(model_dir)
-    with megatron(tp), patch_megatron(arch.vocab):
+    with megatron(tp), patch_megatron(arch.vocab, keep_logits=keep_logits):
         model = build(model_dir, dtype, sequence_parallel, **config)
         ddp = distributed.DistributedDataParallel(
             model.config,
