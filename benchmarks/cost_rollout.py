@@ -1,11 +1,11 @@
 """One vLLM engine in this process, timed: ``cost.py`` and ``long.py`` run ``python -m cost_rollout JOB.json``.
 
 JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``load_format`` (of its weights),
-``eager`` (bool), ``tp``, ``cases``, ``repeats``, ``turns`` (`Turns`'s arguments), ``runs``, ``[{"out"}]``, and `OPTIONS`.
-A case is ``{"name", "lengths", "max_tokens", "profile"}``: a prompt of each length, all there when the engine begins, how many tokens
-are sampled for each, and "prefill", "decode" or null: what of it is profiled. Every repeat has prompts of its own, and finds nothing in
-the prefix cache. With ``"cached": true`` they are those of the last repeat of a case before it, found in the prefix cache but for
-their last block.
+``eager`` (bool), ``tp``, ``cases``, ``repeats``, ``turns`` (`Turns`'s arguments), ``runs``, ``[{"out"}]``, and
+`OPTIONS`. A case is ``{"name", "lengths", "max_tokens", "profile"}``: a prompt of each length, all there when the
+engine begins, how many tokens are sampled for each, and "prefill", "decode" or null: what of it is profiled. Every
+repeat has prompts of its own, and finds nothing in the prefix cache. With ``"cached": true`` they are those of the last
+repeat of a case before it, found in the prefix cache but for their last block.
 
 OUT holds seconds for each case and repeat, profiles, and what ran; it is written anew after each case.
 """

@@ -1,17 +1,18 @@
 """Forward and backward of a model, timed: ``cost.py`` runs ``python -m cost_training JOB.json``.
 
-JOB: ``engine`` ("stock" | "stock_fused" | "stock_te" | "hf_compiled" | "aligned" | "aligned_keeping" | "aligned_te"), ``model`` (a directory with
-a ``config.json``), ``cases`` (``[b, s]`` each), ``repeats``, ``profile`` (bool) and ``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns
-for its labels. A micro-batch that does not fit the memory is halved; of one sequence it is left out. OUT holds seconds and bytes
-for each case, and ``too_large``, the cases that were left out. Weights are drawn on the device.
+JOB: ``engine`` ("stock" | "stock_fused" | "stock_te" | "hf_compiled" | "aligned" | "aligned_keeping" | "aligned_te"),
+``model`` (a directory with a ``config.json``), ``cases`` (``[b, s]`` each), ``repeats``, ``profile`` (bool) and
+``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns for its labels. A micro-batch that
+does not fit the memory is halved; of one sequence it is left out. OUT holds seconds and bytes for each case, and
+``too_large``, the cases that were left out. Weights are drawn on the device.
 
 "stock" is the local layer spec with Megatron-core's defaults; "stock_fused" switches on the fusions that it can run
-without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned", and "aligned_keeping", with ``keep_logits``. "stock_te" and "aligned_te" have
-TransformerEngine's layer spec, the stock one with every fusion that Megatron-core knows for it, and with the attention that
-TransformerEngine chooses. "hf_compiled" is the neighbour that people
-train with: Hugging Face's model with torch's scaled_dot_product_attention, causal by its argument and not by a mask, the loss in
-fp32, all of it by torch.compile.
-Experts are modules of their own in the local layer spec; TransformerEngine's has them in one, ``moe_grouped_gemm``. OUT says which.
+without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned", and "aligned_keeping", with
+``keep_logits``. "stock_te" and "aligned_te" have TransformerEngine's layer spec, the stock one with every fusion that
+Megatron-core knows for it, and with the attention that TransformerEngine chooses. "hf_compiled" is the neighbour that
+people train with: Hugging Face's model with torch's scaled_dot_product_attention, causal by its argument and not by a
+mask, the loss in fp32, all of it by torch.compile. Experts are modules of their own in the local layer spec;
+TransformerEngine's has them in one, ``moe_grouped_gemm``. OUT says which.
 """
 
 from __future__ import annotations

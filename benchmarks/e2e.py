@@ -4,8 +4,10 @@ Real vLLM and Megatron-core engines, each in a process of its own, on random-wei
 of 5 to 1500 tokens, 128 tokens sampled for each, bf16. The rows go to benchmarks/results/h200/e2e.json as they are
 made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
 
-The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``rollout_dp``, ``training_tp``, ``sequence_parallel``, of the training
-too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``ep``, ``pp`` and ``cp``, and ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made with.
+The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``rollout_dp``, ``training_tp``,
+``sequence_parallel``, of the training too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``ep``, ``pp`` and
+``cp``, and ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made
+with.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """Prefill and decoding of whole engines, by requests and length of the prompts: ``make gpu-long``; options in LONG_ARGS.
 
-A cell is so many requests with prompts of so many tokens, in vLLM's default mode (torch.compile, CUDA graphs), all of them there when it
-begins.
-Each engine is started once for each number of tensor-parallel ranks, measures all cells, and ends before the next one starts.
-Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
+A cell is so many requests with prompts of so many tokens, in vLLM's default mode (torch.compile, CUDA graphs), all of
+them there when it begins. Each engine is started once for each number of tensor-parallel ranks, measures all cells, and
+ends before the next one starts. Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
 
-Prefill is the time of the prompts with one token sampled for each. Then the same prompts come again: they are in the prefix
-cache but for their last block, so what is timed is `out` tokens for each and, again, one. The difference is what `out` - 1 tokens
-for each take when all requests decode together, without the difference of two long prefills. Medians of up to five repeats; of what takes long, of two.
+Prefill is the time of the prompts with one token sampled for each. Then the same prompts come again: they are in the
+prefix cache but for their last block, so what is timed is `out` tokens for each and, again, one. The difference is what
+`out` - 1 tokens for each take when all requests decode together, without the difference of two long prefills. Medians
+of up to five repeats; of what takes long, of two.
 
 benchmarks/results/h200/long.json gets ``rows``: ``{"size", "engine", "tp", "requests", "prompt", "out", "prefill_s",
-"decode_tok_s", "x_prefill", "x_decode", "prefill_seconds", "decode_seconds"}``: seconds of prefill, and tokens decoded a second, and
-both over stock's of the same run; then each repeat's seconds. ``runs``: by the rows' ``run``, what they were made on, and what an
-engine's start took. Mixtures of experts go to moe.json, with ``tok_s`` and ``x``, the same as ``decode_tok_s`` and ``x_decode``.
+"decode_tok_s", "x_prefill", "x_decode", "prefill_seconds", "decode_seconds"}``: seconds of prefill, and tokens decoded
+a second, and both over stock's of the same run; then each repeat's seconds. ``runs``: by the rows' ``run``, what they
+were made on, and what an engine's start took. Mixtures of experts go to moe.json, with ``tok_s`` and ``x``, the same as
+``decode_tok_s`` and ``x_decode``.
 """
 
 from __future__ import annotations

@@ -79,11 +79,10 @@ def active() -> Patch:
 def status(model: Any = None) -> dict[str, Any]:
     """What is patched in this process, and with `model` which of its modules are aligned.
 
-    Keys: patched, and if so version (of Megatron-core), vocab_size, keep_logits, names (that are replaced), classes (of Megatron's
-    modules, and the op that takes over); with a model, contract and backend (of its device), aligned (path -> op),
-    stock (paths of modules that alignkit would replace but has not yet), left (path of an output layer that stays stock
-    -> why) and symmetric_memory (whether its sums over
-    ranks have gone through it).
+    Keys: patched, and if so version (of Megatron-core), vocab_size, keep_logits, names (that are replaced), classes (of
+    Megatron's modules, and the op that takes over); with a model, contract and backend (of its device), aligned (path ->
+    op), stock (paths of modules that alignkit would replace but has not yet), left (path of an output layer that stays
+    stock -> why) and symmetric_memory (whether its sums over ranks have gone through it).
     """
     report = Patch.status()
     if not report["patched"] or model is None:

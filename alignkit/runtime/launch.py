@@ -1,7 +1,8 @@
 """How kernels in Triton are launched, at a fraction of the time that Triton itself takes: from the arguments of every launch it
 works out anew, in text, which compiled kernel is meant. A `Launch` is of one, and runs it; `launch` finds it by a shorter
-description of the arguments, `repeated` finds it once, and `prepared` is for who has compared them already. Always with `enable_fp_fusion=False`: a
-multiply-add is fused where the source says `tl.fma` and nowhere else, so that no schedule can change a rounding."""
+description of the arguments, `repeated` finds it once, and `prepared` is for who has compared them already. Always with
+`enable_fp_fusion=False`: a multiply-add is fused where the source says `tl.fma` and nowhere else, so that no schedule can change a
+rounding."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
 def repeated(
     kernel, grid: tuple[int, ...], args: tuple, options: dict, changing: int, **constants
 ) -> Callable[..., None]:
-    """As `launch`; returns what launches it again with other tensors for the first `changing` of `args`: of the same types, and of
-    addresses that are the same modulo 16. The others are kept for it."""
+    """As `launch`; returns what launches it again with other tensors for the first `changing` of `args`: of the same types, and
+    where these begin at a multiple of 16 bytes, so do those. The rest of `args` is kept for it."""
     kept = args[changing:]
     if not isinstance(kernel, triton.JITFunction):
         launch(kernel, grid, args, options, **constants)

@@ -10,8 +10,8 @@ import torch
 from ...runtime.operands import Operand, operand
 
 Again = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""What does a call again with another q, k, v and result, which differ from those in values and addresses alone, and in the latter
-by multiples of 16."""
+"""What does a call again with another q, k, v and result, of the same shapes, strides and types; where those begin at a multiple of
+16 bytes, so do these."""
 
 
 class Attention(NamedTuple):
