@@ -293,16 +293,19 @@ def test_graph_replays_with_other_lengths():
             assert not out[len(index) :].any()
 
 
-@pytest.mark.parametrize("choice", ["auto", "triton"])
-@pytest.mark.parametrize("dim,heads,kv", [(128, 8, 2), (64, 6, 1), (256, 4, 2)])
-@pytest.mark.parametrize("take", [[1, 1, 1], [40, 1, 0], [300, 70, 5]], ids=str)
+@pytest.mark.parametrize(
+    "choice,dim,heads,kv",
+    [("auto", 128, 8, 2), ("auto", 256, 4, 2), ("triton", 64, 6, 1)],
+    ids=["128", "256", "triton"],
+)
+@pytest.mark.parametrize("take", [[1, 1, 1], [300, 1, 0]], ids=["decoding", "mixed"])
 def test_one_layer_after_the_other(choice, dim, heads, kv, take):
     """Of a step: results of each are what `paged_attention` gives it, eager and in a graph. Some layers are unlike the first:
     queries are a part of a wider tensor, or begin at another address modulo 16, or have more heads."""
     lens = [700, 513, 40]
     table, length = torch.randperm(96).view(3, -1).int(), torch.tensor(lens).int()
     starts = torch.tensor([0, *take]).cumsum(0).int()
-    rows = int(starts[-1]) + 3
+    rows = int(starts[-1]) + (3 if max(take) > 1 else 0)  # more than sequences; or as many, which takes other kernels
     layers = []
     for seed, more in enumerate((1, 1, 1, 2)):
         q = randn(rows, heads * more, dim, dtype=BF16, seed=seed)
