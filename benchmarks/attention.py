@@ -1,12 +1,13 @@
 """Attention beside its peers, on one GPU: ``make gpu-attention``; options in ATTENTION_ARGS.
 
-bf16, causal, grouped heads. The file (benchmarks/results/h200/attention.json) is ``{"runs": {...}, "rows": [...]}``; ``runs``: by
-the rows' ``run``, what they were made on. A row:
+bf16, causal, grouped heads. The file (benchmarks/results/h200/attention.json) is ``{"runs": {...}, "rows": [...]}``;
+``runs``: by the rows' ``run``, what they were made on. A row:
 
 ``impl``
-    "alignkit"; "alignkit-triton", that by Triton alone; "fa3", FlashAttention 3 as vLLM calls it, with splits of its own choice
-    and its schedule made beforehand; "cudnn", torch's scaled_dot_product_attention by cuDNN; "cudnn-deterministic", that under
-    deterministic algorithms. One that is not installed or fails is named, and the others go on.
+    "alignkit"; "alignkit-triton", that by Triton alone; "fa3", FlashAttention 3 as vLLM calls it, with splits of its
+    own choice and its schedule made beforehand; "cudnn", torch's scaled_dot_product_attention by cuDNN;
+    "sdpa-deterministic", that under deterministic algorithms, by what torch chooses then: it takes cuDNN's backward
+    pass for not deterministic. One that is not installed or fails is named, and the others go on.
 ``pass``
     "decode": one query of each request, from a cache in pages of 16 in drawn order, as a CUDA graph. "forward"; "backward",
     alone, of one forward pass that came before; "forward_backward": of packed sequences of equal length, or where ``drawn`` of
@@ -16,8 +17,8 @@ the rows' ``run``, what they were made on. A row:
 ``us``, ``tb_s``, ``tflops``
     Median time on the device, cold cache; of decoding, the cache's bytes by it; else the products' operations by it.
 ``x``, ``x_deterministic``
-    The time over that of the peer, timed by turns: "fa3", of gradients "cudnn" and "cudnn-deterministic". None, and absent, where
-    that failed.
+    The time over that of the peer, timed by turns: "fa3", of gradients "cudnn" and "sdpa-deterministic". None, and
+    absent, where that failed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from lib.options import parser as options_parser
@@ -229,7 +231,8 @@ class Packed:
 
         return self.run(call, self.g)
 
-    def cudnn(self):
+    def cudnn(self, *others: SDPBackend):
+        """`others`: may take its place."""
         if self.case.drawn:
             raise NotImplementedError("it takes no packed sequences")
 
@@ -237,16 +240,16 @@ class Packed:
             return t.unflatten(0, (self.case.batch, -1)).transpose(1, 2)
 
         def call():
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others]):
                 return scaled_dot_product_attention(
                     *(dense(t) for t in (self.q, self.k, self.v)), is_causal=True, enable_gqa=True
                 )
 
         return self.run(call, dense(self.g))
 
-    def cudnn_deterministic(self):
-        call = deterministic(self.cudnn)()
-        return deterministic(call)
+    def sdpa_deterministic(self):
+        others = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+        return deterministic(deterministic(partial(self.cudnn, *others))())
 
 
 def deterministic(call: Callable) -> Callable:
@@ -276,13 +279,13 @@ IMPLS = {
     "alignkit-triton": lambda p: by_triton(p.ours),
     "fa3": lambda p: p.fa3(),
     "cudnn": lambda p: p.cudnn(),
-    "cudnn-deterministic": lambda p: p.cudnn_deterministic(),
+    "sdpa-deterministic": lambda p: p.sdpa_deterministic(),
 }
 OF = {
     "decode": ("alignkit", "alignkit-triton", "fa3"),
     "forward": ("alignkit", "alignkit-triton", "fa3", "cudnn"),
-    "backward": ("alignkit", "alignkit-triton", "cudnn", "cudnn-deterministic"),
-    "forward_backward": ("alignkit", "alignkit-triton", "cudnn", "cudnn-deterministic"),
+    "backward": ("alignkit", "alignkit-triton", "cudnn", "sdpa-deterministic"),
+    "forward_backward": ("alignkit", "alignkit-triton", "cudnn", "sdpa-deterministic"),
 }
 
 
@@ -308,8 +311,8 @@ def measure(case: Case, which: str, impls: list[str], watch: Stopwatch, seconds:
             seen = sum(n * (n + 1) // 2 for n in case.lengths()) * case.heads
             row["tflops"] = OPERATIONS[which] * seen * case.head_dim / t / 1e6
         row["x"] = t / us[PEER[which]] if PEER[which] in us else None
-        if "cudnn-deterministic" in us:
-            row["x_deterministic"] = t / us["cudnn-deterministic"]
+        if "sdpa-deterministic" in us:
+            row["x_deterministic"] = t / us["sdpa-deterministic"]
         rows.append(row)
     return rows
 

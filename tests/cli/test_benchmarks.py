@@ -1093,17 +1093,20 @@ def test_attention_cases(module):
 
 @pytest.mark.parametrize("which", ["forward", "forward_backward"])
 def test_attention_rows(module, tables, capsys, which):
-    """The CPU has no Triton, no FlashAttention and no cuDNN; that is named, and the others go on."""
+    """The CPU has no Triton, no FlashAttention 3 and no cuDNN; that is named, and the others go on."""
     import torch
 
     bench = module("attention")
     watch = bench.Stopwatch(torch.device("cpu"))
-    (row,) = bench.measure(bench.Case(2, 40, 4, 2, 16), which, list(bench.IMPLS), watch, 0.001)
+    row, *others = bench.measure(bench.Case(2, 40, 4, 2, 16), which, list(bench.IMPLS), watch, 0.001)
     operations = {"forward": 4, "forward_backward": 14}[which] * 2 * 820 * 4 * 16
-    assert row["impl"] == "alignkit" and row["x"] is None and "x_deterministic" not in row
+    assert row["impl"] == "alignkit" and row["x"] is None
+    assert [r["impl"] for r in others] == (["sdpa-deterministic"] if which == "forward_backward" else [])
+    for other in others:
+        assert row["x_deterministic"] == row["us"] / other["us"]
     assert row["tflops"] * row["us"] == pytest.approx(operations / 1e6)
     told = capsys.readouterr().out
-    assert all(f"without {name}" in told for name in bench.OF[which][1:])
+    assert all((f"without {name}" in told) is (name != "sdpa-deterministic") for name in bench.OF[which][1:])
     table = tables.attention({"rows": [row, row | {"impl": "cudnn", "x": 1.0}]})
     assert f"| {which.replace('_', ' and ')} | 16 | 2 x 40 | - (" in table and "| 1.00 (" in table
 
