@@ -249,7 +249,8 @@ class Packed:
 
     def sdpa_deterministic(self):
         others = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-        return deterministic(deterministic(partial(self.cudnn, *others))())
+        call = deterministic(partial(self.cudnn, *others))()
+        return deterministic(call)
 
 
 def deterministic(call: Callable) -> Callable:

@@ -6,6 +6,7 @@ runtime and finds the driver when a kernel is launched: loading it takes no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -78,9 +79,7 @@ def call(function: str, device: torch.device, *args) -> None:
     int. Raises BackendError as `check` does."""
     args = [ctypes.c_void_p(pointer(a)) if a is None or isinstance(a, torch.Tensor) else a for a in args]
     current = torch.cuda.current_device()
+    index = current if device.index is None else device.index
     # Most calls are on the current device, and to choose one takes the host longer than the rest of this.
-    if device.index in (None, current):
-        check(getattr(library(), function)(*args, ctypes.c_void_p(stream(current))), function)
-        return
-    with torch.cuda.device(device):
-        check(getattr(library(), function)(*args, ctypes.c_void_p(stream(device.index))), function)
+    with contextlib.nullcontext() if index == current else torch.cuda.device(index):
+        check(getattr(library(), function)(*args, ctypes.c_void_p(stream(index))), function)

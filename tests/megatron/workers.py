@@ -96,8 +96,9 @@ def step(
     """One backward of the mean loss under Megatron's DDP and its reductions: loss, HF name -> fp32 gradient.
 
     wrapped: in a Float16Module too. overlap: reduce gradients during the backward pass. micro_batches: how many parts
-    `rows` are cut into. keep_logits: as of `patch_megatron`. config: fields of the TransformerConfig. Rows are padded as sequence parallelism needs, with it or
-    without: torch's gradient of the embedding depends on where in the batch a token is."""
+    `rows` are cut into. keep_logits: as of `patch_megatron`. config: fields of the TransformerConfig. Rows are padded as
+    sequence parallelism needs, with it or without: torch's gradient of the embedding depends on where in the batch a
+    token is."""
     from megatron.core import distributed
     from megatron.core.transformer.module import Float16Module
 

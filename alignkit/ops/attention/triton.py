@@ -157,28 +157,29 @@ def few(
     constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": shared.leaves > 1, "OVERLAP": overlap}
     args = q, k, v, out, *memory, *lengths, *pages
     leaves = _run(_few, programs, args, q, k, v, constants | KV | options, changing=6)
-    if shared.leaves == 1:
-        return most, lambda *tensors: leaves(*tensors, *shared.memory(kv, tensors[0].device))
-    # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
-    join = repeated(
-        _join_leaves,
-        (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
-        (out, *memory, shared.slots),
-        {"num_warps": 4} | _overlapping(overlap),
-        changing=3,
-        GROUP=group,
-        HEADS=heads,
-        D=dim,
-        BLOCK_Q=options["BLOCK_Q"],
-        LEAF=SM90.kv_leaf,
-        BLOCK=128,
-        OVERLAP=overlap,
-    )
+    join = None
+    if shared.leaves > 1:
+        # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
+        join = repeated(
+            _join_leaves,
+            (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
+            (out, *memory, shared.slots),
+            {"num_warps": 4} | _overlapping(overlap),
+            changing=3,
+            GROUP=group,
+            HEADS=heads,
+            D=dim,
+            BLOCK_Q=options["BLOCK_Q"],
+            LEAF=SM90.kv_leaf,
+            BLOCK=128,
+            OVERLAP=overlap,
+        )
 
     def again(q, k, v, out):
         memory = shared.memory(kv, q.device)  # nobody has it between two calls
         leaves(q, k, v, out, *memory)
-        join(out, *memory)
+        if join is not None:
+            join(out, *memory)
 
     return most, again
 
