@@ -5,7 +5,7 @@ JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directo
 `OPTIONS`. A case is ``{"name", "lengths", "max_tokens", "profile"}``: a prompt of each length, all there when the
 engine begins, how many tokens are sampled for each, and "prefill", "decode" or null: what of it is profiled. Every
 repeat has prompts of its own, and finds nothing in the prefix cache. With ``"cached": true`` they are those of the last
-repeat of a case before it, found in the prefix cache but for their last block.
+repeat of a case before it, found in the prefix cache but for their last block. ``"repeats"``: of this case alone.
 
 OUT holds seconds for each case and repeat, profiles, and what ran; it is written anew after each case.
 """
@@ -13,7 +13,6 @@ OUT holds seconds for each case and repeat, profiles, and what ran; it is writte
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -29,7 +28,6 @@ from alignkit.vllm import patch_vllm, worker_status
 
 OPTIONS = {
     "warm_up": None,  # cases that are run before anything is timed; None: all of `cases`
-    "seconds": math.inf,  # after which no repeat of a case is begun, but its second
     "prefix_caching": False,
     "captures": None,  # numbers of rows that CUDA graphs are captured for; None: vLLM's own
 }
@@ -147,7 +145,7 @@ def run(job: dict) -> None:
     last = 0  # the seed of the prompts that were last
     for case in job["cases"]:
         times = []
-        while len(times) < job["repeats"] and (len(times) < 2 or sum(times) < job["seconds"]):
+        for _ in range(case.get("repeats", job["repeats"])):
             last += not case.get("cached")
             with turns:
                 times.append(generate(case, last, case["max_tokens"]))

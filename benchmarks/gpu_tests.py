@@ -40,7 +40,7 @@ from pathlib import Path
 
 from lib.failures import MARK
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, merge, of_commit, read, run_name, write
+from lib.results import H200, ROOT, merge, of_commit, read, run_name, sources, write
 
 from alignkit.check.machine import machine
 from alignkit.check.run import stop
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=10, help="test files of the ops at a time")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which everything is stopped")
     options, rest = parser.parse_known_args(arguments)
-    name, info, rows = run_name(), machine(), []
+    name, info, rows = run_name(), machine() | {"sources": sources()}, []
     # Of a checkout with changes, or of no commit, nobody knows which sources rows are of.
     known = info["commit"] != "unknown" and not info["commit"].endswith("-dirty")
     old = of_commit(read(options.json), info["commit"]) if known else {"runs": {}, "rows": []}

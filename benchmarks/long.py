@@ -1,13 +1,14 @@
 """Prefill and decoding of whole engines, by requests and length of the prompts: ``make gpu-long``; options in LONG_ARGS.
 
 A cell is so many requests with prompts of so many tokens, in vLLM's default mode (torch.compile, CUDA graphs), all of
-them there when it begins. Each engine is started once for each number of tensor-parallel ranks, measures all cells, and
-ends before the next one starts. Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
+them there when it begins. Each engine is started once for each number of tensor-parallel ranks and measures all cells.
+Where a GPU has room for two, an engine and the next are side by side, measured by turns; else one ends before the next
+one starts. Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
 
 Prefill is the time of the prompts with one token sampled for each. Then the same prompts come again: they are in the
 prefix cache but for their last block, so what is timed is `out` tokens for each and, again, one. The difference is what
 `out` - 1 tokens for each take when all requests decode together, without the difference of two long prefills. Medians
-of up to five repeats; of what takes long, of two.
+of three repeats, and of more where the tokens are few: such steps wait for the host, whose speed changes.
 
 benchmarks/results/h200/long.json gets ``rows``: ``{"size", "engine", "tp", "requests", "prompt", "out", "prefill_s",
 "decode_tok_s", "x_prefill", "x_decode", "prefill_seconds", "decode_seconds"}``: seconds of prefill, and tokens decoded
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 from cost import SIZES, Bench
-from lib.models import MIXTURES
+from lib.models import MIXTURES, held_bytes
 from lib.options import parser as options_parser
 from lib.results import H200, merge, read, write
 
@@ -39,6 +40,10 @@ WARM_UP = {"prompt": 16, "max_tokens": 8}
 """Of a cell, before anything is timed: one prompt as long as it has, the others so short, and so many tokens for each."""
 LARGEST_GRAPH = 512
 """Rows of vLLM's largest CUDA graph, by default."""
+BESIDE = 8 << 30
+"""Bytes of an engine on each GPU beside weights and cache: activations, graphs, what the driver takes."""
+REPEATED = 4000, 15
+"""Tokens that are measured of each cell at least, unless these are so many repeats."""
 
 
 class Cell(NamedTuple):
@@ -51,9 +56,11 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         return f"{self.requests} x {self.prompt}"
 
-    def cases(self) -> list[dict]:
-        """Of a job of ``cost_rollout``."""
-        case = {"name": str(self), "lengths": [self.prompt] * self.requests, "profile": None}
+    def cases(self, repeats: int) -> list[dict]:
+        """Of a job of ``cost_rollout``. repeats: at least."""
+        tokens, most = REPEATED
+        repeats = max(repeats, min(most, tokens // (self.requests * self.prompt)))
+        case = {"name": str(self), "lengths": [self.prompt] * self.requests, "profile": None, "repeats": repeats}
         timed = ((1, False), (1, True), (self.out, True))
         return [case | {"max_tokens": tokens, "cached": cached} for tokens, cached in timed]
 
@@ -65,6 +72,15 @@ class Cell(NamedTuple):
 OUT = 129
 DENSE = tuple(Cell(*cell, OUT) for cell in ((1, 30000), (8, 30000), (32, 8000), (64, 512), (1, 128)))
 EXPERTS = tuple(Cell(requests, 512, OUT) for requests in (1, 16, 64, 256))
+
+
+def side_by_side(size: dict, cells: list[Cell], tp: int) -> int:
+    """How many engines of `tp` ranks a GPU has room for, up to two."""
+    if not torch.cuda.is_available():
+        return 1
+    positions = max(cell.requests * (cell.prompt + cell.out) for cell in cells) * 5 // 4
+    engine = held_bytes(size, positions) / tp + BESIDE
+    return 2 if 2 * engine <= torch.cuda.get_device_properties(0).total_memory else 1
 
 
 def captures(cells: list[Cell]) -> list[int]:
@@ -125,15 +141,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--cells", nargs="+", type=_cell, help="requests, prompt, tokens sampled for each, as 8x30000x65"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
-    parser.add_argument("--seconds", type=float, default=3.0, help="after which no repeat is begun but the second")
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement, at least; the median counts")
+    parser.add_argument(
+        "--side-by-side", type=int, choices=(1, 2), help="engines on a GPU at once; default: two if they fit"
+    )
     parser.add_argument(
         "--eager",
         action="store_true",
         default=not torch.cuda.is_available(),
         help="vLLM without torch.compile and CUDA graphs",
     )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that engines side by side may take")
     parser.add_argument("--out", type=Path, default=Path("check-results/long"), help="logs")
     options = parser.parse_args(arguments)
     mixture = options.size in MIXTURES
@@ -145,36 +163,43 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--tp: {problem}")
 
     started = time.monotonic()
-    bench = Bench(options, seconds_of_repeats=options.seconds, cells=[list(cell) for cell in cells])
+    bench = Bench(options, cells=[list(cell) for cell in cells])
     spec = {
         "model": str(bench.prepare(weights=False)),
         "load_format": "dummy",
         "eager": options.eager,
-        "cases": [case for cell in cells for case in cell.cases()],
+        "cases": [case for cell in cells for case in cell.cases(options.repeats)],
         "warm_up": [cell.warm_up() for cell in cells],
         "repeats": options.repeats,
-        "seconds": options.seconds,
         "prefix_caching": True,
         "captures": captures(cells),
-        "turns": None,
     }
     results = []
     with interrupted_by_sigterm():
         for tp in ranks:
-            for engine in options.engines:
-                name = f"{engine}-tp{tp}"
-                found = bench.run({name: spec | {"engine": engine, "tp": tp}}, "cost_rollout").get(name)
-                if found is None:
-                    continue
-                results.append(found | {"tp": tp})
-                bench.info["engines"][f"{engine} TP {tp}"] = {
-                    k: v for k, v in found.items() if k not in ("engine", "cases", "profiles")
+            at_once = options.side_by_side or side_by_side(SIZES[options.size], cells, tp)
+            for first in range(0, len(options.engines), at_once):
+                engines = options.engines[first : first + at_once]
+                turns = {"file": str(bench.out / f"turns-{tp}-{first}"), "engines": len(engines)}
+                Path(turns["file"]).unlink(missing_ok=True)
+                turns["seconds"] = options.timeout
+                jobs = {
+                    f"{engine}-tp{tp}": spec | {"engine": engine, "tp": tp, "turns": turns | {"engine": i}}
+                    for i, engine in enumerate(engines)
                 }
+                found = bench.run(jobs, "cost_rollout")
+                results += [result | {"tp": tp} for result in found.values()]
+                for result in found.values():
+                    bench.info["engines"][f"{result['engine']} TP {tp}"] = {
+                        k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")
+                    } | {"side_by_side": engines}
                 made = rows(results, cells, options.size)
                 if made:
                     write(path, merge(read(path), bench.name, bench.info, made, KEY))
-                mine = [row for row in made if (row["engine"], row["tp"]) == (engine, tp)]
-                print(f"  the start took {found['start_seconds']} s", *map(line, mine), sep="\n", flush=True)
+                for result in found.values():
+                    mine = [row for row in made if (row["engine"], row["tp"]) == (result["engine"], tp)]
+                    print(f"{result['engine']}: the start took {result['start_seconds']} s", *map(line, mine), sep="\n")
+                sys.stdout.flush()
     for name in bench.failures:
         print(f"failed: {name}")
     print(f"{time.monotonic() - started:.0f} s; {path}")

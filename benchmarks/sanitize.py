@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, keys, merge, read, run_name, write
+from lib.results import H200, ROOT, keys, merge, read, run_name, sources, write
 
 from alignkit.check.machine import gpus, machine
 from alignkit.check.run import stop
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    name, info = run_name(), machine() | {"examples": options.examples}
+    name, info = run_name(), machine() | {"sources": sources(), "examples": options.examples}
     contents = read(options.json)
     clean = [row for row in contents.get("rows", []) if row["clean"]]
     had = keys({"rows": clean}, KEY) if options.resume else set()

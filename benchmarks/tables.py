@@ -3,8 +3,8 @@
 ``python benchmarks/tables.py``. A table stands between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->``, in any of the
 pages; the plots are SVG files beside their results. What was not measured yet is left as it is.
 
-Figures that stand together come from one commit: a file whose rows are of several gives a table for each, newest first,
-under a line that says what it was made on.
+Figures that stand together come from the same sources, of one commit or of several between which nothing of the package changed:
+a file whose rows are of other sources too gives a table for each, newest first, under a line that says what it was made on.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def check(rows: list[dict], run: dict) -> str:
     return "\n".join([_made_on([run]), "", *lines])
 
 
-def _commit(run: dict) -> tuple:
-    return run.get("commit"), run.get("contract")
+def _sources(run: dict) -> tuple:
+    return run.get("sources") or run.get("commit"), run.get("contract")
 
 
 def _measured(run: dict) -> str:
@@ -100,8 +100,8 @@ def _measured(run: dict) -> str:
     return json.dumps([model, *settings], sort_keys=True)
 
 
-def by_run(results: dict, same: Callable[[dict], Hashable] = _commit) -> list[dict]:
-    """The results of runs that are the `same`, by their commit and contract unless told, by themselves, newest first."""
+def by_run(results: dict, same: Callable[[dict], Hashable] = _sources) -> list[dict]:
+    """The results of runs that are the `same`, by their sources and contract unless told, by themselves, newest first."""
     runs = results["meta"]["runs"] if "meta" in results else results["runs"]
     found: dict[Hashable, list[str]] = {}
     for name in sorted(runs, key=lambda name: (runs[name]["date"], name), reverse=True):
@@ -947,7 +947,7 @@ def tables() -> dict[str, str]:
     for name, write in writers.items():
         results = _read(f"h200/{FILES.get(name, name)}.json")
         if results:
-            parts = by_run(results, _measured if name == "where_drift" else _commit)
+            parts = by_run(results, _measured if name == "where_drift" else _sources)
             apart = [(_made_on(part["runs"].values()), write(part)) for part in parts]
             made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
     if results := _read("h200/verl.json"):

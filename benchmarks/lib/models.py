@@ -61,6 +61,14 @@ MIXTURES = {
 """Sizes of mixtures of experts, of which `intermediate` is the width of each."""
 
 
+def held_bytes(size: dict, positions: int) -> int:
+    """Bytes of a model's weights and of a KV cache of so many positions, bf16."""
+    attention, kv = size["heads"] * size["head_dim"], size["kv_heads"] * size["head_dim"]
+    experts = 3 * size["hidden"] * size["intermediate"] * size.get("experts", 1)
+    layer = 2 * size["hidden"] * (attention + kv) + experts
+    return 2 * (size["layers"] * (layer + 2 * kv * positions) + 2 * size["hidden"] * size["vocab"])
+
+
 class Layer(NamedTuple):
     """Of a linear layer what a rank of tensor parallelism has: weight [n, k], and the leaves of k."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from alignkit.runtime import dispatch
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 H200 = RESULTS / "h200"
+PACKAGE, WRITTEN = ("alignkit", "csrc"), (".py", ".json", ".cu", ".cuh", ".inl", ".cpp", ".h")
+"""Folders of the package, and what sources end in there."""
 
 
 def run_name() -> str:
@@ -23,10 +26,18 @@ def run_name() -> str:
 
 
 def made_on(*, packages: Iterable[str] = (), **more) -> dict:
-    """What rows are made on: date, commit, machine, versions (`packages`: more of them), contract, and `more`."""
-    info = machine() | {"contract": family().contract_id} | more
+    """What rows are made on: date, commit, `sources`, machine, versions (`packages`: more of them), contract, and `more`."""
+    info = machine() | {"contract": family().contract_id, "sources": sources()} | more
     info["versions"] |= {package: version(package) for package in packages}
     return info
+
+
+def sources() -> str:
+    """A digest of the package and its kernels: the same for commits that differ in tests, benchmarks or pages alone."""
+    found = hashlib.sha256()
+    for path in sorted(p for folder in PACKAGE for p in (ROOT / folder).rglob("*") if p.suffix in WRITTEN):
+        found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 def backend(device: torch.device) -> str:

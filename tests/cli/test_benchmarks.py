@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -424,11 +425,13 @@ def engine_result(engine, seconds):
 
 def test_cells(long):
     cell = long.Cell(3, 300, 9)
-    assert [(c["lengths"], c["max_tokens"], c["cached"]) for c in cell.cases()] == [
+    assert [(c["lengths"], c["max_tokens"], c["cached"]) for c in cell.cases(2)] == [
         ([300] * 3, 1, False),
         ([300] * 3, 1, True),
         ([300] * 3, 9, True),
     ]
+    repeats = {c: {case["repeats"] for case in long.Cell(*c, 9).cases(3)} for c in ((1, 128), (2, 400), (64, 512))}
+    assert repeats == {(1, 128): {15}, (2, 400): {5}, (64, 512): {3}}  # what has few tokens, more often
     assert cell.warm_up() == {"lengths": [300, 16, 16], "max_tokens": 8}
     assert long.Cell(2, 5, 3).warm_up() == {"lengths": [5, 5], "max_tokens": 3}
     assert [tuple(c[:2]) for c in long.DENSE] == [(1, 30000), (8, 30000), (32, 8000), (64, 512), (1, 128)]
@@ -436,6 +439,25 @@ def test_cells(long):
     assert long.captures(long.DENSE) == [1, 8, 32, 64, 128] and long.captures(long.EXPERTS) == [1, 16, 64, 256, 512]
     longest = max(cell.prompt + cell.out for cell in long.DENSE + long.EXPERTS)
     assert all(long.SIZES[size]["max_position"] > longest for size in ("qwen3-8b", "qwen3-30b-a3b"))
+
+
+def test_engines_that_fit_are_side_by_side(long, monkeypatch):
+    """By their weights, a published figure, and their caches."""
+    billions = {"qwen3-8b": 8.19, "qwen3-30b-a3b": 30.53}
+    for size, weights in billions.items():
+        assert long.held_bytes(long.SIZES[size], 0) == pytest.approx(2e9 * weights, rel=0.002)
+    assert long.held_bytes(long.SIZES["qwen3-8b"], 1000) - long.held_bytes(long.SIZES["qwen3-8b"], 0) == 147456 * 1000
+
+    def fit(gib, size, cells, tp):
+        gpu = types.SimpleNamespace(total_memory=gib << 30)
+        monkeypatch.setattr(long.torch.cuda, "get_device_properties", lambda _: gpu)
+        return long.side_by_side(long.SIZES[size], cells, tp)
+
+    monkeypatch.setattr(long.torch.cuda, "is_available", lambda: False)
+    assert fit(139, "qwen3-8b", long.DENSE, 1) == 1
+    monkeypatch.setattr(long.torch.cuda, "is_available", lambda: True)
+    assert [fit(gib, "qwen3-8b", long.DENSE, tp) for gib, tp in ((139, 1), (79, 1), (79, 2))] == [2, 1, 2]
+    assert [fit(139, "qwen3-30b-a3b", long.EXPERTS, tp) for tp in (1, 2)] == [1, 2]
 
 
 def test_long_rows(long):
@@ -454,6 +476,25 @@ def test_long_rows(long):
     (cut,) = long.rows([engine_result("stock", {(False, 1): [1.0], (True, 1): [0.5]})], cells, "qwen3-8b")
     assert cut["prefill_s"] == 1.0 and cut["decode_tok_s"] is None and cut["x_decode"] is None
     assert "decoding none" in long.line(cut)
+
+
+def test_long_takes_engines_by_turns(long, monkeypatch, tmp_path):
+    """Two at once, with the same repeats; what is left alone. A file of turns is of one pair."""
+    seen = []
+
+    def run(bench, specs, module):
+        seen.append(specs)
+        return {}
+
+    monkeypatch.setattr(long.Bench, "run", run)
+    arguments = ["--size", "small", "--cells", "2x300x9", "--json", str(tmp_path / "a.json"), "--side-by-side", "2"]
+    assert long.main([*arguments, "--out", str(tmp_path), "--tp", "1", "2"]) == 0
+    assert [list(specs) for specs in seen] == [
+        [f"{engine}-tp{tp}" for engine in pair] for tp in (1, 2) for pair in (long.ENGINES[:2], long.ENGINES[2:])
+    ]
+    turns = [[spec["turns"] for spec in specs.values()] for specs in seen]
+    assert [[(t["engine"], t["engines"]) for t in of] for of in turns] == [[(0, 2), (1, 2)], [(0, 1)]] * 2
+    assert [len({t["file"] for t in of}) for of in turns] == [1] * 4 and len({of[0]["file"] for of in turns}) == 4
 
 
 def test_long_keeps_what_ran(long, monkeypatch, tmp_path, capsys):
@@ -553,7 +594,7 @@ def rollout_job(long, tmp_path, **change):
     cell = long.Cell(2, 300, 4)
     make_checkpoint(tmp_path / "model", weights=False)
     job = {"engine": "stock", "model": str(tmp_path / "model"), "load_format": "dummy", "eager": True, "turns": None}
-    job |= {"tp": 1, "cases": cell.cases(), "warm_up": [cell.warm_up(), cell.warm_up()], "repeats": 3}
+    job |= {"tp": 1, "cases": cell.cases(3), "warm_up": [cell.warm_up(), cell.warm_up()], "repeats": 3}
     return job | {"prefix_caching": True, "runs": [{"out": str(tmp_path / "out.json")}]} | change
 
 
@@ -563,21 +604,22 @@ def test_prompts_come_again_to_be_decoded(long, rollout, monkeypatch, tmp_path):
     rollout.run(rollout_job(long, tmp_path, captures=[1, 2]))
     warm, timed = vllm.asked[:2], vllm.asked[2:]
     assert [(len(prompts[0]), len(prompts[1]), tokens) for prompts, tokens in warm] == [(300, 16, 4)] * 2
-    assert [tokens for _, tokens in timed] == [1] * 6 + [4] * 3
+    assert [tokens for _, tokens in timed] == [1] * 12 + [4] * 6
     firsts = [tuple(prompts[0]) for prompts, _ in warm + timed]
-    assert len(set(firsts)) == 5 and set(firsts[5:]) == {firsts[4]}
+    assert len(set(firsts)) == 8 and set(firsts[8:]) == {firsts[7]}
     result = json.loads((tmp_path / "out.json").read_text())
     assert [(c["cached"], c["max_tokens"], len(c["seconds"])) for c in result["cases"]] == [
-        (False, 1, 3),
-        (True, 1, 3),
-        (True, 4, 3),
+        (False, 1, 6),
+        (True, 1, 6),
+        (True, 4, 6),
     ]
     assert vllm.made["enable_prefix_caching"] and vllm.made["tensor_parallel_size"] == 1
     assert "compilation_config" not in vllm.made  # eager
-    rollout.run(rollout_job(long, tmp_path, captures=[1, 2], eager=False, seconds=0.0, tp=2))
+    cases = [{k: v for k, v in case.items() if k != "repeats"} for case in long.Cell(2, 300, 4).cases(3)]
+    rollout.run(rollout_job(long, tmp_path, captures=[1, 2], eager=False, cases=cases, repeats=2, tp=2))
     assert vllm.made["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
     result = json.loads((tmp_path / "out.json").read_text())
-    assert {len(c["seconds"]) for c in result["cases"]} == {2}  # at least two, however long they take
+    assert {len(c["seconds"]) for c in result["cases"]} == {2}
 
 
 def test_prompts_that_were_not_cached_are_no_figure(long, rollout, monkeypatch, tmp_path):
@@ -1556,6 +1598,31 @@ def test_tables(tables):
     assert "| n=8 | 5.000 ms | 1.05x |" in logp
 
 
+def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
+    """Not what is built, nor tests; a file's name counts, and where it lies."""
+    results = module("lib.results")
+    assert results.sources() == results.sources() and len(results.sources()) == 12
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+
+    def digest(*files):
+        shutil.rmtree(tmp_path)
+        for name, text in files:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return results.sources()
+
+    base = ("alignkit/a.py", "1"), ("csrc/sm90/b.cu", "2")
+    others = (("alignkit/a.so", "3"), ("tests/c.py", "3"), ("alignkit/__pycache__/a.pyc", "3"))
+    assert digest(*base, *others) == digest(*base)
+    changed = [
+        (("alignkit/a.py", "2"), base[1]),
+        (("alignkit/b.py", "1"), base[1]),
+        (base[0], ("csrc/b.cu", "2")),
+        base[:1],
+    ]
+    assert len({digest(*files) for files in (base, *changed)}) == 5
+
+
 def test_a_table_a_commit(tables, monkeypatch):
     """Figures of two commits never stand in one table; the newer commit's come first."""
     runs = {
@@ -1570,6 +1637,9 @@ def test_a_table_a_commit(tables, monkeypatch):
     assert [[r["commit"][0] for r in part["runs"].values()] for part in parts] == [["c"], ["b", "b"], ["a"]]
     again = tables.by_run({"meta": {"runs": runs | {"x": INFO | {"contract": "2"}}}, "rows": rows})
     assert len(again) == 4  # a contract of its own is a table of its own
+    same = {name: run | {"sources": "same"} for name, run in runs.items() if name[:10] != "2030-01-03"}
+    (part,) = tables.by_run({"runs": same, "rows": rows})  # commits between which nothing of the package changed
+    assert len(part["rows"]) == 3
 
     results = {"runs": {k: runs[k] for k in list(runs)[:3]}, "rows": rows}
     monkeypatch.setattr(tables, "_read", lambda name: results if name == "h200/e2e.json" else None)
