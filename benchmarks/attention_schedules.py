@@ -1,8 +1,8 @@
 """Attention computed in other ways, beside what it is now and FlashAttention 3: bytes are compared, times are taken by turns.
 
-Decoding, by the kernels of another checkout too, and with other launch options (arguments of `few` in JSON):
+Decoding, by the kernels of other checkouts too, and with other launch options (arguments of `few` in JSON):
 
-python benchmarks/attention_schedules.py --before CHECKOUT --choices '{"num_warps": 2}' '{"num_warps": 8, "num_stages": 3}'
+python benchmarks/attention_schedules.py --checkouts CHECKOUT ... --choices '{"num_warps": 2}' '{"num_warps": 8, "num_stages": 3}'
   [--cases 1x1024 16x8192] [--heads 32/8 28/4]
 
 The forward pass, by builds of csrc/sm90/attention/forward.cu, each a library of its own, made as setup.py makes the kernels (nvcc ...
@@ -48,7 +48,7 @@ Ways = dict[str, Callable[[], tuple[torch.Tensor, ...]]]
 
 def of_checkout(path: Path) -> ModuleType:
     """The kernels of another checkout's alignkit, beside this one's."""
-    folder, name = path / "alignkit", "alignkit_before"
+    folder, name = path / "alignkit", f"alignkit_{path.name}"
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -58,7 +58,7 @@ def of_checkout(path: Path) -> ModuleType:
     return importlib.import_module(f"{name}.ops.attention.triton")
 
 
-def decoding(p: Decode, before: ModuleType | None, choices: list[dict]) -> Ways:
+def decoding(p: Decode, others: dict[str, ModuleType], choices: list[dict]) -> Ways:
     def way(of: ModuleType, options: dict):
         def call(k, v):
             k_rows, v_rows = (_rows_view("cache", c) for c in (k, v))
@@ -73,8 +73,7 @@ def decoding(p: Decode, before: ModuleType | None, choices: list[dict]) -> Ways:
 
         return run
 
-    ways = {"before": way(before, {})} if before else {}
-    ways["now"] = way(kernels, {})
+    ways = {name: way(of, {}) for name, of in ({"now": kernels} | others).items()}
     for options in choices:
         try:
             ways[json.dumps(options)] = way(kernels, options)
@@ -143,7 +142,7 @@ def chosen(options: argparse.Namespace) -> list[Case]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--before", type=Path, help="another checkout")
+    parser.add_argument("--checkouts", nargs="+", type=Path, default=[], help="others, each named after its folder")
     parser.add_argument("--choices", nargs="+", type=json.loads, default=[], help="launch options")
     parser.add_argument("--builds", nargs="+", type=Path, default=[], help="libraries")
     parser.add_argument("--cases", nargs="+", type=numbers, help="requests x context, or sequences x length")
@@ -151,12 +150,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=0.02, help="of each measurement")
     options = parser.parse_args(arguments)
-    if options.builds and (options.before or options.choices):
-        parser.error("--builds is of the forward pass, --before and --choices are of decoding")
+    if options.builds and (options.checkouts or options.choices):
+        parser.error("--builds is of the forward pass, --checkouts and --choices are of decoding")
 
     watch, status = Stopwatch(torch.device("cuda")), 0
     builds = {path.stem: by_build(path) for path in options.builds}
-    before = of_checkout(options.before) if options.before else None
+    others = {path.name: of_checkout(path) for path in options.checkouts}
     ratios: dict[str, list[float]] = {}
     for case in chosen(options):
         if builds:
@@ -164,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
             ways = forward(problem, builds)
         else:
             problem = Decode(case, watch.device)
-            ways = decoding(problem, before, options.choices)
+            ways = decoding(problem, others, options.choices)
         for name in differ(problem, ways):
             status = 1
             print(f"{case}: {name} has OTHER BYTES than {next(iter(ways))}", flush=True)

@@ -1207,14 +1207,20 @@ def schedules(module, monkeypatch):
 
 def test_attention_schedules_compares_ways_to_decode(schedules, monkeypatch, capsys):
     monkeypatch.setattr(schedules, "of_checkout", lambda path: schedules.kernels)
-    few = ["--before", "elsewhere", "--cases", "1x64", "2x64", "--heads", "4/2", "--choices"]
+    few = ["--checkouts", "there", "elsewhere", "--cases", "1x64", "2x64", "--heads", "4/2", "--choices"]
     assert schedules.main([*few, '{"add": 0}', '{"memory": 1}']) == 0
     said = capsys.readouterr().out
     assert "1 x 64, 4/2 heads of 128: fa3" in said and "2 x 64, 4/2 heads of 128: fa3" in said
-    assert "before" in said and "now" in said and '{"add": 0}: over fa3' in said and "in 2 cases" in said
+    assert (
+        "there" in said
+        and "elsewhere" in said
+        and "now" in said
+        and '{"add": 0}: over fa3' in said
+        and "in 2 cases" in said
+    )
     assert "without {'memory': 1}: RuntimeError: out of shared memory" in said and "OTHER" not in said
     assert schedules.main([*few, '{"add": 1}']) == 1
-    assert '{"add": 1} has OTHER BYTES than before' in capsys.readouterr().out
+    assert '{"add": 1} has OTHER BYTES than now' in capsys.readouterr().out
     assert schedules.main([*few, '{"races": [1, 0, 0, 0]}']) == 1  # the first case's last run that is compared
     assert capsys.readouterr().out.count("OTHER BYTES") == 1
 
@@ -1236,18 +1242,19 @@ def test_attention_schedules_compares_builds(schedules, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "wrong has OTHER BYTES than triton" in said and "right has" not in said
     with pytest.raises(SystemExit):
-        schedules.main(["--builds", "right.so", "--before", "elsewhere"])
+        schedules.main(["--builds", "right.so", "--checkouts", "elsewhere"])
 
 
 def test_attention_schedules_has_the_kernels_of_another_checkout(module):
     script, root = module("attention_schedules"), BENCHMARKS.parent
+    name = f"alignkit_{root.name}"
     try:
         kernels = script.of_checkout(root)
-        assert kernels.few is not script.kernels.few and kernels.few.__module__.startswith("alignkit_before.")
+        assert kernels.few is not script.kernels.few and kernels.few.__module__.startswith(f"{name}.")
         assert Path(kernels.__file__) == root / "alignkit/ops/attention/triton.py"
     finally:
-        for name in [n for n in sys.modules if n.partition(".")[0] == "alignkit_before"]:
-            del sys.modules[name]
+        for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
+            del sys.modules[loaded]
 
 
 # matmul
