@@ -1,8 +1,8 @@
 """Rollout against training on GPUs, pair by pair: ``make gpu-e2e``, or ``python benchmarks/e2e.py`` with options.
 
 Real vLLM and Megatron-core engines, each in a process of its own, on random-weight models of a real size: 64 prompts
-of 5 to 1500 tokens, 128 tokens sampled for each, bf16. The rows go to benchmarks/results/h200/e2e.json as they are
-made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
+of 5 to 1500 tokens, 128 tokens sampled for each, bf16; one model more has few prompts of up to 32000 tokens. The rows
+go to benchmarks/results/h200/e2e.json as they are made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
 
 The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``rollout_dp``, ``training_tp``,
 ``sequence_parallel``, of the training too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``ep``, ``pp`` and
@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from lib.models import MIXTURES, SIZES, draw_lengths
@@ -32,9 +33,16 @@ from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
 from alignkit.convert import read_architecture
 
 DTYPE = "bfloat16"
-MODELS = {"qwen3": {"arch": "qwen3"}, "llama-tied": {"arch": "llama", "tied": True}, "qwen3-moe": {}}
+MODELS = {
+    "qwen3": {"arch": "qwen3"},
+    "qwen3-long": {"arch": "qwen3", "max_position": 40960},
+    "llama-tied": {"arch": "llama", "tied": True},
+    "qwen3-moe": {},
+}
 MIXTURE = "qwen3-moe"
 """Of widths of its own: `MIXTURES` has them."""
+LONG = "qwen3-long"
+"""Of prompts of its own, without stock engines and layouts: stock Megatron keeps the scores and logits of a whole sequence."""
 PARTS = ("modes", "tp", "layouts", "stock")
 """Every mode of rollout and training on one rank; the tensor- and expert-parallel sizes crossed; TransformerEngine's layer spec,
 pipeline stages and context parallelism, stock too where that can be, of dense models; some pairs of stock engines, of the first
@@ -49,11 +57,22 @@ LAYOUTS = {
 """Those of the trainings, by the GPUs that they need."""
 STOCK_LAYOUTS = {1: ("tp1-te-padded", "tp1-te-packed"), 2: ("tp1-pp2-padded", "tp1-te-pp2-packed")}
 CHUNK = 256
-MICRO_BATCH = 16384
-"""Tokens with padding: stock Megatron keeps the logits of a micro-batch, 10 GB in fp32."""
 ROOM = 64 << 30
 """Bytes of a GPU that stock Megatron may take with the mixture: its weights are 11 GB, and there are the logits."""
 KEY = ("model", "dtype", "rollout", "training", "patched")
+
+
+class Given(NamedTuple):
+    """What a model is given: so many prompts of up to `longest` tokens, and in training so many tokens at a time, with padding."""
+
+    prompts: int
+    longest: int
+    micro_batch: int
+
+
+GIVEN = {LONG: Given(6, 32000, 1 << 17)}
+OTHERS = Given(64, 1500, 16384)
+"""Stock Megatron keeps the logits of a micro-batch, 10 GB in fp32."""
 
 
 def of_model(model: str, size: str) -> dict:
@@ -162,7 +181,13 @@ class Harvest(Terminal):
     """Compares and saves each row as soon as both its engines have written their files."""
 
     def __init__(
-        self, screen, path: Path, info: dict, waiting: dict[str, list[Row]], out: Path, prompts: list[list[int]]
+        self,
+        screen,
+        path: Path,
+        info: dict,
+        waiting: dict[str, list[Row]],
+        out: Path,
+        prompts: dict[str, list[list[int]]],
     ):
         super().__init__(screen)
         self.name = run_name()
@@ -178,7 +203,7 @@ class Harvest(Terminal):
                     continue
                 waiting.remove(row)
                 try:
-                    (compared,) = compare_rows([row], out, self._prompts)
+                    (compared,) = compare_rows([row], out, self._prompts[model])
                 except WorkerError as e:
                     self.problems.append(f"{model} {row}: {e}")
                     continue
@@ -202,8 +227,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trainings", nargs="+", help="likewise")
     parser.add_argument("--tp", type=int, default=min(4, len(gpus()) or 1), help="largest number of ranks")
     parser.add_argument("--size", choices=SIZES, default="large", help="of the models")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
+    parser.add_argument("--prompts", type=int, help=f"default: {OTHERS.prompts}; of {LONG} {GIVEN[LONG].prompts}")
+    parser.add_argument(
+        "--longest", type=int, help=f"prompt, in tokens; default: {OTHERS.longest}; of {LONG} {GIVEN[LONG].longest}"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
     parser.add_argument("--per-gpu", type=int, help="engines that share a GPU; default: 2, or as many mixtures as fit")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
@@ -218,8 +245,17 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out.resolve()
     prepare(out)
     with_stock = (next(iter(MODELS)), MIXTURE)
-    prompts = plan.draw_prompts(SIZES[options.size]["vocab"], 0, draw_lengths(options.prompts, options.longest))
+    prompts, given = {}, {}
+    for model in options.models:
+        usual = GIVEN.get(model, OTHERS)
+        given[model] = usual._replace(
+            prompts=options.prompts or usual.prompts, longest=options.longest or usual.longest
+        )
+        lengths = draw_lengths(given[model].prompts, given[model].longest)
+        prompts[model] = plan.draw_prompts(SIZES[options.size]["vocab"], 0, lengths)
     parts = {model: options.parts or (PARTS if model in with_stock else PARTS[:-1]) for model in options.models}
+    if LONG in parts:
+        parts[LONG] = [part for part in parts[LONG] if part in ("modes", "tp")]
     wanted = {
         model: [
             row
@@ -239,13 +275,13 @@ def main(arguments: list[str] | None = None) -> int:
             wanted[model],
             out / model,
             {DTYPE: path},
-            prompts,
+            prompts[model],
             max_tokens=options.max_tokens,
             temperature=1.0,
             seed=0,
             gpu=bool(gpus()),
             chunk=CHUNK,
-            micro_batch=MICRO_BATCH,
+            micro_batch=given[model].micro_batch,
             prefix=f"{model}-",
             experts=model == MIXTURE,
         )
@@ -261,14 +297,11 @@ def main(arguments: list[str] | None = None) -> int:
         models=shapes,
         parts=parts,
         tp=options.tp,
-        prompts=len(prompts),
-        prompt_tokens=sum(map(len, prompts)),
-        longest_prompt=options.longest,
+        given={model: of._asdict() | {"prompt_tokens": sum(map(len, prompts[model]))} for model, of in given.items()},
         max_tokens=options.max_tokens,
         temperature=1.0,
         seed=0,
         chunk=CHUNK,
-        micro_batch=MICRO_BATCH,
         per_gpu=per_gpu,
     )
     harvest = Harvest(screen, options.json, info, {k: list(v) for k, v in wanted.items()}, out, prompts)

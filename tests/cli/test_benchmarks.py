@@ -203,6 +203,33 @@ def test_parts_merge_into_one_file(e2e):
     assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
 
 
+def test_e2e_gives_each_model_its_prompts(e2e, monkeypatch, tmp_path):
+    """The long ones without stock engines, and in training as many tokens at a time as four of them have."""
+    ran = []
+
+    def execute(jobs, *args, **more):
+        ran.append(jobs)
+        return {}, {}
+
+    monkeypatch.setattr(e2e, "execute", execute)
+    common = ["--size", "small", "--tp", "2", "--out", str(tmp_path / "out"), "--json", str(tmp_path / "e2e.json")]
+    assert e2e.main([*common, "--models", "qwen3", "qwen3-long", "--parts", "modes", "tp", "stock"]) == 0
+    lengths, batches, patched = {}, {}, {}
+    for job in ran[0]:
+        model = job.name.partition("-bfloat16")[0]
+        if "prompts" in job.spec:
+            lengths.setdefault(model, set()).add(tuple(map(len, job.spec["prompts"])))
+        if "micro_batch" in job.spec:
+            batches.setdefault(model, set()).add(job.spec["micro_batch"])
+        patched.setdefault(model, set()).add(job.spec["patched"])
+    ((usual,), (long,)) = lengths["qwen3"], lengths["qwen3-long"]
+    assert (len(usual), min(usual), max(usual)) == (64, 5, 1500) and (len(long), min(long), max(long)) == (6, 5, 32000)
+    assert batches == {"qwen3": {16384}, "qwen3-long": {1 << 17}} and 4 * (32000 + 128) <= 1 << 17
+    assert patched == {"qwen3": {False, True}, "qwen3-long": {True}}
+    assert e2e.main([*common, "--models", "qwen3-long", "--prompts", "3", "--longest", "70"]) == 0
+    assert {tuple(map(len, job.spec["prompts"])) for job in ran[1] if "prompts" in job.spec} == {(5, 70, 37)}
+
+
 # versions
 
 
