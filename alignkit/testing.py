@@ -43,15 +43,26 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
+    """A TCP port of the loopback that is free now, for what can be given a number alone: until it is bound, others may take it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
+def served() -> dist.TCPStore:
+    """A store of this process, by whose `port` processes of this machine `meet`, for as long as it is kept. It listens already, so
+    nobody takes the port while they start."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def meet(port: int) -> dist.TCPStore:
+    """For `init_process_group(store=...)`: the store of the process that has it `served`."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
 def _serve(rank: int, world: int, port: int, inbox, outbox: connection.Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=meet(port), rank=rank, world_size=world)
     groups: dict[int, Any] = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
     while (job := inbox.get()) is not None:
         size, function, args = pickle.loads(job)
@@ -66,15 +77,16 @@ class Ranks:
     """`world` processes joined by gloo, kept alive between calls. A context manager."""
 
     def __init__(self, world: int, serve: Callable = _serve, method: str = "spawn"):
-        """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``. method: how `multiprocessing` starts it."""
+        """serve: what each process runs, ``serve(rank, world, port, inbox, outbox)``; port: where they `meet`. method: how
+        `multiprocessing` starts it."""
         context: Any = mp.get_context(method)
         self.inboxes = [context.Queue() for _ in range(world)]
         # A pipe each: of a queue that they share, a process that is killed may take the lock with it.
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         self.outboxes = [reader for reader, _ in pipes]
-        port = free_port()
+        self._store = served()
         self.processes = [
-            context.Process(target=serve, args=(r, world, port, box, writer), daemon=True)
+            context.Process(target=serve, args=(r, world, self._store.port, box, writer), daemon=True)
             for r, (box, (_, writer)) in enumerate(zip(self.inboxes, pipes, strict=True))
         ]
         for p, (_, writer) in zip(self.processes, pipes, strict=True):

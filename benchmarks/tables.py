@@ -3,7 +3,7 @@
 ``python benchmarks/tables.py``. A table stands between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->``, in any of the
 pages; the plots are SVG files beside their results. What was not measured yet is left as it is.
 
-Figures that stand together come from the same sources, of one commit or of several between which nothing of the package changed:
+Figures that stand together come from the same sources, of one commit or of several between which nothing that computes changed:
 a file whose rows are of other sources too gives a table for each, newest first, under a line that says what it was made on.
 """
 

@@ -36,7 +36,7 @@ from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
 from alignkit.dist import TP, symmetric
-from alignkit.testing import bitwise_equal, free_port
+from alignkit.testing import bitwise_equal, meet, served
 
 KEY = ("case", "impl", "pass", "m")
 COLUMNS = 4096
@@ -146,9 +146,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     """A rank. The first writes the file."""
     started = time.monotonic()
     torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, device_id=torch.device("cuda", rank)
-    )
+    dist.init_process_group("nccl", store=meet(port), rank=rank, world_size=world, device_id=torch.device("cuda", rank))
     name = run_name()
     rows = []
     # The largest first: ranks that were in different groups before get no symmetric memory.
@@ -180,7 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not world:
         parser.error("needs two GPUs")
     try:
-        mp.spawn(work, (world, free_port(), options), nprocs=world)
+        store = served()
+        mp.spawn(work, (world, store.port, options), nprocs=world)
     except mp.ProcessRaisedException as e:
         print(e)
         return 1

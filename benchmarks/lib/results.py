@@ -17,8 +17,10 @@ from alignkit.runtime import dispatch
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 H200 = RESULTS / "h200"
-PACKAGE, WRITTEN = ("alignkit", "csrc"), (".py", ".json", ".cu", ".cuh", ".inl", ".cpp", ".h")
-"""Folders of the package, and what sources end in there."""
+COMPUTING = ("contract", "runtime", "dist", "ops", "models", "engines", "megatron", "vllm")
+"""Folders of the package that what an engine computes goes through. The others look on: checks, reports, tests' helpers."""
+WRITTEN = (".py", ".json", ".cu", ".cuh", ".inl", ".cpp", ".h")
+"""Ends of the names of sources."""
 
 
 def run_name() -> str:
@@ -33,9 +35,10 @@ def made_on(*, packages: Iterable[str] = (), **more) -> dict:
 
 
 def sources() -> str:
-    """A digest of the package and its kernels: the same for commits that differ in tests, benchmarks or pages alone."""
-    found = hashlib.sha256()
-    for path in sorted(p for folder in PACKAGE for p in (ROOT / folder).rglob("*") if p.suffix in WRITTEN):
+    """A digest of what computes, the adapters, the ops and their kernels: the same for commits that differ in tests, benchmarks or
+    pages alone."""
+    found, folders = hashlib.sha256(), ["csrc", *(f"alignkit/{name}" for name in COMPUTING)]
+    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in WRITTEN):
         found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return found.hexdigest()[:12]
 

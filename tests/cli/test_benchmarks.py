@@ -1633,7 +1633,7 @@ def test_tables(tables):
 
 
 def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
-    """Not what is built, nor tests; a file's name counts, and where it lies."""
+    """Not what is built, nor what looks on; a file's name counts, and where it lies."""
     results = module("lib.results")
     assert results.sources() == results.sources() and len(results.sources()) == 12
     monkeypatch.setattr(results, "ROOT", tmp_path)
@@ -1645,16 +1645,13 @@ def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
             (tmp_path / name).write_text(text)
         return results.sources()
 
-    base = ("alignkit/a.py", "1"), ("csrc/sm90/b.cu", "2")
-    others = (("alignkit/a.so", "3"), ("tests/c.py", "3"), ("alignkit/__pycache__/a.pyc", "3"))
+    base = ("alignkit/ops/a.py", "1"), ("csrc/sm90/b.cu", "2")
+    others = [(name, "3") for name in ("alignkit/ops/a.so", "tests/c.py", "alignkit/ops/a.pyc", "alignkit/testing.py")]
     assert digest(*base, *others) == digest(*base)
-    changed = [
-        (("alignkit/a.py", "2"), base[1]),
-        (("alignkit/b.py", "1"), base[1]),
-        (base[0], ("csrc/b.cu", "2")),
-        base[:1],
-    ]
+    (a, b), c = base, ("csrc/b.cu", "2")
+    changed = [(("alignkit/ops/a.py", "2"), b), (("alignkit/ops/b.py", "1"), b), (a, c), (a,)]
     assert len({digest(*files) for files in (base, *changed)}) == 5
+    assert all((BENCHMARKS.parent / "alignkit" / name).is_dir() for name in results.COMPUTING)
 
 
 def test_a_table_a_commit(tables, monkeypatch):

@@ -34,16 +34,17 @@ def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs,
 
     from alignkit.megatron import patch_megatron
     from alignkit.megatron.cpu import cpu_host
+    from alignkit.testing import meet
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device == "cuda":
         from tests.megatron.gpus import join, tensor_parallel
 
-        join(rank, 2, init_method=f"tcp://127.0.0.1:{port}")
+        join(rank, 2, store=meet(port))
         tensor_parallel(2)
     else:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        dist.init_process_group("gloo", store=meet(port), rank=rank, world_size=2)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     models: dict = {}
     with cpu_host(), patch_megatron(faults.VOCAB):
@@ -154,12 +155,14 @@ class Pair:
     def __init__(self, device: str, checkpoints: dict[str, str], log: str):
         # A forked process cannot use CUDA if the one that it was forked from has looked for a device.
         context = mp.get_context("forkserver" if device == "cpu" else "spawn")
-        from alignkit.testing import free_port
+        from alignkit.testing import served
 
-        port, self.pipes, self.processes = free_port(), [], []
+        self._store, self.pipes, self.processes = served(), [], []
         for rank in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, device, checkpoints, theirs, log), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._store.port, device, checkpoints, theirs, log), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)

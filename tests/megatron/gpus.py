@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from alignkit.check.machine import gpu_of
 from alignkit.dist import TP
-from alignkit.testing import Ranks
+from alignkit.testing import Ranks, meet
 
 
 class GPUs(Ranks):
@@ -61,7 +61,7 @@ def tensor_parallel(size):
 
 def _serve(rank, world, port, inbox, outbox):
     torch.set_num_threads(4)
-    join(rank, world, init_method=f"tcp://127.0.0.1:{port}")
+    join(rank, world, store=meet(port))
     while (job := inbox.get()) is not None:
         _, function, _ = pickle.loads(job)
         try:

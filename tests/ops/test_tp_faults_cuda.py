@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from alignkit.dist import TP, symmetric
-from alignkit.testing import free_port
+from alignkit.testing import meet, served
 from tests.megatron.gpus import join
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ CASES = {f.__name__: f for f in (died, died_before_a_replay, overlaps, comes_bet
 
 def main(case, rank, port):
     """What a rank runs."""
-    join(rank, 2, init_method=f"tcp://127.0.0.1:{port}")
+    join(rank, 2, store=meet(port))
     tp = TP(dist.group.WORLD)
     workspace = symmetric.workspace(tp.group, torch.device("cuda", rank))
     add(workspace)
@@ -151,14 +151,14 @@ def main(case, rank, port):
 
 def ranks(case):
     """Runs `case` on two ranks: of each the exit status and what it said. None runs longer than two minutes."""
-    port = free_port()
+    store = served()
     environment = os.environ | {
         "ALIGNKIT_SYMMETRIC_TIMEOUT": str(PATIENCE),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.ops.test_tp_faults_cuda", case, str(rank), str(port)],
+            [sys.executable, "-m", "tests.ops.test_tp_faults_cuda", case, str(rank), str(store.port)],
             cwd=ROOT,
             env=environment,
             text=True,
