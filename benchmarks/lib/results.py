@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
+from alignkit import _sources
 from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
 from alignkit.runtime import dispatch
@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks/results"
 H200 = RESULTS / "h200"
 COMPUTING = ("contract", "runtime", "dist", "ops", "models", "engines", "megatron", "vllm")
 """Folders of the package that what an engine computes goes through. The others look on: checks, reports, tests' helpers."""
-WRITTEN = (".py", ".json", ".cu", ".cuh", ".inl", ".cpp", ".h")
+WRITTEN = (*_sources.SUFFIXES, ".py", ".json")
 """Ends of the names of sources."""
 
 
@@ -37,10 +37,10 @@ def made_on(*, packages: Iterable[str] = (), **more) -> dict:
 def sources() -> str:
     """A digest of what computes, the adapters, the ops and their kernels: the same for commits that differ in tests, benchmarks or
     pages alone."""
-    found, folders = hashlib.sha256(), ["csrc", *(f"alignkit/{name}" for name in COMPUTING)]
-    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in WRITTEN):
-        found.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    return found.hexdigest()[:12]
+    root = _sources.ROOT
+    folders = [root / "csrc", *(root / "alignkit" / name for name in COMPUTING)]
+    found = (file for folder in folders for file in folder.rglob("*") if file.suffix in WRITTEN)
+    return _sources.digest(sorted(found))[:12]
 
 
 def backend(device: torch.device) -> str:

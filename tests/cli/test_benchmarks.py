@@ -1636,7 +1636,7 @@ def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
     """Not what is built, nor what looks on; a file's name counts, and where it lies."""
     results = module("lib.results")
     assert results.sources() == results.sources() and len(results.sources()) == 12
-    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results._sources, "ROOT", tmp_path)
 
     def digest(*files):
         shutil.rmtree(tmp_path)
