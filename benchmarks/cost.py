@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -166,7 +166,7 @@ class Bench:
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
-        prepare(self.out, ("turns",), ("logs", "jobs", "results"))
+        prepare(self.out, (), ("logs", "jobs", "results"))
         model = self.out / "model"
         return make_checkpoint(model, dtype=torch.bfloat16, weights=weights, **SIZES[self.options.size])
 
@@ -181,6 +181,24 @@ class Bench:
         self.failures += failures
         return {name: json.loads(paths[name].read_text()) for name in specs if paths[name].exists()}
 
+    def rollout_engines(
+        self, specs: dict[str, dict], at_once: int, title: Callable[[str], str]
+    ) -> Iterator[list[dict]]:
+        """The results of ``cost_rollout``, of so many engines at once: side by side, measured by turns. title: of an engine,
+        where the results say what ran."""
+        names = list(specs)
+        for some in (names[i : i + at_once] for i in range(0, len(names), at_once)):
+            file = self.out / f"turns-{some[0]}"
+            file.unlink(missing_ok=True)
+            turns = {"file": str(file), "engines": len(some), "seconds": self.options.timeout}
+            jobs = {name: specs[name] | {"turns": turns | {"engine": i}} for i, name in enumerate(some)}
+            found = list(self.run(jobs, "cost_rollout").values())
+            together = {"side_by_side": [specs[name]["engine"] for name in some]}
+            for result in found:
+                ran = {k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")}
+                self.info["engines"][title(result["engine"])] = ran | together
+            yield found
+
     def rollout(self, model: Path) -> None:
         options = self.options
         measured, profiled = "rollout" in options.only, "profile" in options.only
@@ -189,7 +207,6 @@ class Bench:
             title, options.concurrency, options.longest, options.max_tokens, measured=measured, profiled=profiled
         )
         engines = [engine for engine in ROLLOUT_ENGINES if engine in options.engines]
-        turns = {"file": str(self.out / "turns"), "engines": len(engines), "seconds": options.timeout}
         specs = {
             f"rollout-{engine}": {
                 "engine": engine,
@@ -198,18 +215,13 @@ class Bench:
                 "eager": options.eager,
                 "cases": cases,
                 "repeats": options.repeats if measured else 0,
-                "turns": turns | {"engine": i} if options.turns else None,
             }
-            for i, engine in enumerate(engines)
+            for engine in engines
         }
-        together = [specs] if options.turns else [{name: spec} for name, spec in specs.items()]
         results = {}
-        for some in together:
-            new = {result["engine"]: result for result in self.run(some, "cost_rollout").values()}
-            for engine, result in new.items():
-                self.info["engines"][f"rollout {engine}"] = {
-                    k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")
-                }
+        at_once = max(len(specs), 1) if options.turns else 1
+        for found in self.rollout_engines(specs, at_once, "rollout {}".format):
+            new = {result["engine"]: result for result in found}
             results |= new
             self.save("rollout", rollout_rows(results) if measured else [], results, new)
 

@@ -178,25 +178,13 @@ def main(arguments: list[str] | None = None) -> int:
     with interrupted_by_sigterm():
         for tp in ranks:
             at_once = options.side_by_side or side_by_side(SIZES[options.size], cells, tp)
-            for first in range(0, len(options.engines), at_once):
-                engines = options.engines[first : first + at_once]
-                turns = {"file": str(bench.out / f"turns-{tp}-{first}"), "engines": len(engines)}
-                Path(turns["file"]).unlink(missing_ok=True)
-                turns["seconds"] = options.timeout
-                jobs = {
-                    f"{engine}-tp{tp}": spec | {"engine": engine, "tp": tp, "turns": turns | {"engine": i}}
-                    for i, engine in enumerate(engines)
-                }
-                found = bench.run(jobs, "cost_rollout")
-                results += [result | {"tp": tp} for result in found.values()]
-                for result in found.values():
-                    bench.info["engines"][f"{result['engine']} TP {tp}"] = {
-                        k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")
-                    } | {"side_by_side": engines}
+            specs = {f"{engine}-tp{tp}": spec | {"engine": engine, "tp": tp} for engine in options.engines}
+            for found in bench.rollout_engines(specs, at_once, f"{{}} TP {tp}".format):
+                results += [result | {"tp": tp} for result in found]
                 made = rows(results, cells, options.size)
                 if made:
                     write(path, merge(read(path), bench.name, bench.info, made, KEY))
-                for result in found.values():
+                for result in found:
                     mine = [row for row in made if (row["engine"], row["tp"]) == (result["engine"], tp)]
                     print(f"{result['engine']}: the start took {result['start_seconds']} s", *map(line, mine), sep="\n")
                 sys.stdout.flush()
