@@ -2,7 +2,8 @@
 
 Real vLLM and Megatron-core engines, each in a process of its own, on random-weight models of a real size: 64 prompts
 of 5 to 1500 tokens, 128 tokens sampled for each, bf16; one model more has few prompts of up to 32000 tokens. The rows
-go to benchmarks/results/h200/e2e.json as they are made. Several commands (one for each model, say) fill one file: a row replaces the row of the same key.
+go to benchmarks/results/h200/e2e.json as they are made. Several commands (one for each model, say) fill one file: a row
+replaces the row of the same key.
 
 The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``rollout_dp``, ``training_tp``,
 ``sequence_parallel``, of the training too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``ep``, ``pp`` and
