@@ -327,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     started, device = time.monotonic(), torch.device("cuda")
     watch, name = Stopwatch(device), run_name()
-    info = made_on(packages=["vllm"], seconds=options.seconds, backend=backend(device))
+    info = made_on(ops=["attention"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
     had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
     rows: list[dict] = []

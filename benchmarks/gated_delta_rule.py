@@ -178,7 +178,13 @@ def main(arguments: list[str] | None = None) -> int:
     watch = Stopwatch(device)
     speed = copy_speed(watch)
     name = run_name()
-    info = made_on(packages=["fla-core"], seconds=options.seconds, copy_tb_s=speed / 1e12, backend=backend(device))
+    info = made_on(
+        ops=["gated_delta_rule"],
+        packages=["fla-core"],
+        seconds=options.seconds,
+        copy_tb_s=speed / 1e12,
+        backend=backend(device),
+    )
     old = read(options.json)
     had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
     todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]

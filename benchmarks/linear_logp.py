@@ -369,7 +369,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device, self.watch = options, device, Stopwatch(device)
         self.name = run_name()
-        self.info = made_on(seconds=options.seconds, backend=backend(device))
+        self.info = made_on(ops=["linear_logp"], seconds=options.seconds, backend=backend(device))
         self.info["versions"] |= packages()
         self.old = read(options.json)
         self.rows: list[dict] = []

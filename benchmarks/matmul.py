@@ -355,7 +355,7 @@ def measure_ways(problem: Problem, which: str, watch: Stopwatch, seconds: float)
 def candidates(options, cells: list[Cell], started: float, device: torch.device) -> int:
     """Every way for each cell; the file is written once in a while."""
     watch, rows, reported = Stopwatch(device), [], time.monotonic()
-    info = made_on(draw=options.draw, seconds=options.seconds, backend=backend(device))
+    info = made_on(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device))
     for i, (case, m, which) in enumerate(cells):
         if time_is_up(options, started):
             break
@@ -423,7 +423,10 @@ def told_of(rows: list[dict]) -> str:
 def drawn(options, cells: list[Cell], started: float, device: torch.device) -> int:
     """The drawn cells by stock and by alignkit, and how their times are spread."""
     watch, impls = Stopwatch(device), loaded([name for name in ("cublas", "alignkit") if name in options.impl])
-    name, info = run_name(), made_on(draw=options.draw, seconds=options.seconds, backend=backend(device))
+    name, info = (
+        run_name(),
+        made_on(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device)),
+    )
     old, rows, done, reported = _read(options.json), [], 0, started
     for case, m, which in cells:
         if time_is_up(options, started):
@@ -466,7 +469,7 @@ def main(arguments: list[str] | None = None) -> int:
         cells = draw(options.draw, options.cells, options.trees)
         return (candidates if options.candidates else drawn)(options, cells, started, device)
     name = run_name()
-    info = made_on(packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))
+    info = made_on(ops=["linear"], packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))
     old = _read(options.json)
     hungry = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == STARVED
     watch, impls = Stopwatch(device), loaded(["cublas"] if hungry else options.impl)

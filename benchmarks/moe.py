@@ -221,7 +221,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     started, device = time.monotonic(), torch.device("cuda")
     watch, impls = Stopwatch(device), loaded(options.impls)
-    name, info = run_name(), made_on(packages=["vllm"], seconds=options.seconds, backend=backend(device))
+    name, info = (
+        run_name(),
+        made_on(ops=["moe_router", "moe_experts"], packages=["vllm"], seconds=options.seconds, backend=backend(device)),
+    )
     old = read(options.json)
     had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
     torch.manual_seed(0)

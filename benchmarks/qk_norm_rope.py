@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     started, device = time.monotonic(), torch.device("cuda")
     watch, name = Stopwatch(device), run_name()
-    info = made_on(packages=["vllm"], seconds=options.seconds, backend=backend(device))
+    info = made_on(ops=["qk_norm_rope"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
     rows: list[dict] = []
     for case in cases():

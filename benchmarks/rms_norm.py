@@ -205,6 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     speed = copy_speed(watch)
     name = run_name()
     info = made_on(
+        ops=["rms_norm"],
         packages=["liger-kernel", "quack-kernels"],
         seconds=options.seconds,
         copy_tb_s=speed / 1e12,

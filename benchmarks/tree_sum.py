@@ -162,7 +162,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
             ]
         dist.barrier()
     if rank == 0:
-        info = made_on(seconds=round(time.monotonic() - started, 1))
+        info = made_on(ops=["linear"], seconds=round(time.monotonic() - started, 1))
         write(options.json, merge(read(options.json), name, info, rows, KEY))
         print(f"{len(rows)} rows, {info['seconds']} s; {options.json}")
     dist.destroy_process_group()

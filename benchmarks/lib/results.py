@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +20,10 @@ RESULTS = ROOT / "benchmarks/results"
 H200 = RESULTS / "h200"
 COMPUTING = ("contract", "runtime", "dist", "ops", "models", "engines", "megatron", "vllm")
 """Folders of the package that what an engine computes goes through. The others look on: checks, reports, tests' helpers."""
+SHARED = ("contract", "runtime", "dist")
+"""Those of them that every op goes through."""
+OTHER_OP = re.compile(r"^ *from \.\.([a-z]\w*)", re.MULTILINE)
+"""How a file of an op names another op."""
 WRITTEN = (*_sources.SUFFIXES, ".py", ".json")
 """Ends of the names of sources."""
 
@@ -27,20 +32,39 @@ def run_name() -> str:
     return datetime.datetime.now().isoformat(timespec="seconds")
 
 
-def made_on(*, packages: Iterable[str] = (), **more) -> dict:
-    """What rows are made on: date, commit, `sources`, machine, versions (`packages`: more of them), contract, and `more`."""
-    info = machine() | {"contract": family().contract_id, "sources": sources()} | more
+def made_on(*, packages: Iterable[str] = (), ops: Iterable[str] = (), **more) -> dict:
+    """What rows are made on: date, commit, `sources` (`ops`: which ones are measured, if no engine is), machine, versions
+    (`packages`: more of them), contract, and `more`."""
+    info = machine() | {"contract": family().contract_id, "sources": sources(*ops)} | more
     info["versions"] |= {package: version(package) for package in packages}
     return info
 
 
-def sources() -> str:
-    """A digest of what computes, the adapters, the ops and their kernels: the same for commits that differ in tests, benchmarks or
-    pages alone."""
-    root = _sources.ROOT
-    folders = [root / "csrc", *(root / "alignkit" / name for name in COMPUTING)]
-    found = (file for folder in folders for file in folder.rglob("*") if file.suffix in WRITTEN)
+def sources(*ops: str) -> str:
+    """A digest of what computes: the same for commits that differ in tests, benchmarks or pages alone. Of the adapters, the ops and
+    their kernels, or, if ops are named, of these ops, those that they are made of, and what all ops share."""
+    package = _sources.ROOT / "alignkit"
+    found = {*_written(_sources.ROOT / "csrc")}
+    for name in COMPUTING if not ops else SHARED:
+        found |= {*_written(package / name)}
+    for op in ops:
+        found |= _of_op(package / "ops" / op)
+    found |= {file for file in (package / "ops").glob("*") if file.suffix in WRITTEN}
     return _sources.digest(sorted(found))[:12]
+
+
+def _written(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.rglob("*") if file.suffix in WRITTEN)
+
+
+def _of_op(folder: Path) -> set[Path]:
+    """The sources of an op and of the ops that it is made of."""
+    found = {*_written(folder)}
+    assert found, f"{folder.name}: no op"
+    for file in list(found):
+        for other in OTHER_OP.findall(file.read_text()):
+            found |= _of_op(folder.parent / other)
+    return found
 
 
 def backend(device: torch.device) -> str:

@@ -1649,6 +1649,21 @@ def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
     assert all((BENCHMARKS.parent / "alignkit" / name).is_dir() for name in results.COMPUTING)
 
 
+def test_sources_of_ops_are_theirs_and_those_of_the_ops_they_use(module):
+    """What an op is made of is found by how its files name others, so none is forgotten."""
+    results = module("lib.results")
+    folder = BENCHMARKS.parent / "alignkit/ops"
+    names = {
+        op: {file.relative_to(folder).parts[0] for file in results._of_op(folder / op)}
+        for op in ("rms_norm", "qk_norm_rope")
+    }
+    assert names == {"rms_norm": {"rms_norm"}, "qk_norm_rope": {"qk_norm_rope", "rms_norm", "rope"}}
+    assert len({results.sources(), results.sources("rms_norm"), results.sources("rms_norm", "qk_norm_rope")}) == 3
+    assert results.sources("rms_norm", "qk_norm_rope") == results.sources("qk_norm_rope")
+    with pytest.raises(AssertionError, match="norm: no op"):
+        results.sources("norm")
+
+
 def test_a_table_a_commit(tables, monkeypatch):
     """Figures of two commits never stand in one table; the newer commit's come first."""
     runs = {
