@@ -14,6 +14,7 @@ warnings.simplefilter("ignore")  # of numpy, where a row has seen no key yet
 import numpy, torch
 from alignkit import ops
 from alignkit.ops.attention import triton
+from alignkit.ops.attention.sharing import Sharing
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -58,6 +59,23 @@ results = [torch.empty_like(q) for _ in range(4)]
 for programs, out in zip((1, 2, 19, 38), results):
     triton.paged(q, k, v, *integers, leaf, 0.25, out, short={"programs": programs})
     assert_bitwise_equal(out, results[0], f"{programs} programs")
+
+# What is written of a state is all of it, in whole sectors of 32 bytes.
+memory, made = Sharing.memory, []
+
+
+def marked(self, *where):
+    states, runs = memory(self, *where)
+    made.append(states.fill_(12345.0))
+    return states, runs
+
+
+Sharing.memory = marked
+triton.paged(q, k, v, *integers, leaf, 0.25, results[0], short={"programs": 19})
+(states,) = made
+written = states != 12345.0
+assert written.any(1).sum() == 1 + 36  # the first two of 38 leaves are joined
+assert (written.all(1) | ~written.any(1)).all() and states[0].nbytes % 32 == 0
 print("done")
 """
 

@@ -108,15 +108,26 @@ def _follow(Z, L, A, z, l, acc, leaf, at):
 
 
 @triton.jit
-def write_state(STATE, z, l, acc, ok, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """A state, of the first ROWS rows, to memory: rows of acc, z and l."""
+def write_state(TO, z, l, acc, ok, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATE: tl.constexpr):
+    """A state, of STATE numbers, to memory: ROWS rows of acc, those that are ok, then z of each row, then l of each. Of what is
+    written in part, 32 bytes at a time, memory reads the rest first: so it is whole rows, and z and l of all. Soon they are read
+    again, while keys and values are not: they had better stay in the cache."""
+    SUMS: tl.constexpr = (STATE - ROWS * D) // 2
     r = tl.arange(0, z.shape[0])
     d = tl.arange(0, DP)
-    ok = ok & (r < ROWS)
-    at = STATE + r * (D + 4)
-    tl.store(at[:, None] + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
-    tl.store(at + D, z, mask=ok)
-    tl.store(at + D + 1, l, mask=ok)
+    here = (ok & (r < ROWS))[:, None] & (d < D)[None, :]
+    tl.store(TO + r[:, None] * D + d[None, :], acc, mask=here, eviction_policy="evict_last")
+    tl.store(TO + ROWS * D + r, z, mask=r < SUMS, eviction_policy="evict_last")
+    tl.store(TO + ROWS * D + SUMS + r, l, mask=r < SUMS, eviction_policy="evict_last")
+
+
+@triton.jit
+def read_state(FROM, r, d, ROWS: tl.constexpr, D: tl.constexpr, STATE: tl.constexpr):
+    """z and l of rows r of a state that `write_state` wrote, and elements (r, d) of its acc, for the last time."""
+    SUMS: tl.constexpr = (STATE - ROWS * D) // 2
+    z = tl.load(FROM + ROWS * D + r, eviction_policy="evict_first")
+    l = tl.load(FROM + ROWS * D + SUMS + r, eviction_policy="evict_first")
+    return z, l, tl.load(FROM + r * D + d, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -164,11 +175,11 @@ def visit(
     BLOCK_M: tl.constexpr,
     KVB: tl.constexpr,
     LEAF: tl.constexpr,
-    SPLIT: tl.constexpr,
+    STATE: tl.constexpr,
 ):
     """The state of queries q at positions context + pos, from context + first on, after the keys [begin, end); begin is where a
     leaf does. K and V point at their head, TABLE at the sequence's pages; `at`, `page_of`: the first `block`. Leaves are joined from
-    position 0 on: if SPLIT and begin is not 0, the state of each goes to memory instead, from STATES on."""
+    position 0 on: if STATE and begin are not 0, the state of each, of STATE numbers, goes to memory instead, from STATES on."""
     # Columns of ones beside the values, whose sums are those of probabilities. A tensor of few rows must be wider than high, or the
     # compiler has every warp compute all of it, scores and sums of values too.
     ONES: tl.constexpr = 16 if BLOCK_M >= 64 else 2 * BLOCK_M
@@ -204,10 +215,10 @@ def visit(
         if ((b + KVB) % LEAF == 0) | (b + KVB >= end):
             total = tl.max(l, axis=1)  # of equal ones
             leaf = b // LEAF * LEAF
-            if SPLIT:
+            if STATE > 0:
                 if begin > 0:
-                    to_memory = STATES + tl.cast((leaf - begin) // LEAF, tl.int64) * (ROWS * (D + 4))
-                    write_state(to_memory, z, total, acc, ok, ROWS, D, DP)
+                    to_memory = STATES + tl.cast((leaf - begin) // LEAF, tl.int64) * STATE
+                    write_state(to_memory, z, total, acc, ok, ROWS, D, DP, STATE)
                 else:
                     Z, L, A = _follow(Z, L, A, z, total, acc, leaf, context + pos)
             else:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import sharing
-from .common import VALUES, block, fill, is_few, meet, queries, span, visit, write_result, write_state
+from .common import VALUES, block, fill, is_few, meet, queries, read_state, span, visit, write_result, write_state
 
 RUN = tl.constexpr(sharing.RUN)
 AHEAD = tl.constexpr(32)
@@ -93,15 +93,14 @@ def _few(
     LEAF: tl.constexpr,
     SEQS: tl.constexpr,
     MORE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    STATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program's run, of the leaves of one head: there are `parts` for each head. It looks at SEQS sequences at a time; MORE:
-    there are more of them. Not SPLIT: no sequence has a second leaf. It also fills some of the rows that hold no query with
-    zeros, and of those of a sequence that does not fit with NaN."""
+    there are more of them. STATE: numbers of a state, 0 if no sequence has a second leaf. It also fills some of the rows that
+    hold no query with zeros, and of those of a sequence that does not fit with NaN."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
-    STATE: tl.constexpr = ROWS * (D + 4)
     _begin(OVERLAP)
     w = tl.program_id(0)
     hk = w % KV  # neighbours read the same positions of their heads, which lie side by side, at about the same time
@@ -186,12 +185,12 @@ def _few(
                 BLOCK_M,
                 KVB,
                 LEAF,
-                SPLIT,
+                STATE,
             )
             if take == leaves:
                 write_result(O, token, head, L, A, ok, HEADS, D, DP)
             elif leaf == 0:
-                write_state(states + (slots - 1) * STATE, Z, L, A, ok, ROWS, D, DP)
+                write_state(states + (slots - 1) * STATE, Z, L, A, ok, ROWS, D, DP, STATE)
             elif item == begun:
                 here = RUNS + w * RUN
                 tl.store(here, leaf)
@@ -215,13 +214,6 @@ def _few(
 
 
 @triton.jit
-def _read_state(STATE, r, d, D: tl.constexpr):
-    """Elements (r, d) of the acc of a state that `write_state` wrote, with the z and l of each."""
-    row = STATE + r * (D + 4)
-    return tl.load(row + D), tl.load(row + D + 1), tl.load(row + d)
-
-
-@triton.jit
 def _join_next(
     STATES,
     LEAVES,
@@ -237,16 +229,17 @@ def _join_next(
     index,
     run,
     jump,
-    STATE: tl.constexpr,
+    ROWS: tl.constexpr,
     D: tl.constexpr,
     LEAF: tl.constexpr,
+    STATE: tl.constexpr,
     N: tl.constexpr,
 ):
     """N leaves from `leaf` on joined to Z, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. The state
     of the first is at STATES + `at`, number `index` of the `run` of its program; after the last of that, `jump` further."""
     zs, ls, accs = (), (), ()
     for x in tl.static_range(N):
-        z, l, acc = _read_state(STATES + at, r, d, D)
+        z, l, acc = read_state(STATES + at, r, d, ROWS, D, STATE)
         zs += (z,)
         ls += (l,)
         accs += (acc,)
@@ -278,6 +271,7 @@ def _join_leaves(
     D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     LEAF: tl.constexpr,
+    STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -285,7 +279,7 @@ def _join_leaves(
     left in RUNS: the leaf that its run begins with, 0 if that is the first of a tile; how many leaves a run has, and the tile;
     position and row of the tile's first query, how many queries it has."""
     KV: tl.constexpr = HEADS // GROUP
-    STATE: tl.constexpr = BLOCK_Q * GROUP * (D + 4)
+    ROWS: tl.constexpr = BLOCK_Q * GROUP
     _begin(OVERLAP)
     w = tl.program_id(0)
     RUNS += w * RUN
@@ -295,7 +289,8 @@ def _join_leaves(
     position = tl.load(RUNS + 3)
     token = tl.load(RUNS + 4)
     have = tl.load(RUNS + 5)
-    if (leaf == 0) | (leaf > run):  # nothing, or a program before it is the first to go on
+    # Nothing, or a program before it is the first to go on; or of rows beyond the tile's queries.
+    if (leaf == 0) | (leaf > run) | (tl.program_id(1) * BLOCK >= have * GROUP * D):
         return
     hk = w % KV
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -306,15 +301,15 @@ def _join_leaves(
     at = tl.cast(w, tl.int64) * slots * STATE  # the state of the run's first leaf
     jump = tl.cast(KV * slots - run + 1, tl.int64) * STATE  # from that of its last to that of the next program's first
     index = 0
-    Z, L, A = _read_state(STATES + (at - (tl.cast(KV - 1, tl.int64) * slots + 1) * STATE), r, d, D)
+    Z, L, A = read_state(STATES + (at - (tl.cast(KV - 1, tl.int64) * slots + 1) * STATE), r, d, ROWS, D, STATE)
     while leaf + 2 * ENDS < leaves:
         Z, L, A, at, index = _join_next(
-            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, STATE, D, LEAF, AHEAD
+            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, ROWS, D, LEAF, STATE, AHEAD
         )
         leaf += AHEAD
     while leaf < leaves:
         Z, L, A, at, index = _join_next(
-            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, STATE, D, LEAF, ENDS
+            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, ROWS, D, LEAF, STATE, ENDS
         )
         leaf += ENDS
     o = O + ((token + r // GROUP).to(tl.int64) * HEADS + hk * GROUP + r % GROUP) * D + d

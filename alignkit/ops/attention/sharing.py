@@ -29,7 +29,8 @@ class Sharing(NamedTuple):
     slots: int
     """States that a program may leave."""
     state: int
-    """Numbers of a state: for each row its sums of values, what is added to its scores, the sum of its probabilities; padded."""
+    """Numbers of a state: for each row its sums of values; then what is added to the scores of each, and the sums of probabilities,
+    of a multiple of 4 rows: 16 bytes each."""
 
     def memory(self, kv_heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """For states, and for what programs say of them."""
@@ -54,7 +55,8 @@ def share(
     """Of q [T, Hq, D] over `kv_heads` heads of keys, in tiles of so many positions; `longest`: positions of a sequence, at most.
     `programs`: in all, about; 0: so many on each multiprocessor."""
     tokens, heads, dim = q.shape
-    leaves, state = max(-(-longest // SM90.kv_leaf), 1), positions * heads // kv_heads * (dim + 4)
+    leaves, rows = max(-(-longest // SM90.kv_leaf), 1), positions * heads // kv_heads
+    state = rows * dim + 2 * (-(-rows // 4) * 4)
     require(tokens * leaves * kv_heads < 2**31, f"block_table: {longest} positions are too many for {tokens} queries")
     if not programs:
         room = WORKSPACE // (4 * state * leaves)

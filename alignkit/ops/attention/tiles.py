@@ -96,7 +96,7 @@ def _tiles(
                 BLOCK_M,
                 KVB,
                 LEAF,
-                False,
+                0,
             )
             write_result(O, token, head, L, A, ok, HEADS, D, DP)
             if PAGE == 0:

@@ -154,7 +154,8 @@ def few(
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs, shared.parts, shared.slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
     at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
-    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "SPLIT": shared.leaves > 1, "OVERLAP": overlap}
+    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "OVERLAP": overlap}
+    constants["STATE"] = shared.state if shared.leaves > 1 else 0
     args = q, k, v, out, *memory, *lengths, *pages
     leaves = _run(_few, programs, args, q, k, v, constants | KV | options, changing=6)
     join = None
@@ -171,6 +172,7 @@ def few(
             D=dim,
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
+            STATE=shared.state,
             BLOCK=128,
             OVERLAP=overlap,
         )
