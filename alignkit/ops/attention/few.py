@@ -266,6 +266,8 @@ def _join_leaves(
     STATES,
     RUNS,
     slots,
+    parts,
+    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -277,11 +279,21 @@ def _join_leaves(
 ):
     """What an earlier program of `_few` began and program w and perhaps later ones finished: BLOCK elements of the result. Program w
     left in RUNS: the leaf that its run begins with, 0 if that is the first of a tile; how many leaves a run has, and the tile;
-    position and row of the tile's first query, how many queries it has."""
+    position and row of the tile's first query, how many queries it has. Of a head's `parts` programs, whoever joins takes one, or, if
+    PARTS is not 0, as there are fewer queries, looks at all of them (PARTS or fewer) for that of one row."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     _begin(OVERLAP)
-    w = tl.program_id(0)
+    hk = tl.program_id(0) % KV
+    w = tl.program_id(0) + KV  # nobody began what a head's first program goes on with
+    if PARTS > 0:
+        part = tl.arange(0, PARTS)
+        of = RUNS + (part * KV + hk) * RUN
+        first = tl.load(of, mask=part < parts, other=0)
+        run_of = tl.load(of + 1, mask=part < parts, other=0)
+        row = tl.load(of + 4, mask=part < parts, other=-1)
+        this = (first > 0) & (first <= run_of) & (row == tl.program_id(0) // KV)
+        w = tl.max(tl.where(this, part, 0)) * KV + hk
     RUNS += w * RUN
     leaf = tl.load(RUNS)
     run = tl.load(RUNS + 1)
@@ -292,7 +304,6 @@ def _join_leaves(
     # Nothing, or a program before it is the first to go on; or of rows beyond the tile's queries.
     if (leaf == 0) | (leaf > run) | (tl.program_id(1) * BLOCK >= have * GROUP * D):
         return
-    hk = w % KV
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < have * GROUP * D
     r = tl.where(ok, i // D, 0)

@@ -34,8 +34,6 @@ SCHEDULES = {
 """Launch options of bf16 with heads of up to 128. None of them changes a bit."""
 OVERLAP = isinstance(_few, JITFunction)
 """Whether kernels of few queries may be launched before their turn: Triton's interpreter does not know of that."""
-ALONE = 32
-"""Leaves of a sequence up to which it is short. Measured alone: 17.5 us for 19.3 at 16 leaves, 53.5 for 48.7 at 64."""
 
 
 def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
@@ -141,8 +139,9 @@ def few(
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
     require(k.shape[0] < 2**31, f"k_cache: {k.shape[0]} rows are too many")
-    # Of a short sequence alone few programs are at work: they have more blocks of keys on their way.
-    if seqs == 1 and width * page <= ALONE * SM90.kv_leaf and q.dtype == torch.bfloat16 and dim <= 128:
+    # Where there is no more than a leaf for each multiprocessor, one program at a time is on it: with more keys on their way.
+    alone = seqs * cdiv(width * page, SM90.kv_leaf) * kv <= SM90.multiprocessors
+    if alone and q.dtype == torch.bfloat16 and dim <= 128:
         schedule = {"num_stages": 3} | schedule
     options = _schedule("few", q, group, schedule)
     if all_of_them:  # of one query most likely, and so are the states
@@ -155,18 +154,21 @@ def few(
     pages = k.shape[0] // page, width, block_table.stride(0), most
     at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
     constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "OVERLAP": overlap}
-    constants["STATE"] = shared.state if shared.leaves > 1 else 0
+    torn = shared.leaves > 1 and shared.parts > 1
+    constants["STATE"] = shared.state if torn else 0
     args = q, k, v, out, *memory, *lengths, *pages
     leaves = _run(_few, programs, args, q, k, v, constants | KV | options, changing=6)
     join = None
-    if shared.leaves > 1:
+    if torn:
+        by_row = tokens < shared.parts - 1  # so many joins of a head, at most
         # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
         join = repeated(
             _join_leaves,
-            (programs, cdiv(options["BLOCK_Q"] * group * dim, 128)),
-            (out, *memory, shared.slots),
+            (min(tokens, shared.parts - 1) * kv, cdiv(options["BLOCK_Q"] * group * dim, 128)),
+            (out, *memory, shared.slots, shared.parts),
             {"num_warps": 4} | _overlapping(overlap),
             changing=3,
+            PARTS=max(next_power_of_2(shared.parts), 128) if by_row else 0,
             GROUP=group,
             HEADS=heads,
             D=dim,
