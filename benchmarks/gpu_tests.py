@@ -65,7 +65,7 @@ SUITES = {
 at a time."""
 WITHOUT_A_GPU = ("_on_cpu.py", "_interpreted.py")
 """Ends of the names of files that run a GPU's kernels on a CPU: left out of the suites."""
-LANES = (("vllm",), ("experts", "bisection", "replicas"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
+LANES = (("vllm", "replicas"), ("experts", "bisection"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
 """Run side by side, the suites of each one after the other."""
 PROCESSES = {"tests/ops/test_moe_cuda.py": 12, "tests/ops/test_attention_cuda.py": 6, "tests/bisection/test_cuda.py": 5}
 """Files whose many kernels take long to compile, or whose tests each start engines: processes of each, where pytest-xdist is
