@@ -122,12 +122,13 @@ def write_state(TO, z, l, acc, ok, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.c
 
 
 @triton.jit
-def read_state(FROM, r, d, ROWS: tl.constexpr, D: tl.constexpr, STATE: tl.constexpr):
-    """z and l of rows r of a state that `write_state` wrote, and elements (r, d) of its acc, for the last time."""
+def read_state(FROM, r, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATE: tl.constexpr):
+    """z, l and acc of row r of a state that `write_state` wrote, for the last time."""
     SUMS: tl.constexpr = (STATE - ROWS * D) // 2
+    d = tl.arange(0, DP)
     z = tl.load(FROM + ROWS * D + r, eviction_policy="evict_first")
     l = tl.load(FROM + ROWS * D + SUMS + r, eviction_policy="evict_first")
-    return z, l, tl.load(FROM + r * D + d, eviction_policy="evict_first")
+    return z, l, tl.load(FROM + r * D + d, mask=d < D, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -105,7 +105,6 @@ def _few(
     w = tl.program_id(0)
     hk = w % KV  # neighbours read the same positions of their heads, which lie side by side, at about the same time
     tl.store(RUNS + w * RUN, 0)  # nothing to join, unless it says so below
-    tl.store(RUNS + w * RUN + 1, 0)
     begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
     each = tl.arange(0, SEQS)
     of_each = _leaves(STARTS, KV_LEN, each, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
@@ -134,7 +133,6 @@ def _few(
             before = tl.maximum(before, ends)
             passed += tl.sum(more)
 
-    begun = item
     while item < stop:
         q0, q_len = span(STARTS, s, seqs, tokens)
         kv_len = tl.load(KV_LEN + s)
@@ -153,7 +151,11 @@ def _few(
             head = hk * GROUP + r % GROUP
             ok = (pos < q_len) & (r < ROWS)
             token = (q0 + pos).to(tl.int64)
-            states = STATES + tl.cast(w, tl.int64) * slots * STATE
+            torn = tl.minimum(
+                run, slots - 1
+            )  # of a program's leaves, at most; if it is less than a run, one program has the rest
+            part = w // KV
+            states = STATES + (tl.cast(hk, tl.int64) * parts * slots + part * torn) * STATE
             pages_of = TABLE + tl.cast(s, tl.int64) * table_row
             first_key = leaf * LEAF
             end_of_keys = tl.minimum((leaf + take) * LEAF, context + tl.minimum(q_len, first + BLOCK_Q))
@@ -190,15 +192,16 @@ def _few(
             if take == leaves:
                 write_result(O, token, head, L, A, ok, HEADS, D, DP)
             elif leaf == 0:
-                write_state(states + (slots - 1) * STATE, Z, L, A, ok, ROWS, D, DP, STATE)
-            elif item == begun:
+                whole = tl.cast(parts, tl.int64) * (slots - 1) + part - part * torn
+                write_state(states + whole * STATE, Z, L, A, ok, ROWS, D, DP, STATE)
+            elif leaf <= run:  # the program before began the tile
                 here = RUNS + w * RUN
                 tl.store(here, leaf)
-                tl.store(here + 1, run)
-                tl.store(here + 2, leaves)
-                tl.store(here + 3, context + first)
-                tl.store(here + 4, q0 + first)
-                tl.store(here + 5, tl.minimum(q_len - first, BLOCK_Q))
+                tl.store(here + 1, leaves)
+                tl.store(here + 2, context + first)
+                tl.store(here + 3, q0 + first)
+                tl.store(here + 4, tl.minimum(q_len - first, BLOCK_Q))
+                tl.store(here + 5, part * torn)
             item += take
         if item >= before + there:
             before += there
@@ -221,32 +224,25 @@ def _join_next(
     L,
     A,
     r,
-    d,
     position,
     leaf,
     leaves,
-    at,
-    index,
-    run,
-    jump,
     ROWS: tl.constexpr,
     D: tl.constexpr,
+    DP: tl.constexpr,
     LEAF: tl.constexpr,
     STATE: tl.constexpr,
     N: tl.constexpr,
 ):
-    """N leaves from `leaf` on joined to Z, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. The state
-    of the first is at STATES + `at`, number `index` of the `run` of its program; after the last of that, `jump` further."""
+    """N leaves from `leaf` on joined to Z, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. STATES: of
+    the first of them."""
     zs, ls, accs = (), (), ()
     for x in tl.static_range(N):
-        z, l, acc = read_state(STATES + at, r, d, ROWS, D, STATE)
+        at = tl.minimum(x, leaves - leaf - 1) * STATE  # of the last one again, if there is no further one
+        z, l, acc = read_state(STATES + at, r, ROWS, D, DP, STATE)
         zs += (z,)
         ls += (l,)
         accs += (acc,)
-        more = leaf + x + 1 < leaves  # else the last one again
-        over = more & (index + 1 == run)
-        at += tl.where(over, jump, tl.where(more, STATE, 0))
-        index = tl.where(over, 0, index + 1)
     # The assembler would put each load where its result is needed, and wait for it there. But none can be put behind a barrier, and
     # what is joined depends on a load after it.
     tl.debug_barrier()
@@ -257,7 +253,7 @@ def _join_next(
         L = tl.where(seen, tl.fma(ls[x], after, L * before), L)
         A = tl.where(seen, tl.fma(accs[x], after, A * before), A)
         Z = tl.where(seen, to, Z)
-    return Z, L, A, at, index
+    return Z, L, A
 
 
 @triton.jit(do_not_specialize=VALUES)
@@ -274,54 +270,48 @@ def _join_leaves(
     BLOCK_Q: tl.constexpr,
     LEAF: tl.constexpr,
     STATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What an earlier program of `_few` began and program w and perhaps later ones finished: BLOCK elements of the result. Program w
-    left in RUNS: the leaf that its run begins with, 0 if that is the first of a tile; how many leaves a run has, and the tile;
-    position and row of the tile's first query, how many queries it has. Of a head's `parts` programs, whoever joins takes one, or, if
-    PARTS is not 0, as there are fewer queries, looks at all of them (PARTS or fewer) for that of one row."""
+    """What a program of `_few` began and one and perhaps more after it finished, of one query and head. The first of these left in
+    RUNS: the leaf that it went on with, else 0; how many leaves the tile has; position and row of its first query, how many
+    queries it has; which one its state of that leaf is among the head's, in which later leaves follow. Of a head's `parts` programs,
+    whoever joins takes one, or, if PARTS is not 0, as there are fewer queries, looks at all of them (PARTS or fewer) for that of
+    one row."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     _begin(OVERLAP)
     hk = tl.program_id(0) % KV
-    w = tl.program_id(0) + KV  # nobody began what a head's first program goes on with
+    part = tl.program_id(0) // KV + 1  # nobody began what the first goes on with
     if PARTS > 0:
-        part = tl.arange(0, PARTS)
-        of = RUNS + (part * KV + hk) * RUN
-        first = tl.load(of, mask=part < parts, other=0)
-        run_of = tl.load(of + 1, mask=part < parts, other=0)
-        row = tl.load(of + 4, mask=part < parts, other=-1)
-        this = (first > 0) & (first <= run_of) & (row == tl.program_id(0) // KV)
-        w = tl.max(tl.where(this, part, 0)) * KV + hk
-    RUNS += w * RUN
+        each = tl.arange(0, PARTS)
+        of_each = RUNS + (each * KV + hk) * RUN
+        goes_on = tl.load(of_each, mask=each < parts, other=0) > 0
+        row = tl.load(of_each + 3, mask=each < parts, other=-1)
+        part = tl.max(tl.where(goes_on & (row == tl.program_id(0) // KV), each, 0))
+    RUNS += (part * KV + hk) * RUN
     leaf = tl.load(RUNS)
-    run = tl.load(RUNS + 1)
-    leaves = tl.load(RUNS + 2)
-    position = tl.load(RUNS + 3)
-    token = tl.load(RUNS + 4)
-    have = tl.load(RUNS + 5)
-    # Nothing, or a program before it is the first to go on; or of rows beyond the tile's queries.
-    if (leaf == 0) | (leaf > run) | (tl.program_id(1) * BLOCK >= have * GROUP * D):
+    leaves = tl.load(RUNS + 1)
+    position = tl.load(RUNS + 2)
+    token = tl.load(RUNS + 3)
+    have = tl.load(RUNS + 4)
+    at = tl.load(RUNS + 5)
+    r = tl.program_id(1)  # of the tile's rows
+    if (leaf == 0) | (r >= have * GROUP):  # nothing, or beyond the tile's queries
         return
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = i < have * GROUP * D
-    r = tl.where(ok, i // D, 0)
-    d = i % D
     position += r // GROUP
-    at = tl.cast(w, tl.int64) * slots * STATE  # the state of the run's first leaf
-    jump = tl.cast(KV * slots - run + 1, tl.int64) * STATE  # from that of its last to that of the next program's first
-    index = 0
-    Z, L, A = read_state(STATES + (at - (tl.cast(KV - 1, tl.int64) * slots + 1) * STATE), r, d, ROWS, D, STATE)
+    STATES += tl.cast(hk, tl.int64) * parts * slots * STATE
+    begun = tl.cast(parts, tl.int64) * (slots - 1) + part - 1
+    Z, L, A = read_state(STATES + begun * STATE, r, ROWS, D, DP, STATE)
+    STATES += tl.cast(at, tl.int64) * STATE
     while leaf + 2 * ENDS < leaves:
-        Z, L, A, at, index = _join_next(
-            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, ROWS, D, LEAF, STATE, AHEAD
-        )
+        Z, L, A = _join_next(STATES, RUNS + 1, Z, L, A, r, position, leaf, leaves, ROWS, D, DP, LEAF, STATE, AHEAD)
         leaf += AHEAD
+        STATES += AHEAD * STATE
     while leaf < leaves:
-        Z, L, A, at, index = _join_next(
-            STATES, RUNS + 2, Z, L, A, r, d, position, leaf, leaves, at, index, run, jump, ROWS, D, LEAF, STATE, ENDS
-        )
+        Z, L, A = _join_next(STATES, RUNS + 1, Z, L, A, r, position, leaf, leaves, ROWS, D, DP, LEAF, STATE, ENDS)
         leaf += ENDS
+        STATES += ENDS * STATE
+    d = tl.arange(0, DP)
     o = O + ((token + r // GROUP).to(tl.int64) * HEADS + hk * GROUP + r % GROUP) * D + d
-    tl.store(o, tl.div_rn(A, L + A * 0.0).to(O.dtype.element_ty), mask=ok)
+    tl.store(o, tl.div_rn(A, L + A * 0.0).to(O.dtype.element_ty), mask=d < D)

@@ -161,12 +161,14 @@ def few(
     join = None
     if torn:
         by_row = tokens < shared.parts - 1  # so many joins of a head, at most
-        # A thread for each element: of a long sequence alone, its heads are all that there is to share out.
+        padded = _shape(q, k)[
+            "DP"
+        ]  # a thread for each: of a long sequence alone, its heads are all that there is to share out
         join = repeated(
             _join_leaves,
-            (min(tokens, shared.parts - 1) * kv, cdiv(options["BLOCK_Q"] * group * dim, 128)),
+            (min(tokens, shared.parts - 1) * kv, options["BLOCK_Q"] * group),
             (out, *memory, shared.slots, shared.parts),
-            {"num_warps": 4} | _overlapping(overlap),
+            {"num_warps": -(-padded // 32)} | _overlapping(overlap),
             changing=3,
             PARTS=max(next_power_of_2(shared.parts), 128) if by_row else 0,
             GROUP=group,
@@ -175,7 +177,7 @@ def few(
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
             STATE=shared.state,
-            BLOCK=128,
+            DP=padded,
             OVERLAP=overlap,
         )
 
