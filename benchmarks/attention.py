@@ -33,7 +33,7 @@ from functools import partial
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up, told
-from lib.results import H200, backend, keys, made_on, merge, of_commit, read, run_name, write
+from lib.results import H200, backend, keys, made_on, merge, of_sources, read, run_name, write
 from lib.stopwatch import Stopwatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -329,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch, name = Stopwatch(device), run_name()
     info = made_on(ops=["attention"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
-    had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
+    had = keys(of_sources(old, info["sources"]), KEY) if options.resume else set()
     rows: list[dict] = []
     for which in options.only:
         for case in cases(which, options.quick):

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up, told
-from lib.results import H200, backend, keys, made_on, merge, of_commit, read, run_name, write
+from lib.results import H200, backend, keys, made_on, merge, of_sources, read, run_name, write
 from lib.stopwatch import Stopwatch, copy_speed
 
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         backend=backend(device),
     )
     old = read(options.json)
-    had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
+    had = keys(of_sources(old, info["sources"]), KEY) if options.resume else set()
     todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]
     compile_peer(todo)
     rows: list[dict] = []

@@ -4,8 +4,8 @@ Each test file is a pytest process of its own, some side by side; so are the lan
 is printed at once. With ``--minutes`` a run has an end: tests that run then are interrupted, and no other begins.
 
 When a suite has ended its counts go to benchmarks/results/h200/gpu_test.json as ``rows``, with ``runs``: by the rows' ``run``,
-the date, commit, versions and GPUs. All rows are of one commit: a suite that is run alone joins those of the same commit, and
-others go; of a checkout with changes all go. ``not_run`` names the suites that are missing. A row:
+the date, commit, versions and GPUs. All rows are of the same sources (``lib.results.sources``): a suite that is run alone joins those
+that are, and others go. ``not_run`` names the suites that are missing. A row:
 
 ``arguments``
     Those for pytest: with any, it may be a part of the suite.
@@ -40,7 +40,7 @@ from pathlib import Path
 
 from lib.failures import MARK
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, merge, of_commit, read, run_name, sources, write
+from lib.results import H200, ROOT, merge, of_sources, read, run_name, sources, write
 
 from alignkit.check.machine import machine
 from alignkit.check.run import stop
@@ -255,9 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which everything is stopped")
     options, rest = parser.parse_known_args(arguments)
     name, info, rows = run_name(), machine() | {"sources": sources()}, []
-    # Of a checkout with changes, or of no commit, nobody knows which sources rows are of.
-    known = info["commit"] != "unknown" and not info["commit"].endswith("-dirty")
-    old = of_commit(read(options.json), info["commit"]) if known else {"runs": {}, "rows": []}
+    old = of_sources(read(options.json), info["sources"])
     made, lock, clock = old, threading.Lock(), Clock(options.minutes)
 
     def run_lane(lane: tuple[str, ...]) -> None:

@@ -45,7 +45,7 @@ from functools import cached_property, partial
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up
-from lib.results import H200, backend, keys, made_on, merge, of_commit, read, run_name, write
+from lib.results import H200, backend, keys, made_on, merge, of_sources, read, run_name, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
@@ -412,7 +412,7 @@ class Bench:
         began = time.monotonic()
         names = [name for name in names if self.starts(name)]
         old = {"runs": self.old.get("meta", {}).get("runs", {}), "rows": self.old.get("rows", [])}
-        had = keys(of_commit(old, self.info["commit"]), KEY) if self.options.resume else set()
+        had = keys(of_sources(old, self.info["sources"]), KEY) if self.options.resume else set()
         todo = [
             (
                 size,

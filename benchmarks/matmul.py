@@ -49,7 +49,7 @@ from lib import spread
 from lib.models import DENSE
 from lib.options import parser as options_parser
 from lib.options import time_is_up, told
-from lib.results import H200, backend, made_on, merge, of_commit, read, run_name, write
+from lib.results import H200, backend, made_on, merge, of_sources, read, run_name, write
 from lib.stopwatch import Stopwatch
 from lib.ways import chosen, ways
 from torch.nn.functional import linear
@@ -477,7 +477,7 @@ def main(arguments: list[str] | None = None) -> int:
     had = (
         {
             (r["case"], r["m"], r["pass"])
-            for r in of_commit(old, info["commit"])["rows"]
+            for r in of_sources(old, info["sources"])["rows"]
             if r["impl"] == own and r["draw"] is None
         }
         if options.resume

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up, told
-from lib.results import H200, backend, keys, made_on, merge, of_commit, read, run_name, write
+from lib.results import H200, backend, keys, made_on, merge, of_sources, read, run_name, write
 from lib.stopwatch import Stopwatch
 
 from alignkit.contract import k_leaves
@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         made_on(ops=["moe_router", "moe_experts"], packages=["vllm"], seconds=options.seconds, backend=backend(device)),
     )
     old = read(options.json)
-    had = keys(of_commit(old, info["commit"]), KEY) if options.resume else set()
+    had = keys(of_sources(old, info["sources"]), KEY) if options.resume else set()
     torch.manual_seed(0)
     weights = Weights.drawn(device)
     rows: list[dict] = []

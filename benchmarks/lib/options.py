@@ -24,7 +24,7 @@ def parser(
         made.add_argument("--minutes", type=float, help="after which no measurement is begun")
     if resume:
         made.add_argument(
-            "--resume", action="store_true", help="only rows that the file does not have of this commit yet"
+            "--resume", action="store_true", help="only rows that the file does not have of these sources yet"
         )
     return made
 

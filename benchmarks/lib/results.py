@@ -82,9 +82,9 @@ def keys(old: dict, key: tuple[str, ...]) -> set[tuple]:
     return {_of(row, key) for row in old.get("rows", [])}
 
 
-def of_commit(old: dict, commit: str) -> dict:
-    """What of a result file was made at `commit`."""
-    runs = {name: info for name, info in old.get("runs", {}).items() if info["commit"] == commit}
+def of_sources(old: dict, digest: str) -> dict:
+    """What of a result file was made of the `sources` of this digest."""
+    runs = {name: info for name, info in old.get("runs", {}).items() if info.get("sources") == digest}
     return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
 
 

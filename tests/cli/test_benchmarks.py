@@ -757,20 +757,21 @@ def test_of_more(): pytest.skip("needs {more} GPUs")
 """
 
 
-def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
-    """Suites join those of the same commit and of no other; what could have run is a failure."""
-    tests, out, commit = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
+def test_gpu_tests_are_of_the_same_sources(module, tmp_path, monkeypatch, capsys):
+    """Suites join those of the same sources and of no other; what could have run is a failure."""
+    tests, out, sources = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what is installed here takes seconds to start
     for name, more in (("first", 4), ("second", 2)):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
     monkeypatch.setattr(tests, "SUITES", {name: ((f"test_{name}.py",), {}) for name in ("first", "second")})
     monkeypatch.setattr(tests, "LANES", (("first", "second"),))
-    monkeypatch.setattr(tests, "machine", lambda: INFO | {"commit": commit[0], "gpus": ["NVIDIA H200"] * 2})
+    monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": ["NVIDIA H200"] * 2})
+    monkeypatch.setattr(tests, "sources", lambda: sources[0])
 
     def run(*arguments):
         status, made = tests.main(["--json", str(out), *arguments]), json.loads(out.read_text())
-        assert len({info["commit"] for info in made["runs"].values()}) == 1
+        assert {info["sources"] for info in made["runs"].values()} == {sources[0]}
         return status, {row["suite"]: row for row in made["rows"]}, made["not_run"]
 
     status, rows, not_run = run("--suites", "first")
@@ -782,9 +783,9 @@ def test_gpu_tests_are_of_one_commit(module, tmp_path, monkeypatch, capsys):
     assert rows["second"]["could_have_run"] == ["test_second.test_of_more"]
     assert rows["second"]["arguments"] == ["-k", "test_"]
     assert "could have run: test_second.test_of_more" in capsys.readouterr().out
-    for commit[0] in ("2", "2-dirty", "2-dirty", "unknown", "unknown"):
-        _, rows, not_run = run("--suites", "first")
-        assert list(rows) == ["first"] and not_run == ["second"]
+    sources[0] = "2"
+    _, rows, not_run = run("--suites", "first")
+    assert list(rows) == ["first"] and not_run == ["second"]
 
 
 def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
