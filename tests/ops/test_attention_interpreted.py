@@ -22,7 +22,7 @@ from alignkit.testing import assert_bitwise_equal
 matmul = numpy.matmul
 numpy.matmul = lambda a, b, dtype=None: matmul(a.astype("d"), b.astype("d")).astype(dtype or a.dtype)
 leaf, page, heads, kv, dim = SM90.kv_leaf, 48, 4, 2, 16
-lens, torch_ = (2 * leaf + 1, 5, leaf, 3 * leaf - 7), torch.manual_seed(0)
+lens, torch_ = (2 * leaf + 1, 3 * leaf - 7, 5, leaf), torch.manual_seed(0)  # 3, 3, 1 and 1 leaves
 q, k, v = (torch.randn(sum(lens), h, dim) for h in (heads, kv, kv))
 starts = torch.tensor([0, *lens]).cumsum(0)
 want, _ = triton.forward(q, k, v, starts.int(), 0.25, BLOCK_M=64)
@@ -37,7 +37,8 @@ for s, n in enumerate(lens):
         cache[order[s][at // page], at % page] = t[starts[s] : starts[s + 1]]
 for take in ((1, 1, 1, 1), (1, 0, 3, 2)):
     rows = torch.cat([torch.arange(int(end) - n, int(end)) for end, n in zip(starts[1:], take)])
-    for options in ({"programs": 1}, {"programs": 3}, {"programs": 20}, {"programs": 7, "SEQS": 2, "MORE": True}):
+    # For each head 1, 1, 2, 5 or 10 programs: fewer than rows or more, whose runs are longer than what is left of a tile or not.
+    for options in (*({"programs": n} for n in (1, 3, 4, 20)), {"programs": 10, "SEQS": 2, "MORE": True}):
         out = torch.full((len(rows) + 2, heads, dim), float("nan"))
         queries = torch.cat([q[rows], out[-2:]])
         integers = torch.tensor([0, *take]).cumsum(0).int(), torch.tensor(lens).int()
