@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .check.store import meet, served
 from .dist import TP
 
 
@@ -47,17 +48,6 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def served() -> dist.TCPStore:
-    """A store of this process, by whose `port` processes of this machine `meet`, for as long as it is kept. It listens already, so
-    nobody takes the port while they start."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def meet(port: int) -> dist.TCPStore:
-    """For `init_process_group(store=...)`: the store of the process that has it `served`."""
-    return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
 def _serve(rank: int, world: int, port: int, inbox, outbox: connection.Connection) -> None:

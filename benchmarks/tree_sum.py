@@ -35,8 +35,9 @@ import torch.multiprocessing as mp
 from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
+from alignkit.check.store import meet, served
 from alignkit.dist import TP, symmetric
-from alignkit.testing import bitwise_equal, meet, served
+from alignkit.testing import bitwise_equal
 
 KEY = ("case", "impl", "pass", "m")
 COLUMNS = 4096

@@ -34,6 +34,7 @@ from alignkit.check import forks
 from alignkit.check.layout import over_parts, through_stages
 from alignkit.check.machine import gpu_of, installed
 from alignkit.check.routing import Choices, Placed, file_of
+from alignkit.check.store import meet, served
 from alignkit.contract import contract_id
 from alignkit.convert import Architecture, check_ep, read_architecture
 from alignkit.dist import CP
@@ -65,7 +66,7 @@ def launch(job: dict[str, Any], body: Callable) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks == 1:
         return _rank(0, job, body, dist.HashStore())
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = served()
     try:
         method = "fork" if forks.forked else "spawn"  # in a fork all is imported, and nothing has been done yet
         torch.multiprocessing.start_processes(_guarded, (job, body, store.port), nprocs=ranks, start_method=method)
@@ -78,7 +79,7 @@ def launch(job: dict[str, Any], body: Callable) -> None:
 def _guarded(rank: int, job: dict[str, Any], body: Callable, port: int) -> None:
     """`_rank`, leaving the traceback of the first rank that fails with the parent: the others then fail too,
     for want of their peer, and say less."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = meet(port)
     try:
         _rank(rank, job, body, store)
     except BaseException:

@@ -32,9 +32,9 @@ def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs,
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from alignkit.check.store import meet
     from alignkit.megatron import patch_megatron
     from alignkit.megatron.cpu import cpu_host
-    from alignkit.testing import meet
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -155,7 +155,7 @@ class Pair:
     def __init__(self, device: str, checkpoints: dict[str, str], log: str):
         # A forked process cannot use CUDA if the one that it was forked from has looked for a device.
         context = mp.get_context("forkserver" if device == "cpu" else "spawn")
-        from alignkit.testing import served
+        from alignkit.check.store import served
 
         self._store, self.pipes, self.processes = served(), [], []
         for rank in range(2):

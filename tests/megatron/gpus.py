@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from alignkit.check.machine import gpu_of
+from alignkit.check.store import meet
 from alignkit.dist import TP
-from alignkit.testing import Ranks, meet
+from alignkit.testing import Ranks
 
 
 class GPUs(Ranks):

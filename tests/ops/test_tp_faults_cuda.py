@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from alignkit.check.store import meet, served
 from alignkit.dist import TP, symmetric
-from alignkit.testing import meet, served
 from tests.megatron.gpus import join
 
 ROOT = Path(__file__).parents[2]
