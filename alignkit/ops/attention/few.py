@@ -276,8 +276,8 @@ def _join_leaves(
     """What a program of `_few` began and one and perhaps more after it finished, of one query and head. The first of these left in
     RUNS: the leaf that it went on with, else 0; how many leaves the tile has; position and row of its first query, how many
     queries it has; which one its state of that leaf is among the head's, in which later leaves follow. Of a head's `parts` programs,
-    whoever joins takes one, or, if PARTS is not 0, as there are fewer queries, looks at all of them (PARTS or fewer) for that of
-    one row."""
+    whoever joins takes one, or, if PARTS is not 0, as there are fewer rows, looks at all of them (PARTS or fewer) for that of
+    one row. Of one row alone, it is the second program."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     _begin(OVERLAP)

@@ -160,25 +160,23 @@ def few(
     leaves = _run(_few, programs, args, q, k, v, constants | KV | options, changing=6)
     join = None
     if torn:
-        by_row = tokens < shared.parts - 1  # so many joins of a head, at most
-        padded = _shape(q, k)[
-            "DP"
-        ]  # a thread for each: of a long sequence alone, its heads are all that there is to share out
+        joins = min(
+            tokens, shared.parts - 1
+        )  # of a head, at most: of so many rows, at so many borders between programs
+        search = 1 < joins < shared.parts - 1  # that of one row is at the first border
+        shape = _shape(q, k)
         join = repeated(
             _join_leaves,
-            (min(tokens, shared.parts - 1) * kv, options["BLOCK_Q"] * group),
+            (joins * kv, options["BLOCK_Q"] * group),
             (out, *memory, shared.slots, shared.parts),
-            {"num_warps": -(-padded // 32)} | _overlapping(overlap),
+            {"num_warps": -(-shape["DP"] // 32)} | _overlapping(overlap),  # a thread for each dimension
             changing=3,
-            PARTS=max(next_power_of_2(shared.parts), 128) if by_row else 0,
-            GROUP=group,
-            HEADS=heads,
-            D=dim,
+            PARTS=max(next_power_of_2(shared.parts), 128) if search else 0,
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
             STATE=shared.state,
-            DP=padded,
             OVERLAP=overlap,
+            **shape,
         )
 
     def again(q, k, v, out):
