@@ -13,11 +13,9 @@ from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowP
 
 from alignkit import ops
 from alignkit.ops import library
+from alignkit.ops.attention.sharing import batches
 from alignkit.ops.linear.cublaslt import ladder
 from alignkit.vllm.attention import AlignedAttentionImpl, empty_cache
-
-SEQUENCES = (1, 2, 33, 513)
-"""Of a batch: one of each range for which the kernel of few queries is compiled anew."""
 
 
 @torch.inference_mode()
@@ -62,7 +60,8 @@ def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], o
 
 
 def _attention(config: VllmConfig, layers: set[AlignedAttentionImpl]) -> None:
-    """Runs attention of each kind of layer: with a query for each sequence, and with one more."""
+    """Runs attention of each kind of layer, with as many sequences as it is compiled anew for: with a query for each, and with one
+    more."""
     device, dtype = torch.device(config.device_config.device), config.model_config.dtype  # pyright: ignore[reportArgumentType]
     page = config.cache_config.block_size
     width = -(-config.model_config.max_model_len // page)
@@ -70,7 +69,7 @@ def _attention(config: VllmConfig, layers: set[AlignedAttentionImpl]) -> None:
     kinds = {(layer.num_heads, layer.num_kv_heads, layer.head_size): layer for layer in layers}
     for (heads, kv_heads, dim), layer in kinds.items():
         caches = empty_cache(page, kv_heads, dim, dtype, device)
-        for seqs in (n for n in SEQUENCES if n <= most):
+        for seqs in batches(heads, kv_heads, dim, width * page, most):
             table = torch.zeros(seqs, width, dtype=torch.int32, device=device)
             for more in (0, 1):
                 starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from triton import JITFunction, cdiv
+from triton import JITFunction
 
 from ...runtime.families import SM90
 from ...runtime.launch import launch, repeated
@@ -21,7 +21,7 @@ from .common import PAD
 from .few import _few, _join_leaves
 from .gradients import _delta, _grad_kv, _grad_q
 from .problem import Again
-from .sharing import A_MULTIPROCESSOR, ROWS, share
+from .sharing import A_MULTIPROCESSOR, ROWS, kind, share
 from .tiles import _tiles
 
 KV = {"KVB": SM90.kv_block, "LEAF": SM90.kv_leaf}
@@ -139,31 +139,28 @@ def few(
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
     require(k.shape[0] < 2**31, f"k_cache: {k.shape[0]} rows are too many")
-    # Where there is no more than a leaf for each multiprocessor, one program at a time is on it: with more keys on their way.
-    alone = seqs * cdiv(width * page, SM90.kv_leaf) * kv <= SM90.multiprocessors
-    if alone and q.dtype == torch.bfloat16 and dim <= 128:
-        schedule = {"num_stages": 3} | schedule
     options = _schedule("few", q, group, schedule)
     if all_of_them:  # of one query most likely, and so are the states
         options["BLOCK_Q"] = 1
-    shared = share(q, kv, options["BLOCK_Q"], width * page, a_multiprocessor, programs)
+    shared = share(q.shape, kv, options["BLOCK_Q"], width * page, a_multiprocessor, programs)
+    of = kind(seqs, tokens, all_of_them, kv, shared)
+    if of.alone and q.dtype == torch.bfloat16 and dim <= 128:  # with more keys on their way
+        options["num_stages"] = schedule.get("num_stages", 3)
     programs = shared.parts * kv
     memory = shared.memory(kv, q.device)
     most = tokens if all_of_them else options["BLOCK_Q"]
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs, shared.parts, shared.slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512  # alone, nothing to search; a warp's, or more
-    constants = {"PAGE": page, "SEQS": at_once, "MORE": seqs > at_once, "OVERLAP": overlap}
+    constants = {"PAGE": page, "SEQS": of.at_once, "MORE": of.more, "OVERLAP": overlap}
     torn = shared.leaves > 1 and shared.parts > 1
     constants["STATE"] = shared.state if torn else 0
     args = q, k, v, out, *memory, *lengths, *pages
     leaves = _run(_few, programs, args, q, k, v, constants | KV | options, changing=6)
     join = None
     if torn:
-        joins = min(
-            tokens, shared.parts - 1
-        )  # of a head, at most: of so many rows, at so many borders between programs
-        search = 1 < joins < shared.parts - 1  # that of one row is at the first border
+        # Of a head as many as there are rows, or borders between programs.
+        joins = min(tokens, shared.parts - 1) if all_of_them else shared.parts - 1
+        parts = next_power_of_2(max(shared.parts, SM90.multiprocessors * A_MULTIPROCESSOR // kv, 128))
         shape = _shape(q, k)
         join = repeated(
             _join_leaves,
@@ -171,7 +168,7 @@ def few(
             (out, *memory, shared.slots, shared.parts),
             {"num_warps": -(-shape["DP"] // 32)} | _overlapping(overlap),  # a thread for each dimension
             changing=3,
-            PARTS=max(next_power_of_2(shared.parts), 128) if search else 0,
+            PARTS=parts if of.searched else 0,
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
             STATE=shared.state,
