@@ -45,7 +45,7 @@ def sources(*ops: str) -> str:
     their kernels, or, if ops are named, of these ops, those that they are made of, and what all ops share."""
     package = _sources.ROOT / "alignkit"
     found = {*_written(_sources.ROOT / "csrc")}
-    for name in COMPUTING if not ops else SHARED:
+    for name in SHARED if ops else COMPUTING:
         found |= {*_written(package / name)}
     for op in ops:
         found |= _of_op(package / "ops" / op)

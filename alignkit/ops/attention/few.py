@@ -43,6 +43,18 @@ def _leaves(
 
 
 @triton.jit
+def _states_of(STATES, hk, parts, slots, STATE: tl.constexpr):
+    """A head's states: those of the leaves that a program goes on with, one program after the other; then of each, what it begins."""
+    return STATES + tl.cast(hk, tl.int64) * parts * slots * STATE
+
+
+@triton.jit
+def _begun(part, parts, slots):
+    """Which of a head's states is that of a tile which program `part` begins."""
+    return tl.cast(parts, tl.int64) * (slots - 1) + part
+
+
+@triton.jit
 def _sum_and_most(a, b, c, d):
     return a + c, tl.maximum(b, d)
 
@@ -104,6 +116,7 @@ def _few(
     _begin(OVERLAP)
     w = tl.program_id(0)
     hk = w % KV  # neighbours read the same positions of their heads, which lie side by side, at about the same time
+    part = w // KV
     tl.store(RUNS + w * RUN, 0)  # nothing to join, unless it says so below
     begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
     each = tl.arange(0, SEQS)
@@ -122,8 +135,10 @@ def _few(
     most_leaves = tl.cast(tokens, tl.int64) * ((width * PAGE + LEAF - 1) // LEAF)
     total = tl.where(total > most_leaves, 0, total).to(tl.int32)
     run = (total + parts - 1) // parts
-    item = w // KV * run
+    item = part * run
     stop = tl.minimum(item + run, total)
+    # The first state of a program's. It has as many as a run has leaves, or all but the first of a sequence, whose rest one has then.
+    own = part * tl.minimum(run, slots - 1)
     s, before = _earlier(of_each, 0, item)  # the sequence of the run's first leaf, and how many leaves are before that
     if MORE:
         for c in range(SEQS, seqs, SEQS):
@@ -151,11 +166,7 @@ def _few(
             head = hk * GROUP + r % GROUP
             ok = (pos < q_len) & (r < ROWS)
             token = (q0 + pos).to(tl.int64)
-            torn = tl.minimum(
-                run, slots - 1
-            )  # of a program's leaves, at most; if it is less than a run, one program has the rest
-            part = w // KV
-            states = STATES + (tl.cast(hk, tl.int64) * parts * slots + part * torn) * STATE
+            states = _states_of(STATES, hk, parts, slots, STATE)
             pages_of = TABLE + tl.cast(s, tl.int64) * table_row
             first_key = leaf * LEAF
             end_of_keys = tl.minimum((leaf + take) * LEAF, context + tl.minimum(q_len, first + BLOCK_Q))
@@ -168,7 +179,7 @@ def _few(
                 pages_of,
                 at,
                 page_of,
-                states,
+                states + tl.cast(own, tl.int64) * STATE,
                 factor,
                 q0,
                 context,
@@ -192,8 +203,7 @@ def _few(
             if take == leaves:
                 write_result(O, token, head, L, A, ok, HEADS, D, DP)
             elif leaf == 0:
-                whole = tl.cast(parts, tl.int64) * (slots - 1) + part - part * torn
-                write_state(states + whole * STATE, Z, L, A, ok, ROWS, D, DP, STATE)
+                write_state(states + _begun(part, parts, slots) * STATE, Z, L, A, ok, ROWS, D, DP, STATE)
             elif leaf <= run:  # the program before began the tile
                 here = RUNS + w * RUN
                 tl.store(here, leaf)
@@ -201,7 +211,7 @@ def _few(
                 tl.store(here + 2, context + first)
                 tl.store(here + 3, q0 + first)
                 tl.store(here + 4, tl.minimum(q_len - first, BLOCK_Q))
-                tl.store(here + 5, part * torn)
+                tl.store(here + 5, own)
             item += take
         if item >= before + there:
             before += there
@@ -300,9 +310,8 @@ def _join_leaves(
     if (leaf == 0) | (r >= have * GROUP):  # nothing, or beyond the tile's queries
         return
     position += r // GROUP
-    STATES += tl.cast(hk, tl.int64) * parts * slots * STATE
-    begun = tl.cast(parts, tl.int64) * (slots - 1) + part - 1
-    Z, L, A = read_state(STATES + begun * STATE, r, ROWS, D, DP, STATE)
+    STATES = _states_of(STATES, hk, parts, slots, STATE)
+    Z, L, A = read_state(STATES + _begun(part - 1, parts, slots) * STATE, r, ROWS, D, DP, STATE)
     STATES += tl.cast(at, tl.int64) * STATE
     while leaf + 2 * ENDS < leaves:
         Z, L, A = _join_next(STATES, RUNS + 1, Z, L, A, r, position, leaf, leaves, ROWS, D, DP, LEAF, STATE, AHEAD)

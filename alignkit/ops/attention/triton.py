@@ -151,16 +151,16 @@ def few(
     most = tokens if all_of_them else options["BLOCK_Q"]
     lengths = starts, seq_lens, block_table, _factor(scale), tokens, seqs, shared.parts, shared.slots
     pages = k.shape[0] // page, width, block_table.stride(0), most
-    constants = {"PAGE": page, "SEQS": of.at_once, "MORE": of.more, "OVERLAP": overlap}
     torn = shared.leaves > 1 and shared.parts > 1
-    constants["STATE"] = shared.state if torn else 0
+    state = shared.state if torn else 0
+    constants = {"PAGE": page, "SEQS": of.at_once, "MORE": of.more, "STATE": state, "OVERLAP": overlap}
     args = q, k, v, out, *memory, *lengths, *pages
     leaves = _run(_few, programs, args, q, k, v, constants | KV | options, changing=6)
     join = None
     if torn:
         # Of a head as many as there are rows, or borders between programs.
         joins = min(tokens, shared.parts - 1) if all_of_them else shared.parts - 1
-        parts = next_power_of_2(max(shared.parts, SM90.multiprocessors * A_MULTIPROCESSOR // kv, 128))
+        parts = next_power_of_2(max(shared.parts, SM90.multiprocessors * A_MULTIPROCESSOR // kv))
         shape = _shape(q, k)
         join = repeated(
             _join_leaves,
@@ -171,7 +171,7 @@ def few(
             PARTS=parts if of.searched else 0,
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
-            STATE=shared.state,
+            STATE=state,
             OVERLAP=overlap,
             **shape,
         )
