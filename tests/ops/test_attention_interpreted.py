@@ -52,14 +52,20 @@ for take in ((1, 1, 1, 1), (1, 0, 3, 2)):
             triton.paged(others, *layer, table, *integers, page, 0.25, expected, short=options, BLOCK_M=64)
             again(others, *layer, got)
             assert_bitwise_equal(got, expected, "another layer")
-n = 37 * leaf + 5  # joined 32 leaves at a time, then 8
+n = 37 * leaf + 5  # joined 32 leaves at a time, then 5
 k, v, q = torch.randn(n, 1, dim), torch.randn(n, 1, dim), torch.randn(1, 3, dim)
 integers = torch.arange(n // leaf + 1).int()[None], torch.tensor([0, 1]).int(), torch.tensor([n]).int()
 k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, leaf - 5)) for t in (k, v))
-results = [torch.empty_like(q) for _ in range(4)]
-for programs, out in zip((1, 2, 19, 38), results):
-    triton.paged(q, k, v, *integers, leaf, 0.25, out, short={"programs": programs})
-    assert_bitwise_equal(out, results[0], f"{programs} programs")
+# In a second row scores grow so far that they are measured anew, in leaves of both batches; then a value is infinite.
+k[[10 * leaf, 20 * leaf, 36 * leaf]] += q[:, 1:2] * torch.tensor([100.0, 200.0, 300.0])[:, None, None]
+for value in (0.0, float("inf")):
+    v[5 * leaf, 0, 3] += value  # seen by all rows
+    results = [torch.empty_like(q) for _ in range(4)]
+    for programs, out in zip((1, 2, 19, 38), results):
+        triton.paged(q, k, v, *integers, leaf, 0.25, out, short={"programs": programs})
+        assert_bitwise_equal(out, results[0], f"{programs} programs, {value}")
+    assert (results[0][0, :, 3].isfinite() == (value == 0)).all() and results[0][0, :, :3].isfinite().all()
+    assert torch.allclose(results[0][0, 1, :3], v[36 * leaf, 0, :3])
 
 # What is written of a state is all of it, in whole sectors of 32 bytes.
 memory, made = Sharing.memory, []

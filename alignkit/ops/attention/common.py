@@ -82,9 +82,15 @@ def is_few(q_len, kv_len, most):
 
 
 @triton.jit
+def stays(Z, z):
+    """Whether what is added to the scores of the leaves before is that of the next one, too, when they are joined."""
+    return Z - z <= RESERVE
+
+
+@triton.jit
 def meet(Z, z):
     """Of the leaves before and of the next one, what is added to scores: that of both, and what multiplies their sums."""
-    to = tl.where(Z - z <= RESERVE, Z, z)
+    to = tl.where(stays(Z, z), Z, z)
     return to, tl.exp2(to - Z), tl.exp2(to - z)
 
 
@@ -122,13 +128,14 @@ def write_state(TO, z, l, acc, ok, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.c
 
 
 @triton.jit
-def read_state(FROM, r, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATE: tl.constexpr):
-    """z, l and acc of row r of a state that `write_state` wrote, for the last time."""
+def read_state(FROM, r, there, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATE: tl.constexpr):
+    """z, l and acc of row r of a state that `write_state` wrote, for the last time. If it is not there: one that changes nothing when it
+    is joined, as 2^-inf times its sums of -0 is -0, and any number plus that is itself."""
     SUMS: tl.constexpr = (STATE - ROWS * D) // 2
     d = tl.arange(0, DP)
-    z = tl.load(FROM + ROWS * D + r, eviction_policy="evict_first")
-    l = tl.load(FROM + ROWS * D + SUMS + r, eviction_policy="evict_first")
-    return z, l, tl.load(FROM + r * D + d, mask=d < D, other=0.0, eviction_policy="evict_first")
+    z = tl.load(FROM + ROWS * D + r, mask=there, other=float("inf"), eviction_policy="evict_first")
+    l = tl.load(FROM + ROWS * D + SUMS + r, mask=there, other=-0.0, eviction_policy="evict_first")
+    return z, l, tl.load(FROM + r * D + d, mask=d < tl.where(there, D, 0), other=-0.0, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -9,13 +9,22 @@ import triton
 import triton.language as tl
 
 from . import sharing
-from .common import VALUES, block, fill, is_few, meet, queries, read_state, span, visit, write_result, write_state
+from .common import (
+    VALUES,
+    block,
+    fill,
+    is_few,
+    meet,
+    queries,
+    read_state,
+    span,
+    stays,
+    visit,
+    write_result,
+    write_state,
+)
 
 RUN = tl.constexpr(sharing.RUN)
-AHEAD = tl.constexpr(32)
-"""States that `_join_leaves` has on their way at a time, of many."""
-ENDS = tl.constexpr(8)
-"""Likewise, of the last ones, or of few."""
 
 
 @triton.jit
@@ -229,40 +238,38 @@ def _few(
 @triton.jit
 def _join_next(
     STATES,
-    LEAVES,
     Z,
     L,
     A,
     r,
-    position,
-    leaf,
-    leaves,
+    there,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    LEAF: tl.constexpr,
     STATE: tl.constexpr,
-    N: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """N leaves from `leaf` on joined to Z, L, A; those from `leaves` on, which is what LEAVES points at, change nothing. STATES: of
-    the first of them."""
+    """The next AHEAD leaves, or `there` if that is less, joined to Z, L, A. STATES: of the first of them. In most cases Z stays as it is,
+    so the sums of the leaves before are multiplied by 1, which need not be done: their next ones then wait for one operation."""
     zs, ls, accs = (), (), ()
-    for x in tl.static_range(N):
-        at = tl.minimum(x, leaves - leaf - 1) * STATE  # of the last one again, if there is no further one
-        z, l, acc = read_state(STATES + at, r, ROWS, D, DP, STATE)
+    all_stay = Z - Z == 0.0
+    for x in tl.static_range(AHEAD):
+        z, l, acc = read_state(STATES + x * STATE, r, x < there, ROWS, D, DP, STATE)
         zs += (z,)
         ls += (l,)
         accs += (acc,)
-    # The assembler would put each load where its result is needed, and wait for it there. But none can be put behind a barrier, and
-    # what is joined depends on a load after it.
-    tl.debug_barrier()
-    leaves = tl.load(LEAVES)
-    for x in tl.static_range(N):
-        seen = (leaf + x < leaves) & ((leaf + x) * LEAF <= position)
-        to, before, after = meet(Z, zs[x])
-        L = tl.where(seen, tl.fma(ls[x], after, L * before), L)
-        A = tl.where(seen, tl.fma(accs[x], after, A * before), A)
-        Z = tl.where(seen, to, Z)
+        all_stay &= stays(Z, z)
+    if all_stay:
+        for x in tl.static_range(AHEAD):
+            after = tl.exp2(Z - zs[x])
+            L = tl.fma(ls[x], after, L)
+            A = tl.fma(accs[x], after, A)
+    else:
+        for x in tl.static_range(AHEAD):
+            to, before, after = meet(Z, zs[x])
+            L = tl.where(x < there, tl.fma(ls[x], after, L * before), L)
+            A = tl.where(x < there, tl.fma(accs[x], after, A * before), A)
+            Z = tl.where(x < there, to, Z)
     return Z, L, A
 
 
@@ -281,13 +288,14 @@ def _join_leaves(
     LEAF: tl.constexpr,
     STATE: tl.constexpr,
     DP: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """What a program of `_few` began and one and perhaps more after it finished, of one query and head. The first of these left in
     RUNS: the leaf that it went on with, else 0; how many leaves the tile has; position and row of its first query, how many
     queries it has; which one its state of that leaf is among the head's, in which later leaves follow. Of a head's `parts` programs,
     whoever joins takes one, or, if PARTS is not 0, as there are fewer rows, looks at all of them (PARTS or fewer) for that of
-    one row. Of one row alone, it is the second program."""
+    one row. Of one row alone, it is the second program. AHEAD: states that are on their way at a time."""
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
     _begin(OVERLAP)
@@ -309,18 +317,13 @@ def _join_leaves(
     r = tl.program_id(1)  # of the tile's rows
     if (leaf == 0) | (r >= have * GROUP):  # nothing, or beyond the tile's queries
         return
-    position += r // GROUP
+    seen = tl.minimum(leaves, (position + r // GROUP) // LEAF + 1)
     STATES = _states_of(STATES, hk, parts, slots, STATE)
-    Z, L, A = read_state(STATES + _begun(part - 1, parts, slots) * STATE, r, ROWS, D, DP, STATE)
+    Z, L, A = read_state(STATES + _begun(part - 1, parts, slots) * STATE, r, leaf > 0, ROWS, D, DP, STATE)
     STATES += tl.cast(at, tl.int64) * STATE
-    while leaf + 2 * ENDS < leaves:
-        Z, L, A = _join_next(STATES, RUNS + 1, Z, L, A, r, position, leaf, leaves, ROWS, D, DP, LEAF, STATE, AHEAD)
-        leaf += AHEAD
+    for next in range(leaf, seen, AHEAD):
+        Z, L, A = _join_next(STATES, Z, L, A, r, seen - next, ROWS, D, DP, STATE, AHEAD)
         STATES += AHEAD * STATE
-    while leaf < leaves:
-        Z, L, A = _join_next(STATES, RUNS + 1, Z, L, A, r, position, leaf, leaves, ROWS, D, DP, LEAF, STATE, ENDS)
-        leaf += ENDS
-        STATES += ENDS * STATE
     d = tl.arange(0, DP)
     o = O + ((token + r // GROUP).to(tl.int64) * HEADS + hk * GROUP + r % GROUP) * D + d
     tl.store(o, tl.div_rn(A, L + A * 0.0).to(O.dtype.element_ty), mask=d < D)

@@ -32,6 +32,8 @@ SCHEDULES = {
     "grad_kv": {"BLOCK_N": 128, "BLOCK_I": 64, "num_warps": 8, "num_stages": 3},
 }
 """Launch options of bf16 with heads of up to 128. None of them changes a bit."""
+AHEAD = 32
+"""States of leaves that a program has on their way at a time, at most, when it joins them."""
 OVERLAP = isinstance(_few, JITFunction)
 """Whether kernels of few queries may be launched before their turn: Triton's interpreter does not know of that."""
 
@@ -172,6 +174,7 @@ def few(
             BLOCK_Q=options["BLOCK_Q"],
             LEAF=SM90.kv_leaf,
             STATE=state,
+            AHEAD=min(next_power_of_2(shared.leaves - 1), AHEAD),
             OVERLAP=overlap,
             **shape,
         )
