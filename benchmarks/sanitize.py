@@ -7,11 +7,11 @@ as soon as it has ended; ``--resume`` runs only those that the file does not hav
 if a tool found something, or not what was planted, or if a test failed or did not end.
 
 Left out: tests that capture graphs, because memory comes from no cache here and its allocation is no part of a graph;
-those of large tensors or of thousands of small kernels of torch's or a peer's, where the tools take minutes; from
-racecheck cuBLAS's kernels, whose synchronisation it takes for none, and those of hopper.py, where it reports the
-compiler's own handing of arguments to the groups of warps; from initcheck both too. From these two also the gated delta
-rule's CUDA kernels: initcheck does not see what the copy engine writes, and where a lane arrives at a barrier for its
-warp, racecheck orders what that lane did and not what the 31 others did.
+those of large tensors or of thousands of small kernels of torch's or a peer's, where the tools take minutes; from memcheck and
+racecheck torch's and cuBLAS's own kernels; from racecheck those of hopper.py, where it reports the compiler's own handing
+of arguments to the groups of warps, and attention's largest tests; from initcheck cuBLAS's and those of hopper.py. From
+these two also the gated delta rule's CUDA kernels: initcheck does not see what the copy engine writes, and where a lane
+arrives at a barrier for its warp, racecheck orders what that lane did and not what the 31 others did.
 """
 
 from __future__ import annotations
@@ -63,10 +63,18 @@ _WITHOUT = {
     "initcheck": "cublaslt hopper gated_delta_rule",
 }
 """Providers of products, and ops whose CUDA kernels are left out, by tool."""
+_OTHERS = {"memcheck": ("at6native", "_ZN7cutlass"), "racecheck": ("at6native", "_ZN7cutlass")}
+"""What the mangled names of kernels contain that are not ours, torch's and cuBLAS's, by the tools that need not see them:
+these make inputs, or compare results, and take longer than what is tested. initcheck has to see what they write."""
 _SKIPPED = (
     "graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
     "or flash_linear_attention or tried_at_the_k or long_contexts"
 )
+_SLOW = (
+    "many_sequences or another_stream or scores_that_grow or sequence_alone or (tiles and leaves) "
+    "or (attention_cuda and accuracy) or (rollout_is_training and (lengths0 or lengths1 or lengths3))"
+)
+"""Of attention, what takes minutes under racecheck; what it sees in the others is the same kernels, of fewer blocks."""
 _ABOUT_THEM = (
     "takes_the_usual or refused_and_named or refused_there or many_rows or adds_the_bias or test_error "
     "or a_row_is_its_own or take_states_in_turn or share_a_state or many_packed or (more_work and cuda)"
@@ -99,6 +107,7 @@ def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[st
         "compute-sanitizer",
         "--tool",
         tool,
+        *(word for name in _OTHERS.get(tool, ()) for word in ("--kernel-name-exclude", f"kns={name}")),
         "--target-processes",
         "application-only",
         "--launch-timeout",
@@ -147,7 +156,7 @@ class Job:
         without, env = _WITHOUT[self.tool], {"CUDA_VISIBLE_DEVICES": gpu}
         log = options.out / f"{self.tool}-{Path(self.tests).stem}-{self.part.replace('/', '-')}.log"
         if self.part:
-            skipped = f"{_SKIPPED} or {_ABOUT_THEM}" if without else _SKIPPED
+            skipped = " or ".join([_SKIPPED, *[_ABOUT_THEM] * bool(without), *[_SLOW] * (self.tool == "racecheck")])
             command = [
                 "-m",
                 "pytest",

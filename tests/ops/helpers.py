@@ -24,6 +24,11 @@ linear_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 seeds = st.integers(0, 2**31)
 
 
+def times(n: int) -> range:
+    """0 to n - 1, for what a test repeats by itself; fewer of the last ones if ALIGNKIT_TEST_EXAMPLES are fewer."""
+    return range(max(n - int(os.environ.get("ALIGNKIT_TEST_EXAMPLES", n)), 0), n)
+
+
 def gamma(n: int) -> float:
     """Relative bound of a chain of n fp32 operations."""
     return n * U32 / (1 - n * U32)

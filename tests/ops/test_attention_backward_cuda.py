@@ -9,7 +9,7 @@ from alignkit import ops
 from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, randn
+from .helpers import CPU, randn, times
 from .test_attention_cuda import capture, packed
 from .test_attention_forward_cuda import BF16, BORDERS, DIMS, HEADS, kernels
 
@@ -32,7 +32,7 @@ def both(kernels, q, k, v, g, cu, scale):
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
 def test_packed(kernels, dim, heads, kv):
     cuda, _ = kernels
-    for seed in range(4):
+    for seed in times(4):
         draw = random.Random(f"{dim} {heads} {kv} {seed}")
         lens = [draw.choice(BORDERS) for _ in range(draw.randint(1, 9))] + [0] * draw.randint(0, 2)
         draw.shuffle(lens)
@@ -156,7 +156,7 @@ def test_right_after_its_inputs(kernels, dim):
     cuda, _ = kernels
     q, k, v, g, cu = packed([4000], 8, 2, dim)
     arguments, want = both(kernels, q, k, v, g, cu, 0.1)
-    for _ in range(20):
+    for _ in times(20):
         moved = [torch.empty_like(t) for t in (q, k, v, g)]
         for to, t in zip(moved, (q, k, v, g), strict=True):
             to.copy_(randn(*t.shape, dtype=BF16))

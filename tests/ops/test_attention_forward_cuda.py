@@ -10,7 +10,7 @@ from alignkit.runtime import dispatch
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, randn
+from .helpers import CPU, randn, times
 from .test_attention_cuda import caches, capture, last, packed
 
 pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
@@ -79,7 +79,7 @@ def test_a_power_of_2_that_is_too_great_is_so_of_a_greater_number():
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
 def test_packed(kernels, dim, heads, kv):
     cuda, triton = kernels
-    for seed in range(3):
+    for seed in times(3):
         draw = random.Random(f"{dim} {heads} {kv} {seed}")
         lens = [draw.choice(BORDERS) for _ in range(draw.randint(1, 9))] + [0] * draw.randint(0, 2)
         draw.shuffle(lens)
@@ -128,11 +128,11 @@ def test_paged(kernels, dim, heads, kv, page):
     k_cache, v_cache, table = caches(k, v, lens, page)
     flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
     assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
-    for x in range(6):
+    for x in times(6):
         take = [draw.choice([0, 1, min(n, 9), min(n, 70), min(n, 130), max(n - 64, 0), n]) for n in lens]
         rows, starts = last(lens, take)
         queries = torch.cat([q[rows], torch.full((5, heads, dim), 3.0, dtype=BF16)])
-        ints = torch.int64 if page == 16 and x == 0 else torch.int32
+        ints = torch.int64 if page == 16 and x == 5 else torch.int32
         arguments = table.to(ints), starts.to(ints), torch.tensor(lens, dtype=ints), page, dim**-0.5
         for together in {1, heads // kv}:
             out = torch.full_like(queries, float("nan"))
@@ -228,7 +228,7 @@ def test_on_another_stream(kernels, dim):
     cuda, triton = kernels
     q, k, v, _, cu = packed([4000], 8, 2, dim)
     want = triton.forward(q, k, v, cu, 0.1)
-    for _ in range(20):
+    for _ in times(20):
         moved = [torch.empty_like(t) for t in (q, k, v)]
         for to, t in zip(moved, (q, k, v), strict=True):
             to.copy_(randn(*t.shape, dtype=BF16))
