@@ -340,8 +340,8 @@ def _spread(row: dict) -> tuple[float, float] | None:
 
 
 def long(results: dict) -> str:
-    """A table for each size and number of ranks, a line for each cell of ``long.py``: tokens decoded a second, of stock and as shares
-    of its, then seconds of prefill likewise. In words what the engines' starts took."""
+    """A table for each size and number of ranks, a line for each cell of ``long.py``: tokens decoded a second, of stock, if it was
+    measured anew, and as shares of its, then seconds of prefill likewise. In words what the engines' starts took."""
     rows = [r for r in results["rows"] if "prefill_s" in r]
     lines = []
     for size, tp in dict.fromkeys((r["size"], r["tp"]) for r in rows):
@@ -351,16 +351,22 @@ def long(results: dict) -> str:
                 by.setdefault((r["requests"], r["prompt"]), {})[r["engine"]] = r
         engines = [e for e in ("batch_invariant", "aligned") if any(e in row for row in by.values())]
         names = [ENGINES[e] for e in engines]
-        heads = [f"{size}, TP {tp}: requests x prompt", "stock: tokens/s", *names, "stock: prefill, s", *names]
+        has_stock = any("stock" in row for row in by.values())
+        heads = [f"{size}, TP {tp}: requests x prompt"]
+        for unit in ("tokens/s", "prefill, s"):
+            heads += [
+                *[f"stock: {unit}"] * has_stock,
+                *(name if has_stock else f"{name}: {unit}, of stock's" for name in names),
+            ]
         lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for (requests, prompt), row in by.items():
             stock = row.get("stock", {})
-            cells = [f"{requests} x {prompt}", _cell(stock, "decode_tok_s", "{:.0f}")]
+            cells = [f"{requests} x {prompt}", *[_cell(stock, "decode_tok_s", "{:.0f}")] * has_stock]
             for engine in engines:
                 mine = row.get(engine, {})
                 share = {"ratio_to_stock": mine.get("x_decode"), "seconds": mine.get("decode_seconds")}
                 cells.append(_share(share, _bold(engine)))
-            cells.append(_three(stock["prefill_s"]) if stock else "")
+            cells += [_three(stock["prefill_s"]) if stock else ""] * has_stock
             for engine in engines:
                 mine = row.get(engine, {})
                 cells.append(_longer(mine.get("x_prefill"), mine.get("prefill_seconds", []), _bold(engine)))
