@@ -357,13 +357,13 @@ def test_gradients_in_a_graph():
 @pytest.mark.parametrize("value", [0.0, float("inf")])
 def test_scores_that_grow(value):
     """Later leaves are measured anew: in one of the two batches in which leaves of a decoding query are joined, in both, or in neither."""
-    leaf, heads, kv, dim = 512, 8, 2, 128
-    n = 37 * leaf + 5
+    heads, kv, dim = 8, 2, 128
+    n = 37 * LEAF + 5
     q, k, v, _, cu = packed([n], heads, kv, dim)
     for at, times in ((10, 1), (20, 2), (36, 3)):
-        k[at * leaf] += times * 10 * q[-1, :: heads // kv]
-    k[12 * leaf] += 10 * q[-1, 1]
-    v[5 * leaf, :, 3] += value
+        k[at * LEAF] += times * 10 * q[-1, :: heads // kv]
+    k[12 * LEAF] += 10 * q[-1, 1]
+    v[5 * LEAF, :, 3] += value
     want = ops.attention(q, k, v, cu)[-1:]
     assert want[..., :3].isfinite().all() and (want[..., 3].isfinite() == (value == 0)).all()
     for page in (16, 64):
