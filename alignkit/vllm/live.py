@@ -39,6 +39,10 @@ ENGINE = ("vllm", "torch", "alignkit")
 
 PYTHON = sys.stdlib_module_names | {"typing_extensions"}
 
+CASTS = ("float", "half", "bfloat16")
+"""Methods of torch.nn.Module that change the type of a module's weights. TransformerEngine replaces them for all modules when it is
+imported, by others that know its own tensors too."""
+
 _first: dict[type, dict[str, Any]] = {}
 """By class: its methods when they were first looked at."""
 
@@ -222,8 +226,8 @@ def _classes(kind: type) -> tuple[type, ...]:
 
 
 def _runs(kind: type) -> dict[str, Any]:
-    """What a class itself defines that is called. Not its ways to load weights, which frameworks replace, nor what vLLM
-    puts on models for pipelines."""
+    """What a class itself defines that is called. Not its ways to load weights and to change their type, which frameworks replace,
+    nor what vLLM puts on models for pipelines."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -233,6 +237,7 @@ def _runs(kind: type) -> dict[str, Any]:
         and not name.startswith("load_")
         and "weight_loader" not in name
         and name != "make_empty_intermediate_tensors"
+        and not (kind is torch.nn.Module and name in CASTS)
     }
 
 

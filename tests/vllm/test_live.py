@@ -100,6 +100,19 @@ def exchanged(state, replace):
     return stopped, steps, seen, applied, generate(state) == before, status(state)["patched"]
 
 
+def cast_by_another(state):
+    """What stops the engine, and whether it says that it is patched, once all modules are cast by other functions, as they are when
+    TransformerEngine is imported."""
+    import torch
+
+    put_back = [setting(torch.nn.Module, name, lambda self: self) for name in ("float", "half", "bfloat16")]
+    try:
+        return first_refusal(state)[0], status(state)["patched"]
+    finally:
+        for back in put_back:
+            back()
+
+
 def inner_sampler(state, model):
     last = worker(state).model_runner.sampler.topk_topp_sampler
     return setting(last.sampler, "forward", lambda logits, *args: (logits.argmax(-1), logits * 2))
@@ -269,6 +282,10 @@ def test_a_part_replaced_in_a_running_engine(engine, replace):
         assert re.search(PARTS[replace], text), text
     assert seen["patched"] is False and "contract" not in seen
     assert as_before and patched
+
+
+def test_modules_are_cast_by_another(engine):
+    assert engine(cast_by_another) == (None, True)
 
 
 @pytest.mark.parametrize(
