@@ -12,10 +12,9 @@ kernels and those of its products that are CUTLASS's; from racecheck attention's
 it takes for none, and those of hopper.py, where it reports the compiler's own handing of arguments to the groups of warps; from initcheck the
 last two too, and the gated delta rule's CUDA kernels, as it does not see what the copy engine writes.
 
-From racecheck also the CUDA kernels of attention and of the gated delta rule. There one lane arrives at a barrier for its warp, and the
-tool orders what that lane did, not what the 31 others did: it reports each of their reads against the next write to the same place. All that it
-reported of attention was of that form, each pair read against its barriers: docs/gpu.md says what orders them. Their tests run all the same, as
-what they compare with is Triton's.
+From racecheck also the CUDA kernels of attention and of the gated delta rule, where one lane arrives at a barrier for its warp: the tool
+orders what that lane did, not what the 31 others did, and reports each of their reads against the next write to the same place.
+docs/gpu.md says what orders them. The tests of attention run all the same: what they compare with is Triton's.
 """
 
 from __future__ import annotations

@@ -229,6 +229,7 @@ __device__ __forceinline__ void for_queries(Shared<kDim, false>& sh, const Probl
 #pragma unroll 1
     for (int i = n; i < all; ++i) {  // other groups' blocks
       barrier_wait(&sh.full[stage], phase);
+      __syncwarp();
       taken(stage);
       step<stages>(stage, phase);
     }
@@ -271,6 +272,7 @@ __device__ __forceinline__ void for_keys(Shared<kDim, true>& sh, const Problem& 
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         barrier_wait(&sh.full[stage], phase);
+        __syncwarp();
         taken(stage);
         step<stages>(stage, phase);
       }

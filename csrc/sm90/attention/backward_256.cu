@@ -271,13 +271,16 @@ __device__ __forceinline__ void for_queries(ByQuery& sh, const Problem& p) {
       products_taken(dq);
       keys_taken(block - 1);
     } else {
+      __syncwarp();
       tile_taken();
     }
 #pragma unroll 1
     for (int i = n; i < all; ++i, ++block) {  // other groups' blocks
       wait_for_keys();
+      __syncwarp();
       keys_taken(block);
       wait_for_values();
+      __syncwarp();
       values_taken();
     }
 #pragma unroll

@@ -653,6 +653,7 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       products_taken(acc);
       values_taken(n - 1);
     } else {
+      __syncwarp();
       queries_taken();
       turn_begin();
       turn_end();
