@@ -73,7 +73,8 @@ def test_equal_calls_give_equal_bytes(two):
 @pytest.mark.parametrize("message", calls.HEADS)
 def test_values_of_one_rank(message):
     """Nobody waits for the devices: each stops, and its process learns it at the next wait, unless NCCL's watchdog, which
-    looks too, was first: it ends the process."""
+    looks too, was first: it ends the process. Where other processes stop on the same GPU, CUDA may call an assertion a launch
+    failure."""
     with GPUs(2) as ranks:
         ranks.run(2, functools.partial(_call, calls.head, device="cuda"))
         for outcome in ranks.outcomes(
@@ -81,4 +82,5 @@ def test_values_of_one_rank(message):
         ):
             assert isinstance(outcome, Failed), outcome
             ended_by_nccl = outcome.kind is ChildProcessError and outcome.message == f"exit code {-signal.SIGABRT}"
-            assert ended_by_nccl or "device-side assert" in outcome.message, outcome.traceback
+            stopped = "device-side assert" in outcome.message or "unspecified launch failure" in outcome.message
+            assert ended_by_nccl or stopped, outcome.traceback
