@@ -6,9 +6,10 @@ Where a GPU has room for two, an engine and the next are side by side, measured 
 one starts. Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
 
 Prefill is the time of the prompts with one token sampled for each. Then the same prompts come again: they are in the
-prefix cache but for their last block, so what is timed is `out` tokens for each and, again, one. The difference is what
-`out` - 1 tokens for each take when all requests decode together, without the difference of two long prefills. Medians
-of three repeats, and of more where the tokens are few: such steps wait for the host, whose speed changes.
+prefix cache but for their last block, so what is timed is `out` tokens for each and, again, the first eighth of them. The
+difference is of decoding steps alone: not of two long prefills, nor of a call without a step of decoding, whose one step
+waits for the host as others do not. Medians of three repeats, and of more where the tokens are few: such steps wait for the
+host, whose speed changes.
 
 benchmarks/results/h200/long.json gets ``rows``: ``{"size", "engine", "tp", "requests", "prompt", "out", "prefill_s",
 "decode_tok_s", "x_prefill", "x_decode", "prefill_seconds", "decode_seconds"}``: seconds of prefill, and tokens decoded
@@ -53,6 +54,11 @@ class Cell(NamedTuple):
     prompt: int
     out: int
 
+    @property
+    def first(self) -> int:
+        """Tokens for each in the shorter of the two calls whose difference is decoding."""
+        return 1 + self.out // 8
+
     def __str__(self) -> str:
         return f"{self.requests} x {self.prompt}"
 
@@ -61,7 +67,7 @@ class Cell(NamedTuple):
         tokens, most = REPEATED
         repeats = max(repeats, min(most, tokens // (self.requests * self.prompt)))
         case = {"name": str(self), "lengths": [self.prompt] * self.requests, "profile": None, "repeats": repeats}
-        timed = ((1, False), (1, True), (self.out, True))
+        timed = ((1, False), (self.first, True), (self.out, True))
         return [case | {"max_tokens": tokens, "cached": cached} for tokens, cached in timed]
 
     def warm_up(self) -> dict:
@@ -102,9 +108,9 @@ def rows(results: list[dict], cells: list[Cell], size: str) -> list[dict]:
             row |= {"prefill_s": statistics.median(prefill), "decode_tok_s": None, "x_prefill": None, "x_decode": None}
             row |= {"prefill_seconds": prefill, "decode_seconds": []}
             if (whole := seconds.get((True, cell.out))) is not None:
-                first = statistics.median(seconds[True, 1])
+                first = statistics.median(seconds[True, cell.first])
                 row["decode_seconds"] = [s - first for s in whole]
-                tokens = cell.requests * (cell.out - 1)
+                tokens = cell.requests * (cell.out - cell.first)
                 row["decode_tok_s"] = tokens / statistics.median(row["decode_seconds"])
             made.append(row)
     stock = {(r["tp"], r["requests"], r["prompt"]): r for r in made if r["engine"] == "stock"}

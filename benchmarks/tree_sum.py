@@ -9,7 +9,8 @@ they are not. The file (benchmarks/results/h200/tree_sum.json) is ``{"runs": {..
     "alignkit": of fp32 sums where a product leaves them, to bf16. "alignkit, copied": of a tensor that must be copied there,
     to fp32. "alignkit, whole" and "alignkit, shares", if asked for: the two forms that "alignkit" takes one of.
     "alignkit-gather": NCCL carries the fp32 sums and torch adds them, the way without symmetric memory.
-    "nccl-bf16" and "nccl-fp32": NCCL's own sums, whose order is NCCL's.
+    "nccl-bf16" and "nccl-fp32": NCCL's own sums, whose order is NCCL's. "vllm-bf16", where vLLM is installed: the sum that
+    its ranks have for up to 8 MiB.
 ``pass``
     "tp2": on so many GPUs.
 ``m``, ``n``, ``k``
@@ -27,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -47,7 +49,18 @@ GRAPH_MS = 4.0
 REPLAYS = 15
 
 
-def implementations(tp: TP, rows: int, case: str, forms: bool) -> dict[str, Callable[[], object]]:
+def vllms(tp: TP, device: torch.device):
+    """vLLM's own sums over these ranks; None where it has none."""
+    try:
+        from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+    except ImportError:
+        return None
+    ranks = dist.get_process_group_ranks(tp.group)
+    found = CustomAllreduce(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), device)
+    return None if found.disabled else found
+
+
+def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str, Callable[[], object]]:
     """Calls with [rows, COLUMNS] on each rank. AssertionError on all ranks if one's bytes are not those of the tree."""
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = symmetric.workspace(tp.group, device)
@@ -66,6 +79,9 @@ def implementations(tp: TP, rows: int, case: str, forms: bool) -> dict[str, Call
             return partial(dist.reduce_scatter_tensor, part, t, group=tp.group)
         return partial(dist.all_reduce, t, group=tp.group)
 
+    others = {"nccl-bf16": nccl(half, half_part), "nccl-fp32": nccl(sums.clone(), part)}
+    if vllm is not None and not scatter and vllm.should_custom_ar(half):
+        others["vllm-bf16"] = partial(vllm.custom_all_reduce, half)
     copied = partial(tp.tree_sum_scatter if scatter else tp.tree_sum, sums)
     want = tp._sum_gathered(sums, scatter)
     chosen = {"": None} | ({", whole": False, ", shares": True} if forms and not scatter else {})
@@ -83,8 +99,7 @@ def implementations(tp: TP, rows: int, case: str, forms: bool) -> dict[str, Call
     return {f"alignkit{name}": partial(ours, lambda *_: None, shared) for name, shared in chosen.items()} | {
         "alignkit, copied": copied,
         "alignkit-gather": lambda: tp._sum_gathered(sums, scatter).bfloat16(),
-        "nccl-bf16": nccl(half, half_part),
-        "nccl-fp32": nccl(sums.clone(), part),
+        **others,
     }
 
 
@@ -109,7 +124,9 @@ def _median(tp: TP, run: Callable[[], object], times: int) -> float:
     return max(_of_all(tp, statistics.median(taken)))
 
 
-def times(tp: TP, run: Callable[[], object]) -> dict[str, float]:
+def times(tp: TP, run: Callable[[], object], capture) -> dict[str, float]:
+    """capture: returns a context in which a graph is captured."""
+
     def several():
         for _ in range(calls):
             run()
@@ -119,15 +136,17 @@ def times(tp: TP, run: Callable[[], object]) -> dict[str, float]:
     calls = max(2, min(50, round(GRAPH_MS / (_median(tp, several, 3) / calls))))
     eager = _median(tp, several, 5) / calls
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(), torch.cuda.graph(graph):
         several()
     graph.replay()
     return {"ms": _median(tp, graph.replay, REPLAYS) / calls, "eager_ms": eager}
 
 
-def measure(tp: TP, kib: int, case: str, forms: bool) -> list[dict]:
-    run = implementations(tp, (kib << 10) // 2 // COLUMNS, case, forms)
-    taken = {impl: times(tp, call) for impl, call in run.items()}
+def measure(tp: TP, kib: int, case: str, forms: bool, vllm) -> list[dict]:
+    run = implementations(tp, (kib << 10) // 2 // COLUMNS, case, forms, vllm)
+    taken = {
+        impl: times(tp, call, vllm.capture if impl.startswith("vllm") else nullcontext) for impl, call in run.items()
+    }
     rows = [
         {"case": case, "impl": impl, "pass": f"tp{tp.size}", "m": kib << 10, "n": None, "k": None}
         | t
@@ -155,11 +174,12 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
         group = dist.new_group(list(range(size)))
         if rank < size:
             tp = TP(group)
+            vllm = vllms(tp, torch.device("cuda", rank))
             rows += [
                 row
                 for case in ("all_reduce", "reduce_scatter")
                 for kib in options.kib
-                for row in measure(tp, kib, case, options.forms)
+                for row in measure(tp, kib, case, options.forms, vllm)
             ]
         dist.barrier()
     if rank == 0:

@@ -29,10 +29,13 @@ SIZES = (2, 4, 8)
 """Numbers of ranks that the kernel adds."""
 PIECE = 1 << 24
 """Sums that a rank has room for, 64 MiB; for rounded values there is as much again, divided among the ranks."""
-HEAD = 8192
+HEAD = 16384
 """Bytes of a rank's memory before its sums, with the signals of the others: kHeadBytes."""
+ONCE = 1 << 19
+"""Values of a sum within a CUDA graph for which ranks meet once, at most: kMostOnce. There are two places for such sums, before
+those of the others."""
 SHARED = {2: 1 << 19, 4: 1 << 17, 8: 1 << 16}
-"""By number of ranks: from how many values on each rank adds a share and reads those of the others. Below, the additional
+"""By number of ranks: of more values than these each rank adds a share and reads those of the others. Of fewer, the additional
 trip over NVLink takes longer than reading everything does. Measured with 2 and 4, reckoned with 8."""
 _ROWS = 8
 """Pieces are of multiples of this many rows, so that each begins at a multiple of 16 bytes."""
@@ -80,9 +83,9 @@ class Workspace:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         with _without_multicast():
             self._handle = _symmetric_memory.rendezvous(memory, group)
-        self._sums = memory[HEAD // 4 : HEAD // 4 + PIECE]
+        self._values = memory[HEAD // 4 :]
         self._addresses = (ctypes.c_void_p * self.size)(*self._handle.buffer_ptrs)
-        self._order = (ctypes.c_uint64 * 2)()  # of calls within a graph: the kernel's launcher keeps it
+        self._order = (ctypes.c_uint64 * 3)()  # of calls within a graph: the kernel's launcher keeps it
         self._patience = ctypes.c_uint64(round(_timeout(group, memory.device) * 1e9))
         self._stream = torch.cuda.current_stream(memory.device)
 
@@ -106,7 +109,7 @@ class Workspace:
     ) -> torch.Tensor:
         """`TP.sum_products`, for what it `takes`. shared: whether each rank adds a share; otherwise `SHARED` says."""
         self._follow()
-        device, parts = self._sums.device, self.size if scatter else 1
+        device, parts = self._values.device, self.size if scatter else 1
         bias = None if bias is None else bias.contiguous()
         height = rows // parts
         y = torch.empty(height, columns, dtype=dtype, device=device)
@@ -114,15 +117,16 @@ class Workspace:
         for begin in range(0, height, step):
             end = min(begin + step, height)
             count = parts * (end - begin) * columns
-            sums = self._sums[:count].view(-1, columns)
+            form = (
+                _SLICE if scatter else _SHARED if (count > SHARED[self.size] if shared is None else shared) else _WHOLE
+            )
+            first = self._begin(form, count)
+            sums = self._values[first : first + count].view(-1, columns)
             if end - begin == height:
                 product(slice(0, rows), sums)
             else:
                 for part, out in enumerate(sums.chunk(parts)):
                     product(slice(part * height + begin, part * height + end), out)
-            form = (
-                _SLICE if scatter else _SHARED if (count >= SHARED[self.size] if shared is None else shared) else _WHOLE
-            )
             cuda.call(
                 "alignkit_tree_sum",
                 device,
@@ -132,6 +136,7 @@ class Workspace:
                 form,
                 count,
                 ctypes.c_int64(PIECE),
+                ctypes.c_int64(first),
                 bias,
                 int(bias is not None and bias.dtype == torch.bfloat16),
                 columns,
@@ -142,8 +147,16 @@ class Workspace:
             )
         return y
 
+    def _begin(self, form: int, count: int) -> int:
+        """Where in `_values` the product is to leave what the next call adds."""
+        begin = ctypes.c_int64(2 * ONCE)
+        if torch.cuda.is_current_stream_capturing():
+            order, device = self._order, self._values.device
+            cuda.call("alignkit_tree_sum_begin", device, form, count, order, ctypes.byref(begin))
+        return begin.value
+
     def _follow(self) -> None:
-        stream = torch.cuda.current_stream(self._sums.device)
+        stream = torch.cuda.current_stream(self._values.device)
         if stream != self._stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
             self._stream = stream
@@ -154,7 +167,8 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     # Not from torch's pool of such memory, where it would stay when the group is gone.
-    memory = _SymmetricMemory.empty_strided_p2p((HEAD // 4 + PIECE + PIECE // size,), (1,), torch.float32, device)
+    words = HEAD // 4 + 2 * ONCE + PIECE + PIECE // size
+    memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.float32, device)
     memory[: HEAD // 4].zero_()
     torch.cuda.synchronize(device)
     return memory

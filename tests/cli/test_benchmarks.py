@@ -454,7 +454,7 @@ def test_cells(long):
     cell = long.Cell(3, 300, 9)
     assert [(c["lengths"], c["max_tokens"], c["cached"]) for c in cell.cases(2)] == [
         ([300] * 3, 1, False),
-        ([300] * 3, 1, True),
+        ([300] * 3, 2, True),
         ([300] * 3, 9, True),
     ]
     repeats = {c: {case["repeats"] for case in long.Cell(*c, 9).cases(3)} for c in ((1, 128), (2, 400), (64, 512))}
@@ -490,17 +490,17 @@ def test_engines_that_fit_are_side_by_side(long, monkeypatch):
 def test_long_rows(long):
     """Medians; shares of stock's, whichever engine came first; what was not come to is None."""
     cells = [long.Cell(2, 300, 9), long.Cell(1, 300, 9)]
-    stock = engine_result("stock", {(False, 1): [3.0, 1.0, 2.0], (True, 1): [0.5], (True, 9): [2.5, 1.5, 4.5]})
-    aligned = engine_result("aligned", {(False, 1): [2.5], (True, 1): [0.25, 0.5, 0.75], (True, 9): [3.0]})
+    stock = engine_result("stock", {(False, 1): [3.0, 1.0, 2.0], (True, 2): [0.5], (True, 9): [2.5, 1.5, 4.5]})
+    aligned = engine_result("aligned", {(False, 1): [2.5], (True, 2): [0.25, 0.5, 0.75], (True, 9): [3.0]})
     rows = {r["engine"]: r for r in long.rows([aligned, stock], cells, "qwen3-8b")}
     assert len(rows) == 2  # of the second cell there is nothing
-    assert rows["stock"]["prefill_s"] == 2.0 and rows["stock"]["decode_tok_s"] == 2 * 8 / 2.0
+    assert rows["stock"]["prefill_s"] == 2.0 and rows["stock"]["decode_tok_s"] == 2 * 7 / 2.0
     assert rows["stock"]["x_prefill"] == rows["stock"]["x_decode"] == 1.0
     assert rows["aligned"]["x_prefill"] == 1.25 and rows["aligned"]["x_decode"] == pytest.approx(0.8)
     assert rows["aligned"]["decode_seconds"] == [2.5] and "tok_s" not in rows["aligned"]
     alone = long.rows([aligned], cells, "qwen3-30b-a3b")[0]
     assert (alone["tok_s"], alone["x"], alone["x_prefill"]) == (alone["decode_tok_s"], None, None)
-    (cut,) = long.rows([engine_result("stock", {(False, 1): [1.0], (True, 1): [0.5]})], cells, "qwen3-8b")
+    (cut,) = long.rows([engine_result("stock", {(False, 1): [1.0], (True, 2): [0.5]})], cells, "qwen3-8b")
     assert cut["prefill_s"] == 1.0 and cut["decode_tok_s"] is None and cut["x_decode"] is None
     assert "decoding none" in long.line(cut)
 
@@ -529,7 +529,7 @@ def test_long_keeps_what_ran(long, monkeypatch, tmp_path, capsys):
     path, ran = tmp_path / "moe.json", []
     other = {"impl": "vllm", "pass": "layer", "tokens": 1, "routing": "uniform", "us": 9.0, "run": "old"}
     path.write_text(json.dumps({"runs": {"old": INFO}, "rows": [other]}))
-    timed = {(False, 1): [1.0], (True, 1): [0.5], (True, 9): [2.5]}
+    timed = {(False, 1): [1.0], (True, 2): [0.5], (True, 9): [2.5]}
 
     def run(bench, specs, module):
         ((name, spec),) = specs.items()

@@ -40,3 +40,6 @@ def test_a_wait_that_is_no_time(monkeypatch, value):
 def test_the_head_is_that_of_the_kernel():
     source = (Path(symmetric.__file__).parents[2] / "csrc/sm90/rank_sum/all_reduce.cu").read_text()
     assert int(re.search(r"kHeadBytes = (\d+);", source)[1]) == symmetric.HEAD
+    assert (
+        1 << int(re.search(r"kMostOnce = 1 << (\d+);", source)[1]) == symmetric.ONCE >= max(symmetric.SHARED.values())
+    )

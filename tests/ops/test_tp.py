@@ -167,16 +167,17 @@ def run_pieces(tp, rows, columns, scatter):
     vars(workspace).update(
         rank=tp.rank,
         size=tp.size,
-        _sums=torch.empty(512),
+        _values=torch.empty(512),
         _addresses=None,
         _follow=lambda: None,
+        _begin=lambda form, count: 0,
         _order=None,
         _patience=None,
     )
     counts = []
 
-    def kernel(name, device, addresses, size, rank, form, count, capacity, bias, bias_bf16, columns, y, y_bf16, *_):
-        total = tp.tree_sum(workspace._sums[:count])
+    def kernel(name, device, addresses, size, rank, form, count, capacity, begin, bias, bias_bf16, columns, y, *_):
+        total = tp.tree_sum(workspace._values[:count])
         y.copy_((total.chunk(size)[rank] if form == symmetric._SLICE else total).view(-1, columns) + bias.float())
         counts.append(count)
 

@@ -161,6 +161,39 @@ def test_graph(gpus, size):
     run(gpus, size, graph_of_sums)
 
 
+def decoding_steps(tp):
+    """Graphs of many small sums, as a decoding step has them: of values that change, by ranks that are late by turns."""
+    torch.manual_seed(tp.rank)
+    draw, workspace = random.Random(13), shared(tp)
+    graphs = []
+    for rows in (1, 8, 64):
+        inputs = torch.zeros(30, rows, 1024, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = []
+            for x in inputs:
+                behind, cycles = draw.randrange(tp.size), draw.choice([0, 0, 3000, 20000])
+                if behind == tp.rank:
+                    torch.cuda._sleep(cycles)
+                product = functools.partial(lambda x, part, out: torch.mul(x[part], 2.0, out=out), x)
+                got.append(workspace.sum(product, rows, 1024, None, torch.float32, False))
+        graphs.append((graph, inputs, got))
+    for replay in range(60):
+        chosen = [draw.choice(graphs) for _ in range(3)]
+        for _, inputs, _ in graphs:
+            inputs.normal_()
+        for graph, _, _ in chosen:  # without waiting between them
+            graph.replay()
+        for _, inputs, got in chosen:
+            want = tree([2.0 * x for x in tp.all_gather(inputs)])
+            assert_bitwise_equal(torch.stack(got), want, f"replay {replay}, {inputs.shape[1]} rows")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_decoding_steps(gpus, size):
+    run(gpus, size, decoding_steps)
+
+
 def sums_on_streams(tp):
     torch.manual_seed(tp.rank)
     draw, workspace, other = random.Random(12), shared(tp), torch.cuda.Stream()

@@ -10,17 +10,21 @@
 // - Rounded values are written after the first meeting, for which the others came out of the kernel before, in which they read
 //   the values before. They are read after the second.
 //
+// Small sums within a graph, of which a decoding step has many, meet once, as a meeting takes about as long as the reading.
+// They lie by turns in two places of their own, and in a graph the first sum meets twice. So what a sum overwrites was read by
+// the others in a kernel before the last one's, and for the last one's first meeting they had come out of that.
+//
 // To meet is to write a number to the other rank's memory, and to wait for its number in one's own: the release and the
 // acquire of the system's scope, with the block's barrier on both sides, order all that the two blocks did. The numbers of a
 // block go up by one with each meeting, by a count that is kept on the device, as the host knows nothing of a graph that is
-// replayed. All ranks count alike, and none gets further ahead of another than a meeting.
+// replayed. All ranks count alike, and none gets further ahead of another than a meeting, so two words are enough, for even
+// numbers and for odd ones.
 //
 // What goes wrong stops the device with a message, and so the process, rather than that it waits without an end or adds what
 // does not belong together:
 //
 // - A rank that does not come: there is an end to waiting.
-// - Ranks that add different things: beside the number travels a digest of what is added. At the first meeting the other rank
-//   has not left this sum, so its word, be it of the first or already of the second meeting, has this sum's digest.
+// - Ranks that add different things: beside the number travels a digest of what is added.
 // - Sums of one rank that overlap, where their streams do not wait for each other: a block that runs has taken its count.
 // - Such sums that happen not to overlap: one in a graph knows the one captured before it, and no other may have come between.
 #include <cuda_bf16.h>
@@ -37,13 +41,15 @@ namespace {
 
 constexpr int kMostRanks = 8, kThreads = 512;
 constexpr int kMostBlocks = 64;  // enough for NVLink; they wait, so other kernels must have multiprocessors left
-constexpr int kHeadBytes = 8192;
+constexpr int kHeadBytes = 16384;
+constexpr int kMostOnce = 1 << 19;  // values of a sum that meets once, at most
 constexpr unsigned long long kTaken = ~0ull;  // in place of a block's count, which is even between sums
 
-// A rank's memory begins with this, zeros at first. Then there are the sums, `capacity` of them, and the rounded values.
+// A rank's memory begins with this, zeros at first. Then there are the two places of sums that meet once, of kMostOnce values each,
+// the others' sums, `capacity` of them, and the rounded values.
 struct Head {
-  uint64_t meetings[kMostBlocks][kMostRanks];  // of a block: what each rank wrote, the sum's digest above the number
-  unsigned long long count[kMostBlocks];       // of a block: the last sum's ticket above the meetings that it has had
+  uint64_t meetings[kMostBlocks][2][kMostRanks];  // of a block: what each rank wrote, the sum's digest above the number
+  unsigned long long count[kMostBlocks];          // of a block: the last sum's ticket above the meetings that it has had
 };
 static_assert(sizeof(Head) <= kHeadBytes);
 
@@ -52,8 +58,12 @@ struct Sum {
   uint32_t digest;          // of what is added, the same on all ranks
   uint32_t ticket, before;  // its own, and that of the sum which must be the last before it; 0: any may be
   uint64_t patience;        // nanoseconds to wait for a rank
-  int count;                // for messages
+  int count;                // of values of each rank
+  int place;                // where they are: 0, or 1 or 2 of those that meet once
 };
+
+// Where a place begins, in values after the head.
+__host__ __device__ constexpr int64_t begin_of(int place) { return place ? (place - 1) * kMostOnce : 2 * kMostOnce; }
 
 // What a rank adds: everything; its slice; a share, and reads those of the others.
 enum class Form { kWhole, kSlice, kShared };
@@ -64,7 +74,9 @@ struct Ranks {
   int own;
 
   __device__ __forceinline__ Head* head(int rank) const { return reinterpret_cast<Head*>(memory[rank]); }
-  __device__ __forceinline__ float4* sums(int rank) const { return reinterpret_cast<float4*>(memory[rank] + kHeadBytes); }
+  __device__ __forceinline__ float4* sums(int rank, int place) const {
+    return reinterpret_cast<float4*>(memory[rank] + kHeadBytes) + begin_of(place) / 4;
+  }
 };
 
 // Reads of other ranks' memory are strong: no cache but that of the memory's own device holds what they read.
@@ -116,24 +128,25 @@ __device__ __noinline__ void not_alone(int own, bool taken) {
   __trap();
 }
 
-// Block b of all ranks: each goes on when all have come. Before the first meeting a block has done nothing; after the second
-// the other may already be in the next sum.
-template <bool kSecond, int kRanks>
-__device__ __forceinline__ void meet(const Ranks<kRanks>& ranks, uint32_t number, const Sum& sum) {
-  if (kSecond) __syncthreads();
+// What this thread, and what it knows to be done, have written comes before what it writes to another rank from here on.
+__device__ __forceinline__ void release() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Block b of all ranks: each goes on when all have come. The first kRanks threads have called `release`.
+template <int kRanks>
+__device__ __forceinline__ void meet(const Ranks<kRanks>& ranks, uint32_t number, const Sum& sum, bool second) {
   int rank = threadIdx.x;
   if (rank < kRanks) {
-    uint64_t* there = &ranks.head(rank)->meetings[blockIdx.x][ranks.own];
+    uint64_t* there = &ranks.head(rank)->meetings[blockIdx.x][number % 2][ranks.own];
     uint64_t word = static_cast<uint64_t>(sum.digest) << 32 | number;
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(there), "l"(word) : "memory");
-    const uint64_t* here = &ranks.head(ranks.own)->meetings[blockIdx.x][rank];
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(there), "l"(word) : "memory");
+    const uint64_t* here = &ranks.head(ranks.own)->meetings[blockIdx.x][number % 2][rank];
     uint64_t seen, begun = 0;
     for (uint32_t looks = 1;; ++looks) {
       asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(here) : "memory");
-      if (static_cast<int32_t>(static_cast<uint32_t>(seen) - number) >= 0) break;  // it may be one ahead
-      if (looks % 1024 == 0) begun = still_waiting(begun, sum.patience, sum.count, ranks.own, rank, kSecond);
+      if (static_cast<uint32_t>(seen) == number) break;
+      if (looks % 1024 == 0) begun = still_waiting(begun, sum.patience, sum.count, ranks.own, rank, second);
     }
-    if (!kSecond && static_cast<uint32_t>(seen >> 32) != sum.digest) not_the_same_sum(sum.count, ranks.own, rank);
+    if (static_cast<uint32_t>(seen >> 32) != sum.digest) not_the_same_sum(sum.count, ranks.own, rank);
   }
   __syncthreads();
 }
@@ -198,28 +211,30 @@ __device__ __forceinline__ void store(Out* y, int count, int i, const typename R
     if (4 * i + j < count) y[4 * i + j] = values[j];
 }
 
-// count: of each rank's sums. y has as many values, or a slice's.
-template <int kRanks, class Out>
+// y has as many values as a rank adds, or a slice's. kOnce: where ranks meet once, of Form::kWhole. Other kernels run between two
+// of these, so its code comes from memory each time: the little that it needs is a kernel of its own.
+template <int kRanks, class Out, bool kOnce>
 __global__ void __launch_bounds__(kThreads)
-    tree_sum(const __grid_constant__ Ranks<kRanks> ranks, const __grid_constant__ Sum sum, Form form, int64_t capacity,
+    tree_sum(const __grid_constant__ Ranks<kRanks> ranks, const __grid_constant__ Sum sum, Form asked, int64_t capacity,
              const Bias bias, Out* y) {
   using Quad = typename Rounded<Out>::Quad;
-  constexpr int kAtOnce = 16 / kRanks;  // quads of a rank that a thread reads before it adds
+  constexpr int kAtOnce = kOnce ? 2 : 16 / kRanks;  // quads of a rank that a thread reads before it adds
+  Form form = kOnce ? Form::kWhole : asked;
+  __shared__ uint32_t last;  // the number of the last meeting
   int count = sum.count;
   unsigned long long* counted = &ranks.head(ranks.own)->count[blockIdx.x];
-  uint32_t number = 0;  // of the last meeting; the first warp knows it
-  if (threadIdx.x < 32) {
-    if (threadIdx.x == 0) {
-      unsigned long long had = atomicExch(counted, kTaken);
-      // Only block 0 is in every sum.
-      if (had == kTaken || (sum.before && blockIdx.x == 0 && had >> 32 != sum.before)) not_alone(ranks.own, had == kTaken);
-      number = static_cast<uint32_t>(had);
-    }
-    number = __shfl_sync(~0u, number, 0);
+  if (threadIdx.x < kRanks) release();  // which another warp's atomic does not wait for
+  if (threadIdx.x == 32) {
+    unsigned long long had = atomicExch(counted, kTaken);
+    // Only block 0 is in every sum.
+    if (had == kTaken || (sum.before && blockIdx.x == 0 && had >> 32 != sum.before)) not_alone(ranks.own, had == kTaken);
+    last = static_cast<uint32_t>(had);
   }
-  meet<false>(ranks, number + 1, sum);
+  __syncthreads();
+  uint32_t number = last + 1;
+  meet(ranks, number, sum, false);
 
-  auto shared = [&](int rank) { return reinterpret_cast<Quad*>(ranks.sums(rank) + capacity / 4); };
+  auto shared = [&](int rank) { return reinterpret_cast<Quad*>(ranks.sums(rank, 0) + capacity / 4); };
   int quads = (count + 3) / 4, share = (quads + kRanks - 1) / kRanks;
   int begin = form == Form::kWhole ? 0 : min(ranks.own * share, quads);
   int end = form == Form::kWhole ? quads : min(begin + share, quads);
@@ -230,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int a = 0; a < kAtOnce; ++a)
       if (base + a * stride < end)
 #pragma unroll
-        for (int r = 0; r < kRanks; ++r) load(parts[a][r], ranks.sums(r) + base + a * stride);
+        for (int r = 0; r < kRanks; ++r) load(parts[a][r], ranks.sums(r, sum.place) + base + a * stride);
 #pragma unroll
     for (int a = 0; a < kAtOnce; ++a) {
       int i = base + a * stride;
@@ -251,7 +266,11 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  meet<true>(ranks, number + 2, sum);
+  __syncthreads();
+  if (!kOnce) {
+    if (threadIdx.x < kRanks) release();
+    meet(ranks, ++number, sum, true);
+  }
   if (form == Form::kShared) {
     for (int base = thread; base < share; base += kAtOnce * stride) {
       Quad others[kAtOnce][kRanks - 1];
@@ -270,7 +289,23 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) *counted = static_cast<unsigned long long>(sum.ticket) << 32 | (number + 2);
+  if (threadIdx.x == 0) *counted = static_cast<unsigned long long>(sum.ticket) << 32 | number;
+}
+
+// What the calls with one memory keep of the last of them.
+enum Kept { kCapture, kTicket, kPlace };
+
+// Of the graph that the stream is being captured into; 0: none.
+cudaError_t capture_of(cudaStream_t stream, unsigned long long& capture) {
+  cudaStreamCaptureStatus status;
+  cudaError_t e = cudaStreamGetCaptureInfo(stream, &status, &capture);
+  if (status != cudaStreamCaptureStatusActive) capture = 0;
+  return e;
+}
+
+int place_of(int form, int count, unsigned long long capture, const uint64_t* order) {
+  bool once = capture && capture == order[kCapture] && static_cast<Form>(form) == Form::kWhole && count <= kMostOnce;
+  return once ? 1 + (order[kPlace] == 1) : 0;
 }
 
 uint32_t digest_of(std::initializer_list<int64_t> values) {
@@ -290,7 +325,8 @@ cudaError_t launch(void* const* memory, int rank, Form form, const Sum& sum, int
   ranks.own = rank;
   int64_t quads = (sum.count + 3) / 4, mine = form == Form::kWhole ? quads : (quads + kRanks - 1) / kRanks;
   int blocks = static_cast<int>(std::min<int64_t>((mine + kThreads - 1) / kThreads, kMostBlocks));
-  tree_sum<kRanks, Out><<<blocks, kThreads, 0, stream>>>(ranks, sum, form, capacity, bias, static_cast<Out*>(y));
+  auto kernel = sum.place ? tree_sum<kRanks, Out, true> : tree_sum<kRanks, Out, false>;
+  kernel<<<blocks, kThreads, 0, stream>>>(ranks, sum, form, capacity, bias, static_cast<Out*>(y));
   return cudaGetLastError();
 }
 
@@ -307,30 +343,32 @@ cudaError_t launch(void* const* memory, int rank, Form form, const Sum& sum, int
 using namespace alignkit;
 
 // y, bf16 or fp32, = the sum over `ranks` (2, 4 or 8) of `count` values of each; `memory` holds the addresses here of all
-// ranks' memory, and `capacity` is how many sums each has room for. form: 0, y is all of it and each rank reads all sums; 1, y
+// ranks' memory, `capacity` is how many sums each has room for, and `begin` is where alignkit_tree_sum_begin said. form: 0, y is all of it and each rank reads all sums; 1, y
 // is this rank's equal slice, a multiple of 4 values; 2, as 0, but each rank adds a share and reads those of the others,
 // rounded. The bias, bf16 or fp32 or null, has `columns` values, and a slice begins with the first. y lies at a multiple of 16
 // bytes. The ranks call it with the same arguments but rank, bias and y; where one does not, or does not come within
-// `patience` nanoseconds, or `order` is broken, the device stops with a message. order: two numbers, zeros at first, that the
-// calls with this memory keep: the capture of the last call and its ticket. Returns a cudaError_t.
+// `patience` nanoseconds, or `order` is broken, the device stops with a message. order: three numbers, zeros at first, that the
+// calls with this memory keep. Returns a cudaError_t.
 extern "C" int alignkit_tree_sum(void* const* memory, int ranks, int rank, int form, int count, int64_t capacity,
-                                 const void* bias, int bias_bf16, int columns, void* y, int y_bf16, uint64_t* order,
+                                 int64_t begin, const void* bias, int bias_bf16, int columns, void* y, int y_bf16, uint64_t* order,
                                  uint64_t patience, cudaStream_t stream) {
   if (count < 1 || count > capacity || capacity % (4 * kMostRanks) || (form == 1 && count % (4 * ranks)))
     return cudaErrorInvalidValue;
-  cudaStreamCaptureStatus status;
-  unsigned long long capture = 0;
-  if (cudaError_t e = cudaStreamGetCaptureInfo(stream, &status, &capture)) return e;
-  if (status != cudaStreamCaptureStatusActive) capture = 0;
+  unsigned long long capture;
+  if (cudaError_t e = capture_of(stream, capture)) return e;
   static std::atomic<uint32_t> last{0};
   uint32_t ticket = ++last;
   if (!ticket) ticket = ++last;
-  uint32_t before = capture && capture == order[0] ? static_cast<uint32_t>(order[1]) : 0;
-  order[0] = capture, order[1] = ticket;
+  uint32_t before = capture && capture == order[kCapture] ? static_cast<uint32_t>(order[kTicket]) : 0;
+  int place = place_of(form, count, capture, order);
+  if (begin != begin_of(place)) return cudaErrorInvalidValue;
+  order[kCapture] = capture, order[kTicket] = ticket;
+  if (place) order[kPlace] = place;
 
   Bias added{bias, bias_bf16 != 0, columns};
   int has_bias = bias ? 1 + (bias_bf16 != 0) : 0;
-  Sum sum{digest_of({ranks, form, count, capacity, columns, has_bias, y_bf16 != 0}), ticket, before, patience, count};
+  Sum sum{digest_of({ranks, form, place, count, capacity, columns, has_bias, y_bf16 != 0}), ticket, before, patience, count,
+          place};
   Form f = static_cast<Form>(form);
   switch (ranks) {
     case 2: return launch<2>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
@@ -338,4 +376,13 @@ extern "C" int alignkit_tree_sum(void* const* memory, int ranks, int rank, int f
     case 8: return launch<8>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
     default: return cudaErrorInvalidValue;
   }
+}
+
+// begin: where, in values after the head, the next call with this memory finds what the rank adds: of that form and count, and
+// on that stream. Returns a cudaError_t.
+extern "C" int alignkit_tree_sum_begin(int form, int count, const uint64_t* order, int64_t* begin, cudaStream_t stream) {
+  unsigned long long capture;
+  if (cudaError_t e = capture_of(stream, capture)) return e;
+  *begin = begin_of(place_of(form, count, capture, order));
+  return cudaSuccess;
 }
