@@ -34,7 +34,7 @@ from alignkit.check import forks
 from alignkit.check.layout import over_parts, through_stages
 from alignkit.check.machine import gpu_of, installed
 from alignkit.check.routing import Choices, Placed, file_of
-from alignkit.check.store import meet, served
+from alignkit.check.store import listening, meet, served
 from alignkit.contract import contract_id
 from alignkit.convert import Architecture, check_ep, read_architecture
 from alignkit.dist import CP
@@ -66,10 +66,15 @@ def launch(job: dict[str, Any], body: Callable) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks == 1:
         return _rank(0, job, body, dist.HashStore())
-    store = served()
+    listener = listening()
+    method = "fork" if forks.forked else "spawn"  # in a fork all is imported, and nothing has been done yet
+    started = torch.multiprocessing.start_processes(
+        _guarded, (job, body, listener.getsockname()[1]), nprocs=ranks, join=False, start_method=method
+    )
+    store = served(listener)
     try:
-        method = "fork" if forks.forked else "spawn"  # in a fork all is imported, and nothing has been done yet
-        torch.multiprocessing.start_processes(_guarded, (job, body, store.port), nprocs=ranks, start_method=method)
+        while not started.join():
+            pass
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None

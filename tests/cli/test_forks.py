@@ -111,6 +111,25 @@ def test_nothing_outlives_the_process_that_is_forked(begin):
     assert begin("next", "").wait(30) == 0
 
 
+def test_nothing_else_runs_in_a_process_while_its_ranks_are_forked(begin, tmp_path):
+    """A thread of it could hold a lock that the fork then waits for: glibc's, while an address is looked up."""
+    fork = begin(
+        "ranks",
+        """from alignkit.check import train
+threads = []
+os.register_at_fork(before=lambda: threads.append(len(os.listdir("/proc/self/task"))))
+def rank(rank, job, body, store):
+    store.set(str(rank), "is here")
+    store.wait([str(1 - rank)])
+train._rank = rank
+train.launch({"tp": 2}, None)
+print(threads)""",
+        imports=("alignkit.check.train",),
+    )
+    assert fork.wait(60) == 0, (tmp_path / "ranks.log").read_text()
+    assert (tmp_path / "ranks.log").read_text().strip() == "[1, 1]"
+
+
 def test_the_jobs_of_engines_are_forked_on_a_cpu_alone(tmp_path, monkeypatch):
     """On GPUs each is a process of its own from the start."""
     for name in ("jobs", "logs"):
