@@ -12,6 +12,7 @@ OUT holds seconds for each case and repeat, profiles, and what ran; it is writte
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -141,6 +142,9 @@ def run(job: dict) -> None:
 
     for i, case in enumerate(job["warm_up"] or job["cases"]):
         generate(case, WARM_UP_SEED + i, case["max_tokens"])  # the first time compiles kernels
+    # As vLLM's own processes and servers do: Python would look through all that was imported some time, in one engine's turn.
+    gc.collect()
+    gc.freeze()
     turns = Turns(**job["turns"]) if job["turns"] else nullcontext()
     last = 0  # the seed of the prompts that were last
     for case in job["cases"]:

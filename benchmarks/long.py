@@ -43,7 +43,7 @@ LARGEST_GRAPH = 512
 """Rows of vLLM's largest CUDA graph, by default."""
 BESIDE = 8 << 30
 """Bytes of an engine on each GPU beside weights and cache: activations, graphs, what the driver takes."""
-REPEATED = 4000, 15
+REPEATED = 240_000, 15
 """Tokens that are measured of each cell at least, unless these are so many repeats."""
 
 
