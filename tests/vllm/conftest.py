@@ -134,8 +134,8 @@ def rollout(tmp_path_factory, checkpoint, prompts):
     """Runs `alignkit.check.rollout` and returns its logprobs by mode. A job is run once only."""
     done = {}
 
-    def run(modes, dtype=torch.bfloat16, patched=True, chunk=None, temperature=0.0):
-        key = (modes, dtype, patched, chunk, temperature)
+    def run(modes, dtype=torch.bfloat16, patched=True, chunk=None, temperature=0.0, tp=1):
+        key = (modes, dtype, patched, chunk, temperature, tp)
         if key in done:
             return done[key]
         folder = tmp_path_factory.mktemp("rollout")
@@ -143,7 +143,7 @@ def rollout(tmp_path_factory, checkpoint, prompts):
             "model": checkpoint(dtype=dtype),
             "dtype": str(dtype).removeprefix("torch."),
             "patched": patched,
-            "tp": 1,
+            "tp": tp,
             "max_num_batched_tokens": chunk,
             "prompts": prompts,
             "max_tokens": 16,
@@ -153,7 +153,7 @@ def rollout(tmp_path_factory, checkpoint, prompts):
             "runs": [{"mode": m, "out": str(folder / m)} for m in modes],
         }
         (folder / "job.json").write_text(json.dumps(job))
-        begin("alignkit.check.rollout", [str(folder / "job.json")])(timeout=240)
+        begin("alignkit.check.rollout", [str(folder / "job.json")], fork_workers=tp > 1)(timeout=240)
         done[key] = {m: load(folder / m) for m in modes}
         return done[key]
 
