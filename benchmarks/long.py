@@ -43,8 +43,8 @@ LARGEST_GRAPH = 512
 """Rows of vLLM's largest CUDA graph, by default."""
 BESIDE = 8 << 30
 """Bytes of an engine on each GPU beside weights and cache: activations, graphs, what the driver takes."""
-REPEATED = 240_000, 15
-"""Tokens that are measured of each cell at least, unless these are so many repeats."""
+REPEATED = 240_000, 5
+"""Tokens that are measured of each cell at least, unless that takes so many times as many repeats."""
 
 
 class Cell(NamedTuple):
@@ -64,8 +64,8 @@ class Cell(NamedTuple):
 
     def cases(self, repeats: int) -> list[dict]:
         """Of a job of ``cost_rollout``. repeats: at least."""
-        tokens, most = REPEATED
-        repeats = max(repeats, min(most, tokens // (self.requests * self.prompt)))
+        tokens, times = REPEATED
+        repeats = max(repeats, min(times * repeats, tokens // (self.requests * self.prompt)))
         case = {"name": str(self), "lengths": [self.prompt] * self.requests, "profile": None, "repeats": repeats}
         timed = ((1, False), (self.first, True), (self.out, True))
         return [case | {"max_tokens": tokens, "cached": cached} for tokens, cached in timed]

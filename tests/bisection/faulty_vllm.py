@@ -25,12 +25,14 @@ class Faulty(Recording):
             weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).to(weight.dtype) / 64
 
     def stock_layer(self) -> None:
-        """In the second rank only."""
+        """In the second rank only: one whose ranks do not meet, for stock ones would wait for another collective than aligned ones."""
         from vllm.distributed import get_tp_group
-        from vllm.model_executor.layers.linear import RowParallelLinear
+        from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
 
         if get_tp_group().rank_in_group == 1:
-            self.model_runner.get_model().model.layers[1].mlp.down_proj.__class__ = RowParallelLinear
+            layer = self.model_runner.get_model().model.layers[1].mlp.gate_up_proj
+            layer.__class__, layer.quant_method = MergedColumnParallelLinear, UnquantizedLinearMethod()
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def main(path: str, fault: str) -> None:

@@ -139,15 +139,14 @@ def test_the_cost_of_a_mixture(tmp_path):
 def test_the_benchmark_of_long_contexts(tmp_path):
     """Two engines by turns, started once each; the second time prompts are found in the prefix cache, or it fails."""
     result, eager = tmp_path / "long.json", {"TORCHDYNAMO_DISABLE": "1"}
-    cells = ["--engines", "aligned", "stock", "--cells", "3x300x17", "1x800x17", "--repeats", 2, "--side-by-side", 2]
+    cells = ["--engines", "aligned", "stock", "--cells", "3x300x17", "1x800x17", "--repeats", 1, "--side-by-side", 2]
     out = benchmark("long.py", *cells, "--json", result, "--out", tmp_path / "out", env=eager)
     assert out.count("the start took") == 2
     results = json.loads(result.read_text())
     rows = {(r["engine"], r["requests"], r["prompt"]): r for r in results["rows"]}
     assert rows.keys() == {(engine, *cell) for engine in ("aligned", "stock") for cell in ((3, 300), (1, 800))}
-    for (_, requests, _), r in rows.items():  # of the cell of few tokens more often
-        repeats = 4 if requests == 3 else 5
-        assert len(r["prefill_seconds"]) == len(r["decode_seconds"]) == repeats and (r["tp"], r["out"]) == (1, 17)
+    for r in rows.values():  # of few tokens more often
+        assert len(r["prefill_seconds"]) == len(r["decode_seconds"]) == 5 and (r["tp"], r["out"]) == (1, 17)
         assert r["prefill_s"] > 0 and r["decode_tok_s"] > 0 and r["x_prefill"] > 0 and r["x_decode"] > 0
     assert {(r["x_prefill"], r["x_decode"]) for r in rows.values() if r["engine"] == "stock"} == {(1.0, 1.0)}
     (run,) = results["runs"].values()

@@ -30,7 +30,9 @@ def become(package: str, version: str, folder: str) -> None:
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     sys.path.insert(0, folder)
-    for library in glob.glob(f"{ours}/_C.*so"):
+    # As vLLM chooses among its kernels.
+    of = "" if torch.cpu._is_avx512_bf16_supported() else "_AVX512" if torch.cpu._is_avx512_supported() else "_AVX2"
+    for library in glob.glob(f"{ours}/_C{of}.*so"):
         torch.ops.load_library(library)
 
     from alignkit.vllm.versions import VERSIONS
