@@ -56,7 +56,7 @@ SUITES = {
     "vllm": (("tests/vllm/test_cuda.py",), {}),
     "experts": (("tests/vllm/test_experts_cuda.py",), {}),
     "replicas": (("tests/vllm/test_replicas_cuda.py",), {}),
-    "megatron": (("tests/megatron/test_cuda.py", "tests/megatron/test_parallel_cuda.py"), {}),
+    "megatron": (tuple(f"tests/megatron/test_{name}cuda.py" for name in ("", "parallel_", "moe_")), {}),
     "bisection": (("tests/bisection/test_cuda.py",), {}),
     "te": (("tests/megatron/test_te_cuda.py",), {}),
     "fuzz": (("tests/fuzz/test_cuda.py",), {}),

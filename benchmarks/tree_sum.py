@@ -4,7 +4,8 @@ A process for each GPU. Before a size is timed, the bytes must be those of the t
 they are not. The file (benchmarks/results/h200/tree_sum.json) is ``{"runs": {...}, "rows": [...]}``. A row:
 
 ``case``
-    "all_reduce", or "reduce_scatter", of which each rank gets a slice.
+    "all_reduce", or "reduce_scatter", of which each rank gets a slice. "row_parallel K": all_reduce together with the product
+    that is added, of a weight [4096, K] that the ranks share K of.
 ``impl``
     "alignkit": of fp32 sums where a product leaves them, to bf16. "alignkit, copied": of a tensor that must be copied there,
     to fp32. "alignkit, whole" and "alignkit, shares", if asked for: the two forms that "alignkit" takes one of.
@@ -14,7 +15,7 @@ they are not. The file (benchmarks/results/h200/tree_sum.json) is ``{"runs": {..
 ``pass``
     "tp2": on so many GPUs.
 ``m``, ``n``, ``k``
-    Bytes of the values of a rank if they were bf16; always None.
+    Bytes of the values of a rank if they were bf16; None; K, or None.
 ``ms``, ``eager_ms``
     Of a call in a CUDA graph of several, and called one by one: the slowest rank's median.
 ``x``
@@ -38,12 +39,18 @@ from lib.options import parser as options_parser
 from lib.results import H200, made_on, merge, read, run_name, write
 
 from alignkit.check.store import meet, served
+from alignkit.contract import k_leaves
 from alignkit.dist import TP, symmetric
+from alignkit.ops.linear import matmul
 from alignkit.testing import bitwise_equal
 
 KEY = ("case", "impl", "pass", "m")
 COLUMNS = 4096
 KIB = (64, 256, 1024, 4096, 16384, 65536)
+LAYERS = (4096, 12288)
+"""K of layers: those of Qwen3-8B."""
+LONG = 4096
+"""KiB from which layers are measured, and with twice the largest size: a step of 16384 tokens."""
 GRAPH_MS = 4.0
 """About how long a graph of several calls takes."""
 REPLAYS = 15
@@ -88,7 +95,7 @@ def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str
     wrong = [
         name
         for name, shared in chosen.items()
-        if not bitwise_equal(ours(lambda r, out: out.copy_(sums[r]), shared), want.bfloat16())
+        if not bitwise_equal(ours(lambda r, out, _: out.copy_(sums[r]), shared), want.bfloat16())
     ]
     wrong += [] if bitwise_equal(copied(), want) else [", copied"]
     for rank, found in enumerate(_of_all(tp, wrong)):
@@ -101,6 +108,35 @@ def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str
         "alignkit-gather": lambda: tp._sum_gathered(sums, scatter).bfloat16(),
         **others,
     }
+
+
+def layers(tp: TP, rows: int, k: int) -> dict[str, Callable[[], object]]:
+    """As `implementations`, of products and sums."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = symmetric.workspace(tp.group, device)
+    generator = torch.Generator(device).manual_seed(tp.rank)
+
+    def drawn(*shape):
+        return torch.randn(*shape, device=device, generator=generator).bfloat16()
+
+    x, w, leaves = drawn(rows, k // tp.size), drawn(COLUMNS, k // tp.size), k_leaves(k) // tp.size
+
+    def ours():
+        def product(part, to, spare):
+            matmul(x[part], w, leaves=leaves, to=to, spare=spare)
+
+        return workspace.sum(product, rows, COLUMNS, None, torch.bfloat16, False)
+
+    def stock():
+        y = x @ w.t()
+        dist.all_reduce(y, group=tp.group)
+        return y
+
+    want = tp._sum_gathered(matmul(x, w, leaves=leaves), False).bfloat16()
+    for rank, same in enumerate(_of_all(tp, bitwise_equal(ours(), want))):
+        if not same:
+            raise AssertionError(f"row_parallel {k}, {rows} rows, rank {rank} of {tp.size}: not the tree's bytes")
+    return {"alignkit": ours, "nccl-bf16": stock}
 
 
 def _of_all(tp: TP, value) -> list:
@@ -143,12 +179,13 @@ def times(tp: TP, run: Callable[[], object], capture) -> dict[str, float]:
 
 
 def measure(tp: TP, kib: int, case: str, forms: bool, vllm) -> list[dict]:
-    run = implementations(tp, (kib << 10) // 2 // COLUMNS, case, forms, vllm)
+    rows, k = (kib << 10) // 2 // COLUMNS, int(case.split()[1]) if " " in case else None
+    run = implementations(tp, rows, case, forms, vllm) if k is None else layers(tp, rows, k)
     taken = {
         impl: times(tp, call, vllm.capture if impl.startswith("vllm") else nullcontext) for impl, call in run.items()
     }
-    rows = [
-        {"case": case, "impl": impl, "pass": f"tp{tp.size}", "m": kib << 10, "n": None, "k": None}
+    found = [
+        {"case": case, "impl": impl, "pass": f"tp{tp.size}", "m": kib << 10, "n": None, "k": k}
         | t
         | {"x": t["ms"] / taken["nccl-bf16"]["ms"]}
         for impl, t in taken.items()
@@ -156,10 +193,12 @@ def measure(tp: TP, kib: int, case: str, forms: bool, vllm) -> list[dict]:
     if tp.rank == 0:
         print(
             f"{case:<14} tp{tp.size} {kib:>6} KiB  "
-            + "  ".join(f"{r['impl']} {r['ms'] * 1e3:.1f} us ({r['eager_ms'] * 1e3:.1f}) x {r['x']:.2f}" for r in rows),
+            + "  ".join(
+                f"{r['impl']} {r['ms'] * 1e3:.1f} us ({r['eager_ms'] * 1e3:.1f}) x {r['x']:.2f}" for r in found
+            ),
             flush=True,
         )
-    return rows
+    return found
 
 
 def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
@@ -169,6 +208,9 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     dist.init_process_group("nccl", store=meet(port), rank=rank, world_size=world, device_id=torch.device("cuda", rank))
     name = run_name()
     rows = []
+    long = [kib for kib in (*options.kib, 2 * max(options.kib)) if kib >= LONG]
+    cases = [(case, options.kib) for case in ("all_reduce", "reduce_scatter")]
+    cases += [(f"row_parallel {k}", long) for k in LAYERS]
     # The largest first: ranks that were in different groups before get no symmetric memory.
     for size in reversed([n for n in symmetric.SIZES if n <= world]):
         group = dist.new_group(list(range(size)))
@@ -176,10 +218,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
             tp = TP(group)
             vllm = vllms(tp, torch.device("cuda", rank))
             rows += [
-                row
-                for case in ("all_reduce", "reduce_scatter")
-                for kib in options.kib
-                for row in measure(tp, kib, case, options.forms, vllm)
+                row for case, sizes in cases for kib in sizes for row in measure(tp, kib, case, options.forms, vllm)
             ]
         dist.barrier()
     if rank == 0:

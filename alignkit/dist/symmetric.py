@@ -3,6 +3,9 @@ csrc/sm90/rank_sum/all_reduce.cu.
 
 A group has a workspace of one size, made when it is first asked for by all ranks together: larger sums take several pieces.
 So nothing grows or waits later, and a CUDA graph may hold its addresses. Plain loads and stores; NVLink's multicast is off.
+
+A piece is added while the next one's product is computed: by few multiprocessors, which are enough for NVLink, on a stream of
+its own, and pieces lie by turns in two places.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 """What the kernel rounds to."""
 SIZES = (2, 4, 8)
 """Numbers of ranks that the kernel adds."""
-PIECE = 1 << 24
-"""Sums that a rank has room for, 64 MiB; for rounded values there is as much again, divided among the ranks."""
+PIECE = 1 << 23
+"""Values of a piece, 32 MiB, at most. A rank has room for two, and for the rounded values of one, divided among the ranks."""
+BLOCKS = 64
+"""Blocks of the kernel at most, one on a multiprocessor: kMostBlocks."""
+BESIDE = 24
+"""Likewise, of a sum beside the product of the next piece, which leaves it so many multiprocessors."""
 HEAD = 16384
 """Bytes of a rank's memory before its sums, with the signals of the others: kHeadBytes."""
 ONCE = 1 << 19
@@ -45,8 +52,9 @@ _TEN_MINUTES = 600.0
 """For so long a group's collectives wait unless it is made with another time, and where it does not say."""
 
 T = TypeVar("T")
-Product = Callable[[slice, torch.Tensor], object]
-"""``product(rows, out)`` writes this rank's fp32 sums of `rows` to `out` [rows, N]."""
+Product = Callable[[slice, torch.Tensor, int], object]
+"""``product(rows, out, spare)`` writes this rank's fp32 sums of `rows` to `out` [rows, N], and leaves `spare` multiprocessors
+to what runs beside it, if it can."""
 _made_here = 0
 """How many workspaces this process has made, or tried to."""
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.WeakKeyDictionary()
@@ -88,6 +96,7 @@ class Workspace:
         self._order = (ctypes.c_uint64 * 3)()  # of calls within a graph: the kernel's launcher keeps it
         self._patience = ctypes.c_uint64(round(_timeout(group, memory.device) * 1e9))
         self._stream = torch.cuda.current_stream(memory.device)
+        self._beside = _Beside(memory.device)
 
     def takes(self, rows: int, columns: int, scatter: bool) -> bool:
         """Whether fp32 [rows, columns] can be summed here; with `scatter`, slices must be a multiple of 16 bytes."""
@@ -113,47 +122,56 @@ class Workspace:
         bias = None if bias is None else bias.contiguous()
         height = rows // parts
         y = torch.empty(height, columns, dtype=dtype, device=device)
-        step = PIECE // (parts * columns) // _ROWS * _ROWS
-        for begin in range(0, height, step):
-            end = min(begin + step, height)
-            count = parts * (end - begin) * columns
-            form = (
-                _SLICE if scatter else _SHARED if (count > SHARED[self.size] if shared is None else shared) else _WHOLE
-            )
-            first = self._begin(form, count)
-            sums = self._values[first : first + count].view(-1, columns)
-            if end - begin == height:
-                product(slice(0, rows), sums)
-            else:
-                for part, out in enumerate(sums.chunk(parts)):
-                    product(slice(part * height + begin, part * height + end), out)
-            cuda.call(
-                "alignkit_tree_sum",
-                device,
-                self._addresses,
-                self.size,
-                self.rank,
-                form,
-                count,
-                ctypes.c_int64(PIECE),
-                ctypes.c_int64(first),
-                bias,
-                int(bias is not None and bias.dtype == torch.bfloat16),
-                columns,
-                y[begin:end],
-                int(dtype == torch.bfloat16),
-                self._order,
-                self._patience,
-            )
+        pieces = _pieces(height, parts * columns)
+        beside = self._beside if len(pieces) > 1 else _Alone()
+        with beside.turns():
+            for i, (begin, end) in enumerate(pieces):
+                count = parts * (end - begin) * columns
+                form = (
+                    _SLICE
+                    if scatter
+                    else _SHARED
+                    if (count > SHARED[self.size] if shared is None else shared)
+                    else _WHOLE
+                )
+                first = self._begin(form, count, i % 2)
+                sums, spare = self._values[first : first + count].view(-1, columns), BESIDE if i else 0
+                beside.wait(i)
+                if end - begin == height:
+                    product(slice(0, rows), sums, spare)
+                else:
+                    for part, out in enumerate(sums.chunk(parts)):
+                        product(slice(part * height + begin, part * height + end), out, spare)
+                with beside.turn(i):
+                    cuda.call(
+                        "alignkit_tree_sum",
+                        device,
+                        self._addresses,
+                        self.size,
+                        self.rank,
+                        form,
+                        count,
+                        ctypes.c_int64(2 * PIECE),
+                        ctypes.c_int64(first),
+                        bias,
+                        int(bias is not None and bias.dtype == torch.bfloat16),
+                        columns,
+                        y[begin:end],
+                        int(dtype == torch.bfloat16),
+                        self._order,
+                        self._patience,
+                        BESIDE if end < height else BLOCKS,
+                    )
         return y
 
-    def _begin(self, form: int, count: int) -> int:
-        """Where in `_values` the product is to leave what the next call adds."""
+    def _begin(self, form: int, count: int, place: int) -> int:
+        """Where in `_values` the product is to leave what the next call adds: at that one of two places, but for sums that ranks
+        meet once for."""
         begin = ctypes.c_int64(2 * ONCE)
         if torch.cuda.is_current_stream_capturing():
             order, device = self._order, self._values.device
             cuda.call("alignkit_tree_sum_begin", device, form, count, order, ctypes.byref(begin))
-        return begin.value
+        return begin.value if begin.value < 2 * ONCE else begin.value + place * PIECE
 
     def _follow(self) -> None:
         stream = torch.cuda.current_stream(self._values.device)
@@ -162,12 +180,61 @@ class Workspace:
             self._stream = stream
 
 
+class _Alone:
+    """How a sum of one piece runs: after its product, on its stream."""
+
+    def turns(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def wait(self, i: int) -> None: ...
+
+    def turn(self, i: int) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+class _Beside(_Alone):
+    """How sums of several pieces run: each beside the product of the next piece, on a stream that goes first."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._made, self._added = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[None]:
+        """After it the current stream goes on when all are added."""
+        try:
+            yield
+        finally:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def wait(self, i: int) -> None:
+        """Until the piece that lay where i will has been added."""
+        if i >= 2:
+            self._added[i % 2].wait()
+
+    @contextlib.contextmanager
+    def turn(self, i: int) -> Iterator[None]:
+        """Adds piece i, whose product is on the current stream."""
+        self._made[i % 2].record()
+        with torch.cuda.stream(self._stream):
+            self._made[i % 2].wait()
+            yield
+            self._added[i % 2].record()
+
+
+def _pieces(height: int, columns: int) -> list[tuple[int, int]]:
+    """(begin, end) of rows, about as many in each; a row has so many columns of all slices together."""
+    number = -(-height // (PIECE // columns // _ROWS * _ROWS))
+    step = -(-height // (number * _ROWS)) * _ROWS
+    return [(begin, min(begin + step, height)) for begin in range(0, height, step)]
+
+
 def allocate(size: int, device: torch.device) -> torch.Tensor:
     """The memory of one of `size` ranks, its head zeros."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     # Not from torch's pool of such memory, where it would stay when the group is gone.
-    words = HEAD // 4 + 2 * ONCE + PIECE + PIECE // size
+    words = HEAD // 4 + 2 * ONCE + 2 * PIECE + PIECE // size
     memory = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.float32, device)
     memory[: HEAD // 4].zero_()
     torch.cuda.synchronize(device)

@@ -108,7 +108,7 @@ class TP:
             bias = None if bias is None else bias.float()
             return shared.sum(product, rows, columns, bias, torch.float32, scatter).to(dtype)
         sums = torch.empty(rows, columns, dtype=torch.float32, device=device)
-        product(slice(0, rows), sums)
+        product(slice(0, rows), sums, 0)
         return finish(self._sum_gathered(sums, scatter), bias, dtype)
 
     def _sum(self, t: torch.Tensor, scatter: bool) -> torch.Tensor:
@@ -118,7 +118,7 @@ class TP:
         if t.dtype != torch.float32 or (shared := self._workspace(t.device, rows, columns, scatter)) is None:
             return self._sum_gathered(t, scatter)
         flat = t.reshape(rows, columns)
-        y = shared.sum(lambda part, out: out.copy_(flat[part]), rows, columns, None, t.dtype, scatter)
+        y = shared.sum(lambda part, out, _: out.copy_(flat[part]), rows, columns, None, t.dtype, scatter)
         return y.view(-1, *t.shape[1:]) if scatter else y.view(t.shape)
 
     def _sum_gathered(self, t: torch.Tensor, scatter: bool) -> torch.Tensor:

@@ -32,23 +32,24 @@ class Ranks:
         self.order = [(ctypes.c_uint64 * 3)() for _ in range(size)]
         self.streams = [torch.cuda.Stream() for _ in range(size)]
 
-    def sum(self, parts, form, bias, dtype):
-        """Of each rank what it has in the end, of parts [size, rows, columns]."""
+    def sum(self, parts, form, bias, dtype, behind=0, blocks=symmetric.BLOCKS):
+        """Of each rank what it has in the end, of parts [size, rows, columns]. behind: values that are left free in front."""
         rows, columns = parts.shape[1:]
         height = rows // self.size if form == symmetric._SLICE else rows
         found = [torch.full((height, columns), 7.0, dtype=dtype, device=self.device) for _ in range(self.size)]
         torch.cuda.synchronize()
         for rank, (stream, y) in enumerate(zip(self.streams, found, strict=True)):
             with torch.cuda.stream(stream):
-                self.add(rank, parts[rank], form, bias, y)
+                self.add(rank, parts[rank], form, bias, y, behind, blocks)
         torch.cuda.synchronize()
         return found
 
-    def add(self, rank, part, form, bias, y):
+    def add(self, rank, part, form, bias, y, behind=0, blocks=symmetric.BLOCKS):
         """On the current stream."""
         begin = ctypes.c_int64()
         order = self.order[rank]
         cuda.call("alignkit_tree_sum_begin", self.device, form, part.numel(), order, ctypes.byref(begin))
+        begin.value += behind
         self.memory[rank][symmetric.HEAD // 4 + begin.value :][: part.numel()].copy_(part.flatten())
         cuda.call(
             "alignkit_tree_sum",
@@ -67,6 +68,7 @@ class Ranks:
             int(y.dtype == torch.bfloat16),
             order,
             ctypes.c_uint64(20 * 10**9),
+            blocks,
         )
         return begin.value
 
@@ -99,7 +101,8 @@ def test_ranks_of_one_gpu(size):
         )
         want = tree(parts)
         want = (want if bias is None else want + bias.float()).to(dtype)
-        for rank, got in enumerate(ranks.sum(parts, form, bias, dtype)):
+        behind = draw.choice((0, draw.randint(0, (CAPACITY - rows * columns) // 4) * 4))
+        for rank, got in enumerate(ranks.sum(parts, form, bias, dtype, behind, draw.choice((1, 3, 64)))):
             mine = want.chunk(size)[rank] if form == symmetric._SLICE else want
             assert_bitwise_equal(got, mine, f"turn {turn}, form {form}, {rows} x {columns}, rank {rank} of {size}")
 
@@ -150,3 +153,6 @@ def test_a_sum_that_lies_elsewhere():
     lost = mock.patch.object(ctypes, "byref", return_value=ctypes.pointer(ctypes.c_int64()))  # what is answered
     with lost, pytest.raises(BackendError, match="invalid argument"):
         ranks.add(0, torch.ones(1, 8, device="cuda"), symmetric._WHOLE, None, torch.empty(1, 8, device="cuda"))
+    for behind in (-4, 2, CAPACITY - 4):
+        with pytest.raises(BackendError, match="invalid argument"):
+            ranks.sum(torch.ones(2, 1, 8, device="cuda"), symmetric._WHOLE, None, torch.float32, behind)

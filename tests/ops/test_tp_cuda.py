@@ -95,18 +95,16 @@ class Drawn:
         self.bias = None if bias is None else torch.randn(self.columns, device="cuda", generator=generator).to(bias)
         self.shared = draw.choice([None, False, True])
         self.x = values(self.rows, self.columns)
+        self.before = lambda: None
 
     def sum(self, workspace):
         assert workspace.takes(self.rows, self.columns, self.scatter)
-        return workspace.sum(
-            lambda rows, out: out.copy_(self.x[rows]),
-            self.rows,
-            self.columns,
-            self.bias,
-            self.dtype,
-            self.scatter,
-            self.shared,
-        )
+
+        def product(rows, out, _):
+            self.before()
+            out.copy_(self.x[rows])
+
+        return workspace.sum(product, self.rows, self.columns, self.bias, self.dtype, self.scatter, self.shared)
 
     def check(self, tp, got, what):
         assert_bitwise_equal(
@@ -175,7 +173,7 @@ def decoding_steps(tp):
                 behind, cycles = draw.randrange(tp.size), draw.choice([0, 0, 3000, 20000])
                 if behind == tp.rank:
                     torch.cuda._sleep(cycles)
-                product = functools.partial(lambda x, part, out: torch.mul(x[part], 2.0, out=out), x)
+                product = functools.partial(lambda x, part, out, _: torch.mul(x[part], 2.0, out=out), x)
                 got.append(workspace.sum(product, rows, 1024, None, torch.float32, False))
         graphs.append((graph, inputs, got))
     for replay in range(60):
@@ -226,6 +224,58 @@ def large_sums(tp):
 @pytest.mark.parametrize("size", SIZES)
 def test_pieces(gpus, size):
     run(gpus, size, large_sums)
+
+
+def small_pieces(tp, seed):
+    """Each beside the next piece's product, by ranks that are late by turns; of sums that are not waited for, and of a graph."""
+    torch.manual_seed(100 * seed + tp.rank)
+    draw, workspace = random.Random(seed), shared(tp)
+    graph, captured = torch.cuda.CUDAGraph(), None
+    with mock.patch.object(symmetric, "PIECE", 1 << 17):
+        sums = [Drawn(tp, draw) for _ in range(40)]
+        for drawn in sums[::2]:
+            drawn.before = functools.partial(late, tp, draw)
+        got = [drawn.sum(workspace) for drawn in sums]
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = [drawn.sum(workspace) for drawn in sums[:9]]
+    for i, (drawn, y) in enumerate(zip(sums, got, strict=True)):
+        drawn.check(tp, y, f"call {i}")
+    for replay in range(10):
+        for drawn in sums[:9]:
+            drawn.x.copy_(values(*drawn.x.shape))
+        graph.replay()
+        for i, (drawn, y) in enumerate(zip(sums, captured, strict=False)):
+            drawn.check(tp, y, f"replay {replay}, call {i}")
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("size", SIZES)
+def test_small_pieces(gpus, size, seed):
+    run(gpus, size, small_pieces, seed)
+
+
+def long_layers(tp, columns, rows):
+    """Products of several pieces, which leave multiprocessors to the sums beside them."""
+    draw = random.Random(rows)
+    torch.manual_seed(5)  # the same on all ranks
+    x, w = torch.randn(rows, 2048, device="cuda").bfloat16(), torch.randn(columns, 2048, device="cuda").bfloat16()
+    assert rows * columns > 2 * symmetric.PIECE
+    want = ops.row_parallel_linear(x, w, tp=TP())
+    ours = x.chunk(tp.size, 1)[tp.rank].contiguous(), w.chunk(tp.size, 1)[tp.rank].contiguous()
+    for turn in range(8):
+        late(tp, draw)
+        assert_bitwise_equal(ops.row_parallel_linear(*ours, tp=tp), want, f"turn {turn}")
+    whole = rows - rows % tp.size
+    given = ours[0][:whole]
+    got = ops.row_parallel_linear(given, ours[1], tp=tp, sequence_parallel=True)
+    assert_bitwise_equal(got, want[:whole].chunk(tp.size)[tp.rank], "a slice")
+
+
+@pytest.mark.parametrize("columns, rows", [(4096, 5000), (3584, 16384), (8192, 9001)])
+@pytest.mark.parametrize("size", SIZES)
+def test_long_layers(gpus, size, columns, rows):
+    run(gpus, size, long_layers, columns, rows)
 
 
 def layers(tp, dtype, sequence_parallel, rows):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 def add(workspace, rows=64, columns=128, bias=None, dtype=torch.float32, scatter=False, shared=False):
     """A sum of ones, not waited for."""
-    return workspace.sum(lambda part, out: out.fill_(1.0), rows, columns, bias, dtype, scatter, shared)
+    return workspace.sum(lambda part, out, _: out.fill_(1.0), rows, columns, bias, dtype, scatter, shared)
 
 
 def graph_of(run):

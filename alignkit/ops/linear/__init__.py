@@ -26,16 +26,18 @@ def matmul(
     out_dtype: torch.dtype = torch.float32,
     out: torch.Tensor | None = None,
     to: torch.Tensor | None = None,
+    spare: int = 0,
 ) -> torch.Tensor:
     """[M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain over ascending k, or `leaves` such chains
     joined by the balanced tree; plus bias [N] in fp32; rounded to `out_dtype`. With `out` (fp32, unit stride in the
     last dim, one leaf) the chains continue from what `out` holds on a CPU, and are added to it on a GPU. With `to`, the
-    result takes the place of what `to` holds, in its type."""
+    result takes the place of what `to` holds, in its type. spare: multiprocessors that are left to what runs beside it, by a
+    way that can."""
     accumulate = out is not None
     if out is None:
         out = to if to is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     if out.numel():
-        product(a, b, leaves, bias, out, accumulate)
+        product(a, b, leaves, bias, out, accumulate, spare)
     return out
 
 
@@ -43,14 +45,20 @@ _launches: dict[Product, Callable] = {}
 
 
 def product(
-    a: torch.Tensor, b: torch.Tensor, leaves: int, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    leaves: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    accumulate: bool,
+    spare: int = 0,
 ) -> None:
     """out [M, N] <- a [M, K] . b [N, K]^T, as `matmul` says."""
     backend = dispatch.name(a.device)
     if (module := dispatch.sole("linear", backend)) is not None:
         module.matmul(a, b, leaves, bias, out, accumulate)
         return
-    p = Product.of(backend, a, b, leaves, bias, out, accumulate)
+    p = Product.of(backend, a, b, leaves, bias, out, accumulate, spare)
     launch = _launches.get(p)
     if launch is None:
         launch = dispatch.prepare("linear", p, _launches)
@@ -66,7 +74,7 @@ class _Linear(torch.autograd.Function):
         x2 = full.reshape(-1, full.shape[-1])
         if row_leaves and tp.size > 1:
             y = tp.sum_products(
-                lambda rows, to: matmul(x2[rows], weight, leaves=row_leaves, to=to),
+                lambda rows, to, spare: matmul(x2[rows], weight, leaves=row_leaves, to=to, spare=spare),
                 len(x2),
                 len(weight),
                 x.device,
@@ -100,7 +108,7 @@ class _Linear(torch.autograd.Function):
                 dx = matmul(dy, weight.t(), out_dtype=x.dtype)
             else:
                 dx = tp.sum_products(
-                    lambda rows, to: matmul(dy[rows], weight.t(), to=to),
+                    lambda rows, to, spare: matmul(dy[rows], weight.t(), to=to, spare=spare),
                     len(dy),
                     weight.shape[1],
                     dy.device,

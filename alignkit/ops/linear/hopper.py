@@ -228,7 +228,7 @@ def prepare_parts(p: Product, parts: int, behind: int = BEHIND) -> Callable:
     """As `prepare`, with the leaves dealt out. No bit depends on it."""
     (m, k), n, leaves, has_bias = p.a[0], p.n, p.leaves, p.bias is not None
     tiles = triton.cdiv(m, 2 * ROWS.value) * triton.cdiv(n, COLS.value)
-    grid, leaf = min(tiles * parts, p.multiprocessors), k // leaves
+    grid, leaf = min(tiles * parts, p.multiprocessors - p.spare), k // leaves
     rest = (m, n, triton.cdiv(leaf, STEP.value), parts, leaves // parts, has_bias and parts == 1, behind)
     launch = prepared(p.device, _matmul, (grid, 1, 1), rest, num_warps=4)  # pyright: ignore[reportArgumentType]
     blocks = (

@@ -24,6 +24,8 @@ class Product(NamedTuple):  # made and hashed in every call: a tuple is both in 
     out: Operand
     leaves: int
     accumulate: bool
+    spare: int = 0
+    """Multiprocessors that are left to what runs beside it, by a way that can."""
 
     @staticmethod
     def of(
@@ -34,6 +36,7 @@ class Product(NamedTuple):  # made and hashed in every call: a tuple is both in 
         bias: torch.Tensor | None,
         out: torch.Tensor,
         accumulate: bool,
+        spare: int = 0,
     ) -> Product:
         return Product(
             backend,
@@ -44,6 +47,7 @@ class Product(NamedTuple):  # made and hashed in every call: a tuple is both in 
             operand(out),  # pyright: ignore[reportArgumentType]
             leaves,
             accumulate,
+            spare,
         )
 
     @property

@@ -87,7 +87,7 @@ def _product(
         _products(a, row, b, pairs.offsets, leaves, out)
         return out
 
-    def part(some: slice, to: torch.Tensor) -> None:
+    def part(some: slice, to: torch.Tensor, _: int) -> None:
         offsets = pairs.offsets.clamp(some.start, some.stop) - some.start
         _products(a[some] if row is None else a, None if row is None else row[some], b, offsets, leaves, to)
 

@@ -10,6 +10,9 @@
 // - Rounded values are written after the first meeting, for which the others came out of the kernel before, in which they read
 //   the values before. They are read after the second.
 //
+// A sum of several pieces has each piece in another place than the one before, so that the next product is written while this
+// one is added: a caller's product waits for the end of the sum before the last.
+//
 // Small sums within a graph, of which a decoding step has many, meet once, as a meeting takes about as long as the reading.
 // They lie by turns in two places of their own, and in a graph the first sum meets twice. So what a sum overwrites was read by
 // the others in a kernel before the last one's, and for the last one's first meeting they had come out of that.
@@ -40,7 +43,7 @@ namespace alignkit {
 namespace {
 
 constexpr int kMostRanks = 8, kThreads = 512;
-constexpr int kMostBlocks = 64;  // enough for NVLink; they wait, so other kernels must have multiprocessors left
+constexpr int kMostBlocks = 64;  // they wait, so other kernels must have multiprocessors left
 constexpr int kHeadBytes = 16384;
 constexpr int kMostOnce = 1 << 19;  // values of a sum that meets once, at most
 constexpr unsigned long long kTaken = ~0ull;  // in place of a block's count, which is even between sums
@@ -59,11 +62,10 @@ struct Sum {
   uint32_t ticket, before;  // its own, and that of the sum which must be the last before it; 0: any may be
   uint64_t patience;        // nanoseconds to wait for a rank
   int count;                // of values of each rank
-  int place;                // where they are: 0, or 1 or 2 of those that meet once
+  int64_t begin;            // where they are, in values after the head
 };
 
-// Where a place begins, in values after the head.
-__host__ __device__ constexpr int64_t begin_of(int place) { return place ? (place - 1) * kMostOnce : 2 * kMostOnce; }
+constexpr int64_t kOthers = 2 * kMostOnce;  // where those begin that meet twice
 
 // What a rank adds: everything; its slice; a share, and reads those of the others.
 enum class Form { kWhole, kSlice, kShared };
@@ -74,8 +76,8 @@ struct Ranks {
   int own;
 
   __device__ __forceinline__ Head* head(int rank) const { return reinterpret_cast<Head*>(memory[rank]); }
-  __device__ __forceinline__ float4* sums(int rank, int place) const {
-    return reinterpret_cast<float4*>(memory[rank] + kHeadBytes) + begin_of(place) / 4;
+  __device__ __forceinline__ float4* sums(int rank, int64_t begin) const {
+    return reinterpret_cast<float4*>(memory[rank] + kHeadBytes) + begin / 4;
   }
 };
 
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t number = last + 1;
   meet(ranks, number, sum, false);
 
-  auto shared = [&](int rank) { return reinterpret_cast<Quad*>(ranks.sums(rank, 0) + capacity / 4); };
+  auto shared = [&](int rank) { return reinterpret_cast<Quad*>(ranks.sums(rank, kOthers + capacity)); };
   int quads = (count + 3) / 4, share = (quads + kRanks - 1) / kRanks;
   int begin = form == Form::kWhole ? 0 : min(ranks.own * share, quads);
   int end = form == Form::kWhole ? quads : min(begin + share, quads);
@@ -245,7 +247,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int a = 0; a < kAtOnce; ++a)
       if (base + a * stride < end)
 #pragma unroll
-        for (int r = 0; r < kRanks; ++r) load(parts[a][r], ranks.sums(r, sum.place) + base + a * stride);
+        for (int r = 0; r < kRanks; ++r) load(parts[a][r], ranks.sums(r, sum.begin) + base + a * stride);
 #pragma unroll
     for (int a = 0; a < kAtOnce; ++a) {
       int i = base + a * stride;
@@ -303,10 +305,13 @@ cudaError_t capture_of(cudaStream_t stream, unsigned long long& capture) {
   return e;
 }
 
+// 1 or 2, of those of sums that meet once; 0: it meets twice.
 int place_of(int form, int count, unsigned long long capture, const uint64_t* order) {
   bool once = capture && capture == order[kCapture] && static_cast<Form>(form) == Form::kWhole && count <= kMostOnce;
   return once ? 1 + (order[kPlace] == 1) : 0;
 }
+
+int64_t begin_of(int place) { return place ? (place - 1) * kMostOnce : kOthers; }
 
 uint32_t digest_of(std::initializer_list<int64_t> values) {
   uint64_t mixed = 0;
@@ -319,22 +324,22 @@ uint32_t digest_of(std::initializer_list<int64_t> values) {
 
 template <int kRanks, class Out>
 cudaError_t launch(void* const* memory, int rank, Form form, const Sum& sum, int64_t capacity, const Bias& bias, void* y,
-                   cudaStream_t stream) {
+                   int most, cudaStream_t stream) {
   Ranks<kRanks> ranks;
   for (int r = 0; r < kRanks; ++r) ranks.memory[r] = static_cast<uint8_t*>(memory[r]);
   ranks.own = rank;
   int64_t quads = (sum.count + 3) / 4, mine = form == Form::kWhole ? quads : (quads + kRanks - 1) / kRanks;
-  int blocks = static_cast<int>(std::min<int64_t>((mine + kThreads - 1) / kThreads, kMostBlocks));
-  auto kernel = sum.place ? tree_sum<kRanks, Out, true> : tree_sum<kRanks, Out, false>;
+  int blocks = static_cast<int>(std::min<int64_t>((mine + kThreads - 1) / kThreads, most));
+  auto kernel = sum.begin < kOthers ? tree_sum<kRanks, Out, true> : tree_sum<kRanks, Out, false>;
   kernel<<<blocks, kThreads, 0, stream>>>(ranks, sum, form, capacity, bias, static_cast<Out*>(y));
   return cudaGetLastError();
 }
 
 template <int kRanks>
 cudaError_t launch(void* const* memory, int rank, Form form, const Sum& sum, int64_t capacity, const Bias& bias, void* y,
-                   bool bf16, cudaStream_t stream) {
-  return bf16 ? launch<kRanks, __nv_bfloat16>(memory, rank, form, sum, capacity, bias, y, stream)
-              : launch<kRanks, float>(memory, rank, form, sum, capacity, bias, y, stream);
+                   bool bf16, int most, cudaStream_t stream) {
+  return bf16 ? launch<kRanks, __nv_bfloat16>(memory, rank, form, sum, capacity, bias, y, most, stream)
+              : launch<kRanks, float>(memory, rank, form, sum, capacity, bias, y, most, stream);
 }
 
 }  // namespace
@@ -343,16 +348,17 @@ cudaError_t launch(void* const* memory, int rank, Form form, const Sum& sum, int
 using namespace alignkit;
 
 // y, bf16 or fp32, = the sum over `ranks` (2, 4 or 8) of `count` values of each; `memory` holds the addresses here of all
-// ranks' memory, `capacity` is how many sums each has room for, and `begin` is where alignkit_tree_sum_begin said. form: 0, y is all of it and each rank reads all sums; 1, y
-// is this rank's equal slice, a multiple of 4 values; 2, as 0, but each rank adds a share and reads those of the others,
-// rounded. The bias, bf16 or fp32 or null, has `columns` values, and a slice begins with the first. y lies at a multiple of 16
-// bytes. The ranks call it with the same arguments but rank, bias and y; where one does not, or does not come within
-// `patience` nanoseconds, or `order` is broken, the device stops with a message. order: three numbers, zeros at first, that the
-// calls with this memory keep. Returns a cudaError_t.
+// ranks' memory, `capacity` is how many values each has room for that are not of sums that meet once, and `begin` is where
+// alignkit_tree_sum_begin said, or of those as much behind as there is room. form: 0, y is all of it and each rank reads all
+// sums; 1, y is this rank's equal slice, a multiple of 4 values; 2, as 0, but each rank adds a share and reads those of the
+// others, rounded. The bias, bf16 or fp32 or null, has `columns` values, and a slice begins with the first. y lies at a multiple
+// of 16 bytes. blocks: at most, up to 64, each on a multiprocessor of its own. The ranks call it with the same arguments but
+// rank, bias and y; where one does not, or does not come within `patience` nanoseconds, or `order` is broken, the device stops
+// with a message. order: three numbers, zeros at first, that the calls with this memory keep. Returns a cudaError_t.
 extern "C" int alignkit_tree_sum(void* const* memory, int ranks, int rank, int form, int count, int64_t capacity,
                                  int64_t begin, const void* bias, int bias_bf16, int columns, void* y, int y_bf16, uint64_t* order,
-                                 uint64_t patience, cudaStream_t stream) {
-  if (count < 1 || count > capacity || capacity % (4 * kMostRanks) || (form == 1 && count % (4 * ranks)))
+                                 uint64_t patience, int blocks, cudaStream_t stream) {
+  if (count < 1 || blocks < 1 || blocks > kMostBlocks || capacity % (4 * kMostRanks) || (form == 1 && count % (4 * ranks)))
     return cudaErrorInvalidValue;
   unsigned long long capture;
   if (cudaError_t e = capture_of(stream, capture)) return e;
@@ -361,25 +367,26 @@ extern "C" int alignkit_tree_sum(void* const* memory, int ranks, int rank, int f
   if (!ticket) ticket = ++last;
   uint32_t before = capture && capture == order[kCapture] ? static_cast<uint32_t>(order[kTicket]) : 0;
   int place = place_of(form, count, capture, order);
-  if (begin != begin_of(place)) return cudaErrorInvalidValue;
+  bool there = place ? begin == begin_of(place) : begin >= kOthers && begin % 4 == 0 && begin + count <= kOthers + capacity;
+  if (!there) return cudaErrorInvalidValue;
   order[kCapture] = capture, order[kTicket] = ticket;
   if (place) order[kPlace] = place;
 
   Bias added{bias, bias_bf16 != 0, columns};
   int has_bias = bias ? 1 + (bias_bf16 != 0) : 0;
-  Sum sum{digest_of({ranks, form, place, count, capacity, columns, has_bias, y_bf16 != 0}), ticket, before, patience, count,
-          place};
+  Sum sum{digest_of({ranks, form, begin, count, capacity, columns, has_bias, y_bf16 != 0, blocks}), ticket, before, patience,
+          count, begin};
   Form f = static_cast<Form>(form);
   switch (ranks) {
-    case 2: return launch<2>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
-    case 4: return launch<4>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
-    case 8: return launch<8>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, stream);
+    case 2: return launch<2>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, blocks, stream);
+    case 4: return launch<4>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, blocks, stream);
+    case 8: return launch<8>(memory, rank, f, sum, capacity, added, y, y_bf16 != 0, blocks, stream);
     default: return cudaErrorInvalidValue;
   }
 }
 
 // begin: where, in values after the head, the next call with this memory finds what the rank adds: of that form and count, and
-// on that stream. Returns a cudaError_t.
+// on that stream. Of sums that meet twice it is where their room begins. Returns a cudaError_t.
 extern "C" int alignkit_tree_sum_begin(int form, int count, const uint64_t* order, int64_t* begin, cudaStream_t stream) {
   unsigned long long capture;
   if (cudaError_t e = capture_of(stream, capture)) return e;
