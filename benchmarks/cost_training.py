@@ -54,7 +54,7 @@ def run(job: dict) -> None:
                 result["too_large"].append([b, s])
                 continue
             result["cases"].append({"b": b, "s": s} | measured)
-            if job["profile"] and not result["profiles"]:
+            if job["profile"]:
                 step = _step(model, b, s, vocab, masked)
                 _seconds(step)
                 running = profiles.start()

@@ -14,11 +14,11 @@ FAMILIES = {
     "head, logprobs and sampling": r"logp|log_softmax|logits|gumbel|topk|sampl|argmax|ranks?_kernel|nll_|cross_entropy|"
     r"^_(spread|check_rows)$|gemm<.*(Statistics|Gradient)>",
     "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|narrow_chains|join_parts|^_join$",
-    "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu",
+    "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu|^triton_(poi|red|per)_fused",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|index|gather|scatter|reshape_and_cache|transpose",
 }
-"""What a kernel does, by the first pattern that its name contains, alignkit's own by their whole name; the rest is
-"other"."""
+"""What a kernel does, by the first pattern that its name contains, alignkit's own by their whole name; what
+torch.compile fuses is mostly norms and activations; the rest is "other"."""
 
 
 def start() -> profile:

@@ -356,16 +356,22 @@ def test_training_shapes_of_the_long_contexts(cost):
 
 
 def test_a_training_step_that_does_not_fit_is_halved_or_left_out(module, monkeypatch, tmp_path):
+    import torch
+
     training, model, out = module("cost_training"), tmp_path / "model", tmp_path / "out.json"
     make_checkpoint(model, weights=False)
     monkeypatch.setattr(training, "_megatron", lambda job, arch: contextlib.nullcontext())
     fits = {"seconds": [1.0], "peak_bytes": 1}
     monkeypatch.setattr(training, "_measure", lambda model, b, s, *_: fits if b * s <= 64 else None)
+    monkeypatch.setattr(training, "_step", lambda model, b, s, *_: lambda: torch.ones(b, s) @ torch.ones(s, 1))
     job = {"engine": "stock", "model": str(model), "cases": [[4, 32], [1, 128], [1, 64]], "repeats": 1}
-    training.run(job | {"profile": False, "runs": [{"out": str(out)}]})
-    result = json.loads(out.read_text())
-    assert [(case["b"], case["s"]) for case in result["cases"]] == [(2, 32), (1, 64)]
-    assert result["too_large"] == [[1, 128]]
+    for profiled in (False, True):
+        training.run(job | {"profile": profiled, "runs": [{"out": str(out)}]})
+        result = json.loads(out.read_text())
+        assert [(case["b"], case["s"]) for case in result["cases"]] == [(2, 32), (1, 64)]
+        assert result["too_large"] == [[1, 128]]
+        assert [p["case"] for p in result["profiles"]] == (["2 x 32", "1 x 64"] if profiled else [])
+    assert all(p["kernels"] and p["wall_ms"] > 0 for p in result["profiles"])
 
 
 def test_what_does_not_fit_stock_is_measured_of_the_others(cost, monkeypatch, tmp_path, capsys):
@@ -697,6 +703,8 @@ def test_profile_summary(module):
             "alignkit::gemm<1, alignkit::Chains<0> >",
             "matrix products",
         ),
+        ("triton_red_fused__to_copy_mean_pow_7", "triton_red_fused__to_copy_mean_pow_7", "norm, rope, activation"),
+        ("triton_per_fused_nll_loss_forward_2", "triton_per_fused_nll_loss_forward_2", "head, logprobs and sampling"),
     ],
 )
 def test_names_with_template_arguments(module, name, short, family):
