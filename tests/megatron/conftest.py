@@ -122,6 +122,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def long_rows():
+    """Sequences for a GPU, of lengths on both sides of its kernels' tiles."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 300, 129, 66)]
+
+
+@pytest.fixture(scope="session")
 def rows():
     """Token lists of several lengths, ids below 100."""
     generator = torch.Generator().manual_seed(5)

@@ -41,12 +41,6 @@ def gpus():
 
 
 @pytest.fixture(scope="module")
-def long_rows():
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 300, 129, 66)]
-
-
-@pytest.fixture(scope="module")
 def qwen3(checkpoint):
     return checkpoint(*MODELS["qwen3"], **BIG)
 

@@ -34,12 +34,6 @@ def two():
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def long_rows():
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 300, 129, 66)]
-
-
 def step(ranks, *given):
     """Of each rank."""
     return ranks.run(ranks.world, partial(_step, given))

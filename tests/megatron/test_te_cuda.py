@@ -41,12 +41,6 @@ def gpus():
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def long_rows():
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 300, 129, 66)]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_gives_the_bits_of_the_local_spec(name, checkpoint, gpus, long_rows):
     """The local one has TransformerEngine's final norm where that is installed."""
