@@ -13,9 +13,9 @@ host, whose speed changes.
 
 benchmarks/results/h200/long.json gets ``rows``: ``{"size", "engine", "tp", "requests", "prompt", "out", "prefill_s",
 "decode_tok_s", "x_prefill", "x_decode", "prefill_seconds", "decode_seconds"}``: seconds of prefill, and tokens decoded
-a second, and both over stock's of the same run; then each repeat's seconds. ``runs``: by the rows' ``run``, what they
-were made on, and what an engine's start took. Mixtures of experts go to moe.json, with ``tok_s`` and ``x``, the same as
-``decode_tok_s`` and ``x_decode``.
+a second, null where that difference is lost in noise; both over stock's of the same run; then each repeat's seconds.
+``runs``: by the rows' ``run``, what they were made on, and what an engine's start took. Mixtures of experts go to
+moe.json, with ``tok_s`` and ``x``, the same as ``decode_tok_s`` and ``x_decode``.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def rows(results: list[dict], cells: list[Cell], size: str) -> list[dict]:
             if (whole := seconds.get((True, cell.out))) is not None:
                 first = statistics.median(seconds[True, cell.first])
                 row["decode_seconds"] = [s - first for s in whole]
-                tokens = cell.requests * (cell.out - cell.first)
-                row["decode_tok_s"] = tokens / statistics.median(row["decode_seconds"])
+                if (decoding := statistics.median(row["decode_seconds"])) > 0:
+                    row["decode_tok_s"] = cell.requests * (cell.out - cell.first) / decoding
             made.append(row)
     stock = {(r["tp"], r["requests"], r["prompt"]): r for r in made if r["engine"] == "stock"}
     for row in made:
@@ -125,7 +125,7 @@ def rows(results: list[dict], cells: list[Cell], size: str) -> list[dict]:
 
 def line(row: dict) -> str:
     """For the screen."""
-    prefill, decode = f"{row['prefill_s']:.3f} s", "none"
+    prefill, decode = f"{row['prefill_s']:.3f} s", "lost in noise" if row["decode_seconds"] else "none"
     if row["decode_tok_s"]:
         decode = f"{row['decode_tok_s']:.1f} tokens/s"
     shares = [f" ({row[x]:.3f} of stock's)" if row[x] else "" for x in ("x_prefill", "x_decode")]

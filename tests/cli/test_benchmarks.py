@@ -518,6 +518,10 @@ def test_long_rows(long):
     (cut,) = long.rows([engine_result("stock", {(False, 1): [1.0], (True, 2): [0.5]})], cells, "qwen3-8b")
     assert cut["prefill_s"] == 1.0 and cut["decode_tok_s"] is None and cut["x_decode"] is None
     assert "decoding none" in long.line(cut)
+    noise = {(False, 1): [1.0], (True, 2): [0.5], (True, 9): [0.75, 0.25, 0.5]}
+    lost, aligned = long.rows([engine_result("stock", noise), aligned], cells, "qwen3-8b")
+    assert lost["decode_tok_s"] is None and lost["decode_seconds"] == [0.25, -0.25, 0.0]
+    assert (lost["x_decode"], aligned["x_decode"]) == (None, None) and "lost in noise" in long.line(lost)
 
 
 def test_long_takes_engines_by_turns(long, monkeypatch, tmp_path):
