@@ -62,7 +62,8 @@ SUITES = {
     "fuzz": (("tests/fuzz/test_cuda.py",), {}),
 }
 """Files, and environment, of each. The files of "ops" are dealt out to the GPUs; those of others have all of them, one file
-at a time."""
+at a time, or as many as AT_ONCE says."""
+AT_ONCE = {"megatron": 2}
 WITHOUT_A_GPU = ("_on_cpu.py", "_interpreted.py")
 """Ends of the names of files that run a GPU's kernels on a CPU: left out of the suites."""
 LANES = (("vllm", "replicas"), ("experts", "bisection"), ("ops", "fuzz"), ("ranks", "te"), ("megatron",))
@@ -218,7 +219,7 @@ def run_suite(suite: str, at_once: int, arguments: list[str], gpus: int, clock: 
         files = [file for file in files if file not in RANKS]
         places = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible(gpus)]
     else:
-        at_once, places = 1, [env]
+        at_once, places = AT_ONCE.get(suite, 1), [env]
     with ThreadPoolExecutor(at_once) as pool:
         done = list(
             pool.map(

@@ -831,6 +831,31 @@ def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
     assert tests.main(["--json", str(out), "--suites", "ops", "megatron"]) == 0
 
 
+MEET = """import pathlib, time
+def test_meets():
+    here, there = (pathlib.Path({folder!r}, name) for name in {names})
+    here.touch()
+    end = time.monotonic() + 60
+    while not there.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+"""
+
+
+def test_files_of_a_suite_side_by_side(module, tmp_path, monkeypatch):
+    """One after the other they would never pass."""
+    tests = module("gpu_tests")
+    assert all(len(tests.SUITES[suite][0]) > 1 for suite in tests.AT_ONCE)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for names in (("a", "b"), ("b", "a")):
+        (tmp_path / f"test_{names[0]}.py").write_text(MEET.format(folder=str(tmp_path), names=names))
+    monkeypatch.setattr(tests, "ROOT", tmp_path)
+    monkeypatch.setattr(tests, "SUITES", {"two": (("test_a.py", "test_b.py"), {})})
+    monkeypatch.setattr(tests, "AT_ONCE", {"two": 2})
+    row = tests.run_suite("two", 10, [], 0, tests.Clock(math.inf))
+    assert (row["passed"], row["failed"], row["exit_status"]) == (2, 0, 0)
+
+
 CUT = """import time
 def test_fails(): assert {{0: "planted"}} == {{}}
 def test_passes(): pass
