@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from statistics import geometric_mean, median
 
@@ -193,6 +193,84 @@ def e2e(results: dict) -> str:
                 f"{of['top_k']} for each token)",
             ]
     return "\n".join(lines)
+
+
+SIZES = {"tp": "TP", "dp": "DP", "ep": "EP", "pp": "PP", "cp": "CP"}
+
+
+def bits(results: dict) -> str:
+    """A line for each model and contract, newest first, over all rollouts and trainings."""
+    lines = [
+        "| model | rollouts (vLLM) | trainings (Megatron-core) | pairs | aligned: bit-equal | stock: bit-equal | contract |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for part in by_run(results, _contract):
+        (contract,) = set(map(_contract, part["runs"].values()))
+        for model in sorted({row["model"] for row in part["rows"]}):
+            rows = [row for row in part["rows"] if row["model"] == model]
+            aligned, stock = ([row for row in rows if row["patched"] is patched] for patched in (True, False))
+            cells = [model, _kinds(rows, "rollout", ("tp", "dp")), _kinds(rows, "training", ("tp", "ep", "pp", "cp"))]
+            cells += [str(len(aligned)), f"**{_equal(aligned)}**" if aligned else "", _equal(stock) if stock else ""]
+            lines.append(f"| {' | '.join([*cells, contract])} |")
+    return "\n".join(lines)
+
+
+def _contract(run: dict) -> str:
+    """``alignkit-6``."""
+    return run.get("contract", "").partition("/")[0]
+
+
+def _kinds(rows: list[dict], side: str, sizes: tuple[str, ...]) -> str:
+    """``9: TP 1, 2; EP 1, 2; local and TransformerEngine's layer spec``: how many, and what is among them."""
+    said = []
+    for size in sizes:
+        found = sorted({row.get(f"{side}_{size}", row.get(size, 1)) for row in rows})
+        if size == "tp" or found != [1]:
+            said.append(f"{SIZES[size]} {', '.join(map(str, found))}")
+    specs = {row.get("spec", "local") for row in rows}
+    if side == "training" and specs != {"local"}:
+        said.append(" and ".join(SPECS[spec] for spec in sorted(specs)) + "'s layer spec")
+    return f"{len({row[side] for row in rows})}: {'; '.join(said)}"
+
+
+def speed(rollouts: list[dict], training: dict) -> str:
+    """What work takes over a neighbour: the least and the most over all cases of a size, of the newest rows. rollouts: results of
+    ``long.py``; training: of ``cost.py``."""
+    lines = ["| work | over that of | aligned | with an option |", "|---|---|---|---|"]
+    for results in rollouts:
+        rows = [row for row in results["rows"] if "prefill_s" in row]
+        for size, tp in sorted({(row["size"], row["tp"]) for row in rows}):
+            for what, field in (("decoding, tokens/s", "x_decode"), ("prefill, time", "x_prefill")):
+                mine, other = (
+                    _ends(row[field] for row in rows if (row["size"], row["tp"], row["engine"]) == (size, tp, engine))
+                    for engine in ("aligned", "batch_invariant")
+                )
+                other = other and f"`VLLM_BATCH_INVARIANT=1`: {other}"
+                lines.append(f"| rollout, {size}, TP {tp}: {what} | stock vLLM | **{mine}** | {other} |")
+    rows = [row for row in training["rows"] if row["what"] == "training" and ":" in row["case"]]
+    for size in dict.fromkeys(row["case"].partition(":")[0] for row in rows):
+        for what, unit in (("time", "tokens/s"), ("memory", "GiB, peak")):
+            by: dict[str, list[dict]] = {}
+            for row in rows:
+                if (row["case"].partition(":")[0], row["unit"]) == (size, unit):
+                    by.setdefault(row["engine"], []).append(row)
+            start = f"| training, {size}: {what} |"
+            if "hf_compiled" in by:
+                mine, keeping = (_ends(row["x"] for row in by[e]) for e in ("aligned", "aligned_keeping"))
+                lines.append(f"{start} Hugging Face, `torch.compile` | **{mine}** | `keep_logits=True`: {keeping} |")
+            for stock, name in (("stock", "SequentialMLP"), ("stock_te", "TEGroupedMLP")):
+                if stock in by:
+                    its = {row["case"]: row["value"] for row in by[stock]}
+                    over = [row["value"] / its[row["case"]] for row in by[stock.replace("stock", "aligned")]]
+                    mine = _ends(over if unit == "GiB, peak" else (1 / x for x in over))
+                    lines.append(f"{start} stock Megatron-core, {name} | **{mine}** | |")
+    return "\n".join(lines)
+
+
+def _ends(values: Iterable[float | None]) -> str:
+    """``1.03 to 1.08``."""
+    known = sorted(f"{x:.2f}" for x in values if x is not None)
+    return " to ".join(dict.fromkeys((known[0], known[-1]))) if known else ""
 
 
 def _rerouted(rows: list[dict]) -> str:
@@ -956,6 +1034,12 @@ def tables() -> dict[str, str]:
             parts = by_run(results, _measured if name == "where_drift" else _sources)
             apart = [(_made_on(part["runs"].values()), write(part)) for part in parts]
             made[f"{name}-h200"] = "\n\n".join(f"{on}\n\n{table}" for on, table in apart if table)
+    if results := _read("h200/e2e.json"):
+        made["bits-h200"] = bits(results)
+    if (training := _read("h200/cost.json")) and all(
+        rollouts := [_read(f"h200/{name}.json") for name in ("long", "moe")]
+    ):
+        made["speed-h200"] = speed(rollouts, training)
     if results := _read("h200/verl.json"):
         made["verl-h200"] = verl(results)
     if results := _read("versions.json"):

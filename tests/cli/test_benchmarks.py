@@ -1675,6 +1675,60 @@ def test_tables(tables):
     assert "| n=8 | 5.000 ms | 1.05x |" in logp
 
 
+def test_the_table_of_bits(tables):
+    """A line for each model and contract, whatever commit measured it."""
+    runs = {
+        name: INFO | {"contract": f"{of}/sm90", "commit": name, "date": date}
+        for name, of, date in (
+            ("a", "alignkit-1", "2030-01-01"),
+            ("b", "alignkit-2", "2030-01-02"),
+            ("c", "alignkit-2", "2030-01-03"),
+        )
+    }
+    rows = [
+        row(run="b"),
+        row(run="c", training="tp2-ep2-packed", training_tp=2, ep=2),
+        row(run="c", rollout="tp4", rollout_tp=4, training="tp1-te-padded", spec="te"),
+        row(run="b", patched=False, bit_equal=1),
+        row(run="a", patched=False, bit_equal=0),
+        row(run="a", model="llama-tied", bit_equal=9),
+    ]
+    assert tables.bits({"runs": runs, "rows": rows}).splitlines()[2:] == [
+        "| qwen3 | 2: TP 1, 4 | 3: TP 1, 2; EP 1, 2; local and TransformerEngine's layer spec | 3 | **30 of 30** "
+        "| 1 of 10 | alignkit-2 |",
+        "| llama-tied | 1: TP 1 | 1: TP 1 | 1 | **9 of 10** |  | alignkit-1 |",
+        "| qwen3 | 1: TP 1 | 1: TP 1 | 0 |  | 0 of 10 | alignkit-1 |",
+    ]
+
+
+def test_the_table_of_speed(tables):
+    """The least and the most over the cases of a size; cases without a size, of small models, are left out."""
+
+    def rollout(engine, requests, prefill, decode, tp=1):
+        row = {"size": "8b", "engine": engine, "tp": tp, "requests": requests, "prefill_s": 1.0}
+        return row | {"x_prefill": prefill, "x_decode": decode}
+
+    def training(case, engine, value, unit="tokens/s", **more):
+        return {"what": "training", "case": case, "engine": engine, "value": value, "unit": unit} | more
+
+    rollouts = [rollout("stock", 1, 1.0, 1.0), rollout("aligned", 1, 1.05, 0.994), rollout("aligned", 8, 0.9, None)]
+    rollouts += [rollout("batch_invariant", 1, 1.5, 0.25), rollout("aligned", 1, 1.1, 1.0, tp=2)]
+    steps = [training("2 x 4", "hf_compiled", 1.0, x=9.0), training("2 x 4", "aligned", 1.0, x=9.0)]
+    steps += [training("8b: 2 x 4", "hf_compiled", 2.0), training("8b: 2 x 4", "aligned", 1.0, x=1.1)]
+    steps += [training("8b: 1 x 8", "aligned", 1.0, x=1.2), training("8b: 1 x 8", "aligned_keeping", 1.0, x=1.05)]
+    steps += [training("moe: 2 x 4", "stock_te", 2.0), training("moe: 2 x 4", "aligned_te", 8.0)]
+    steps += [training("moe: 2 x 4", e, v, "GiB, peak") for e, v in (("stock_te", 40.0), ("aligned_te", 30.0))]
+    assert tables.speed([{"rows": rollouts}, {"rows": [{"impl": "ours"}]}], {"rows": steps}).splitlines()[2:] == [
+        "| rollout, 8b, TP 1: decoding, tokens/s | stock vLLM | **0.99** | `VLLM_BATCH_INVARIANT=1`: 0.25 |",
+        "| rollout, 8b, TP 1: prefill, time | stock vLLM | **0.90 to 1.05** | `VLLM_BATCH_INVARIANT=1`: 1.50 |",
+        "| rollout, 8b, TP 2: decoding, tokens/s | stock vLLM | **1.00** |  |",
+        "| rollout, 8b, TP 2: prefill, time | stock vLLM | **1.10** |  |",
+        "| training, 8b: time | Hugging Face, `torch.compile` | **1.10 to 1.20** | `keep_logits=True`: 1.05 |",
+        "| training, moe: time | stock Megatron-core, TEGroupedMLP | **0.25** | |",
+        "| training, moe: memory | stock Megatron-core, TEGroupedMLP | **0.75** | |",
+    ]
+
+
 def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
     """Not what is built, nor what looks on; a file's name counts, and where it lies."""
     results = module("lib.results")
