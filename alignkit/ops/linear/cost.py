@@ -1,5 +1,6 @@
-"""How long the ways to compute a k-tree of few rows take, in microseconds, by a model: the least of them runs. No bit depends
-on it.
+"""How long the ways to compute a k-tree take, in microseconds, by models: the least of them runs. No bit depends on it.
+
+Of few rows:
 
 A launch; then the longest of what goes on at once: the weight is read, and blocks multiply, step by step of k, one task after
 another, of which each takes some time to begin and end; then the sums of parts, which go through memory to those who join them.
@@ -102,3 +103,64 @@ def all_tiles(m: int, leaves: int) -> list[Tile]:
 def best_of_tiles(m: int, n: int, k: int, leaves: int) -> tuple[float, Tile]:
     """The least that triton.py's tiles take, and which do."""
     return min((tiles(m, n, k, leaves, how), how) for how in all_tiles(m, leaves))
+
+
+class Cut(NamedTuple):
+    """How hopper.py cuts the tiles that do not fill a last round."""
+
+    tiles: int
+    """So many; 0: all are whole."""
+    kept: int
+    """Leaves of each that its owner, a block, computes itself."""
+    helpers: int
+    """Blocks that own none of them."""
+    pieces: tuple[int, ...]
+    """Leaves of the subtrees of each that are given to helpers, in order."""
+
+
+class Many(NamedTuple):
+    """Microseconds of hopper.py's."""
+
+    start: float
+    """Of a launch."""
+    step: float
+    """Of a step of k."""
+    join: float
+    """Of a leaf's end."""
+    tile: float
+    given: float
+    """To write the sums of a piece."""
+    taken: float
+    """To wait for them and read them."""
+
+    def of(self, tiles: int, k: int, leaves: int, blocks: int, cut: Cut) -> float:
+        """Until the last block is done. A helper's pieces come first, an owner's tile last."""
+        leaf, joins = up(k // leaves, STEP) * self.step, (leaves - 1) * self.join
+        rounds = self.start + up(tiles - cut.tiles, blocks) * (leaves * leaf + joins + self.tile)
+        if not cut.tiles:
+            return rounds
+        sizes = [size for size in reversed(cut.pieces) for _ in range(cut.tiles)][:: cut.helpers]
+        helped = sum(size * (leaf + self.join) + self.given for size in sizes)
+        return rounds + max(cut.kept * leaf + joins, helped) + len(cut.pieces) * self.taken + self.tile
+
+
+MANY = Many(start=7.3, step=0.355, join=0.24, tile=0.3, given=1.0, taken=1.0)
+
+
+def cuts(tiles: int, leaves: int, blocks: int) -> list[Cut]:
+    """All that are possible."""
+    found, rest = [Cut(0, leaves, min(tiles, blocks), ())], tiles % blocks
+    for kept in range(1, leaves) if rest else ():
+        pieces, first = [], kept
+        while first < leaves:
+            pieces.append(min(first & -first, 1 << kept.bit_length() - 1))
+            first += pieces[-1]
+        idle = blocks - rest
+        helpers = idle if tiles > blocks else min(idle, rest * len(pieces))
+        found.append(Cut(rest, kept, helpers, tuple(pieces)))
+    return found
+
+
+def cut(tiles: int, k: int, leaves: int, blocks: int) -> Cut:
+    """The fastest."""
+    return min(cuts(tiles, leaves, blocks), key=lambda how: MANY.of(tiles, k, leaves, blocks, how))
