@@ -1498,7 +1498,7 @@ def test_fit_linear(module, tmp_path, capsys, monkeypatch):
             if (found := fitted.way(row, name)) is not None:
                 row["ways"][name] = found[1]() / 1e3
         rows.append(row)
-    assert [len(row["ways"]) - 1 for row in rows[4:]] == [4, 8, 8, 2]
+    assert [len(row["ways"]) - 1 for row in rows[4:]] == [3, 7, 7, 2]
     path = tmp_path / "ways.json"
     path.write_text(json.dumps({"rows": rows}))
     assert fitted.main([str(path)]) == 0

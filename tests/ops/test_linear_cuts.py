@@ -188,5 +188,6 @@ def test_the_least_is_chosen(tiles, leaves, k, blocks):
 
 def test_pieces():
     """Subtrees, none larger than what an owner keeps."""
-    kept = {cut.kept: cut.pieces for cut in cost.cuts(1, 8, 132) if cut.tiles}
-    assert kept == {1: (1,) * 7, 2: (2, 2, 2), 3: (1, 2, 2), 4: (4,), 5: (1, 2), 6: (2,), 7: (1,)}
+    pieces = {n: {cut.kept: cut.pieces for cut in cost.cuts(1, n, 132) if cut.tiles} for n in (1, 2, 4, 8)}
+    assert pieces[8] == {2: (2, 2, 2), 3: (1, 2, 2), 4: (4,), 5: (1, 2), 6: (2,), 7: (1,)}
+    assert pieces[4] == {2: (2,), 3: (1,)} and pieces[2] == {1: (1,)} and not pieces[1]

@@ -148,9 +148,9 @@ MANY = Many(start=7.3, step=0.355, join=0.24, tile=0.3, given=1.0, taken=1.0)
 
 
 def cuts(tiles: int, leaves: int, blocks: int) -> list[Cut]:
-    """All that are possible."""
+    """All that are possible. An owner that keeps one of more leaves than two would wait for more sums than it computes."""
     found, rest = [Cut(0, leaves, min(tiles, blocks), ())], tiles % blocks
-    for kept in range(1, leaves) if rest else ():
+    for kept in range(min(2, leaves // 2), leaves) if rest and leaves > 1 else ():
         pieces, first = [], kept
         while first < leaves:
             pieces.append(min(first & -first, 1 << kept.bit_length() - 1))

@@ -68,7 +68,7 @@ def _corner(tile, M, N):
 @gluon.jit
 def _size(first, kept):
     """Leaves of the subtree that begins at leaf `first` and is given away, where an owner keeps so many: as many as the tree
-    has there, and as a power of two may be of those kept."""
+    has there, but no more than those kept."""
     size = first & -first
     while size > kept:
         size = size // 2
@@ -149,26 +149,35 @@ def _chain(acc, it, steps, WHICH: gl.constexpr, shared, BEHIND: gl.constexpr):
 
 
 @gluon.jit
-def _join(acc, one, two, four, done, size: gl.constexpr, LEAVES: gl.constexpr):
-    """The sums of the last `size` of the `done` first leaves of a tree, with those that have waited for them. Sums of 1, 2
-    and 4 leaves wait for their pair; those of 4 not in registers."""
-    if LEAVES > 1 and size == 1:
-        if done % 2 == 1:
-            one = acc
-        else:
-            acc = one + acc
-    if LEAVES > 2 and size <= 2:
+def _join(acc, two, four, done, LEAVES: gl.constexpr):
+    """The sums of the last 2 or, if these are so many, 4 of the `done` first leaves of a tree, with those that have waited for them.
+    Sums of 2 and 4 leaves wait for their pair; those of 4 not in registers."""
+    if LEAVES > 2:
         if done % 4 == 2:
             two = acc
         elif done % 4 == 0:
             acc = two + acc
+    return _join_four(acc, four, done, LEAVES), two
+
+
+@gluon.jit
+def _join_four(acc, four, done, LEAVES: gl.constexpr):
+    """Likewise of 4."""
     if LEAVES > 4:
         if done == 4:
             tma.store_wait(0)  # the last tile's outputs, which lie in the same place
             four.store(acc)
         elif done == 8:
             acc = four.load(RESULT) + acc
-    return acc, one, two
+    return acc
+
+
+@gluon.jit
+def _pair(acc, it, steps, WHICH: gl.constexpr, shared, BEHIND: gl.constexpr):
+    """The sums of the next two leaves."""
+    one, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
+    acc, it = _chain(one, it, steps, WHICH, shared, BEHIND)
+    return one + acc, it
 
 
 @gluon.jit
@@ -216,26 +225,39 @@ def _take(SUMS, THERE, slot, slots):
 
 
 @gluon.jit
+def _pairs(count, it, four, steps, WHICH: gl.constexpr, shared, LEAVES: gl.constexpr, BEHIND: gl.constexpr):
+    """The sums of the first `count` pairs of leaves of a tree: of the last of them, with those that have waited for them, and
+    of two leaves that wait for others."""
+    acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
+    two = acc
+    for pair in range(count):
+        acc, it = _pair(acc, it, steps, WHICH, shared, BEHIND)
+        acc, two = _join(acc, two, four, 2 * pair + 2, LEAVES)
+    return acc, two, it
+
+
+@gluon.jit
 def _own(WHICH: gl.constexpr, it, four, SUMS, THERE, shared, sizes, LEAVES: gl.constexpr, BEHIND: gl.constexpr):
     """The sums of the tile that this block owns."""
     _, _, steps, _, cut, kept, pieces, helpers = sizes
-    acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
-    one = acc
-    two = acc
-    for leaf in range(kept):
-        acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-        acc, one, two = _join(acc, one, two, four, leaf + 1, 1, LEAVES)
+    slot, slots = (gl.program_id(0) - helpers) * pieces * 2 + WHICH, 2 * cut * pieces
+    acc, two, it = _pairs(kept // 2, it, four, steps, WHICH, shared, LEAVES, BEHIND)
     done = kept
-    for piece in range(pieces):
+    if kept % 2 == 1:
+        one, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
+        acc = one + _take(SUMS, THERE, slot, slots)
+        acc, two = _join(acc, two, four, kept + 1, LEAVES)
+        done += 1
+        slot += 2
+    while done < LEAVES:  # subtrees of two and four leaves
         size = _size(done, kept)
         done += size
-        acc = _take(SUMS, THERE, ((gl.program_id(0) - helpers) * pieces + piece) * 2 + WHICH, 2 * cut * pieces)
-        if size == 1:
-            acc, one, two = _join(acc, one, two, four, done, 1, LEAVES)
-        elif size == 2:
-            acc, one, two = _join(acc, one, two, four, done, 2, LEAVES)
+        acc = _take(SUMS, THERE, slot, slots)
+        if size == 2:
+            acc, two = _join(acc, two, four, done, LEAVES)
         else:
-            acc, one, two = _join(acc, one, two, four, done, 4, LEAVES)
+            acc = _join_four(acc, four, done, LEAVES)
+        slot += 2
     return acc
 
 
@@ -264,20 +286,18 @@ def _multiply(
         for q in range(block, _pieces_of(block, cut, pieces, helpers), helpers):
             piece = pieces - 1 - q // cut
             _, size = _given(piece, kept)
-            acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
-            one = acc
-            two = acc
-            for leaf in range(size):
+            acc, _, it = _pairs(size // 2, it, four, steps, WHICH, shared, 4 if LEAVES > 4 else LEAVES, BEHIND)
+            if size == 1:
                 acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-                acc, one, two = _join(acc, one, two, four, leaf + 1, 1, 4 if LEAVES > 4 else LEAVES)
             _give(acc, SUMS, THERE, (q % cut * pieces + piece) * 2 + WHICH, 2 * cut * pieces)
     for tile in range(block, whole, gl.num_programs(0)):
         acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
-        one = acc
         two = acc
-        for leaf in gl.static_range(LEAVES):
+        if LEAVES == 1:
             acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-            acc, one, two = _join(acc, one, two, four, leaf + 1, 1, LEAVES)
+        for pair in gl.static_range(LEAVES // 2):
+            acc, it = _pair(acc, it, steps, WHICH, shared, BEHIND)
+            acc, two = _join(acc, two, four, 2 * pair + 2, LEAVES)
         _finish(acc, tile, WHICH, c_smem, c_desc, BIAS, M, N, HAS_BIAS)
     if LEAVES > 1 and block >= helpers:
         acc = _own(WHICH, it, four, SUMS, THERE, shared, sizes, LEAVES, BEHIND)
