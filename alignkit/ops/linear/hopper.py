@@ -429,7 +429,8 @@ def prepare_cut(p: Product, cut: Cut, behind: int = BEHIND) -> Callable:
         _block(p.out[2], ROWS.value, COLS.value),
     )
     sums = 2 * cut.tiles * pieces * (ROWS.value * COLS.value + 2)  # a flag is two of them
-    memory = functools.partial(torch.empty, sums, dtype=torch.float32, device=torch.device("cuda", p.device))
+    device = torch.device("cuda", p.device)  # pyright: ignore[reportArgumentType]
+    memory = functools.partial(torch.empty, sums, dtype=torch.float32, device=device)
     nothing = None if sums else memory()
     return functools.partial(_run, launch, blocks, p.leaves, memory, nothing)
 
