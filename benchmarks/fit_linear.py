@@ -24,7 +24,7 @@ BEGIN = {
     "CLUSTER": cost.Cost(3.0, 3.0, 0.3),
     "PARTS": cost.Cost(3.0, 3.0, 0.1, element=0.002, task=1.0, sums=0.3),
     "TILES": cost.Cost(3.0, 3.0, 0.1, element=0.002, copy=2e-5, task=0.3, sums=0.3, join=1.0),
-    "MANY": cost.Many(start=5.0, step=0.3, join=0.3, tile=0.3, given=1.0, taken=1.0),
+    "MANY": cost.Many(start=5.0, step=0.3, join=0.3, tile=0.3, given=1.0, taken=1.0, half=0.5),
 }
 """Where the search begins: rough, so that the constants do not know what is left out. Those that are 0 stay so."""
 STEPS = (0.4, 0.2, 0.1, 0.05, 0.02)
@@ -38,10 +38,10 @@ def way(row: dict, name: str) -> Way | None:
     """Of a row of --candidates the way of that name; None: it is none of those to choose from."""
     m, n, k, leaves = (row[key] for key in ("m", "n", "k", "leaves"))
     if m > cuda.FEW:
-        tiles, blocks = cost.up(m, 128) * cost.up(n, 128), cost.MULTIPROCESSORS
-        cuts = {cut_named(cut, behind=2): cut for cut in cost.cuts(tiles, leaves, blocks)}
+        blocks = cost.MULTIPROCESSORS
+        cuts = {cut_named(cut, behind=2): cut for cut in cost.cuts(m, n, leaves, blocks)}
         if (cut := cuts.get(name)) is not None:
-            return "MANY", lambda: cost.MANY.of(tiles, k, leaves, blocks, cut)
+            return "MANY", lambda: cost.MANY.of(m, n, k, leaves, blocks, cut)
         return None
     if found := re.fullmatch(r"tree parts=(\d)(?: (\d+)( below)?)?", name):
         how = cuda.Deal(int(found[1]), int(found[2] or 64), bool(found[3]))

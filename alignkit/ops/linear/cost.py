@@ -118,6 +118,10 @@ class Cut(NamedTuple):
     """Leaves of the subtrees of each that are given to helpers, in order."""
 
 
+MANY_ROWS, MANY_OUTPUTS = 128, 128
+"""Of a tile of hopper.py's."""
+
+
 class Many(NamedTuple):
     """Microseconds of hopper.py's."""
 
@@ -132,23 +136,36 @@ class Many(NamedTuple):
     """To write the sums of a piece."""
     taken: float
     """To wait for them and read them."""
+    half: float
+    """Of a step, its part in a tile with no more than half of the rows."""
 
-    def of(self, tiles: int, k: int, leaves: int, blocks: int, cut: Cut) -> float:
-        """Until the last block is done. A helper's pieces come first, an owner's tile last."""
+    def of(self, m: int, n: int, k: int, leaves: int, blocks: int, cut: Cut) -> float:
+        """Until the last block is done. A helper's pieces come first, an owner's tile last; the last tiles are those of half of
+        the rows."""
+        across = up(n, MANY_OUTPUTS)
+        tiles, full = up(m, MANY_ROWS) * across, (m + MANY_ROWS // 2 - 1) // MANY_ROWS * across
         leaf, joins = up(k // leaves, STEP) * self.step, (leaves - 1) * self.join
-        rounds = self.start + up(tiles - cut.tiles, blocks) * (leaves * leaf + joins + self.tile)
+
+        def part(first: int) -> float:
+            """Of a leaf's time, that in tile `first` and those behind."""
+            return leaf * (self.half if first >= full else 1.0)
+
+        rounds = up(tiles - cut.tiles, blocks)
+        us = self.start + rounds * (leaves * leaf + joins + self.tile)
         if not cut.tiles:
-            return rounds
+            return us + leaves * (part((rounds - 1) * blocks) - leaf)
+        last = part(tiles - cut.tiles)
         sizes = [size for size in reversed(cut.pieces) for _ in range(cut.tiles)][:: cut.helpers]
-        helped = sum(size * (leaf + self.join) + self.given for size in sizes)
-        return rounds + max(cut.kept * leaf + joins, helped) + len(cut.pieces) * self.taken + self.tile
+        helped = sum(size * (last + self.join) + self.given for size in sizes)
+        return us + max(cut.kept * last + joins, helped) + len(cut.pieces) * self.taken + self.tile
 
 
-MANY = Many(start=7.3, step=0.355, join=0.24, tile=0.3, given=1.0, taken=1.0)
+MANY = Many(start=7.3, step=0.355, join=0.24, tile=0.3, given=1.0, taken=1.0, half=0.6)
 
 
-def cuts(tiles: int, leaves: int, blocks: int) -> list[Cut]:
+def cuts(m: int, n: int, leaves: int, blocks: int) -> list[Cut]:
     """All that are possible. An owner that keeps one of more leaves than two would wait for more sums than it computes."""
+    tiles = up(m, MANY_ROWS) * up(n, MANY_OUTPUTS)
     found, rest = [Cut(0, leaves, min(tiles, blocks), ())], tiles % blocks
     for kept in range(min(2, leaves // 2), leaves) if rest and leaves > 1 else ():
         pieces, first = [], kept
@@ -161,6 +178,6 @@ def cuts(tiles: int, leaves: int, blocks: int) -> list[Cut]:
     return found
 
 
-def cut(tiles: int, k: int, leaves: int, blocks: int) -> Cut:
+def cut(m: int, n: int, k: int, leaves: int, blocks: int) -> Cut:
     """The fastest."""
-    return min(cuts(tiles, leaves, blocks), key=lambda how: MANY.of(tiles, k, leaves, blocks, how))
+    return min(cuts(m, n, leaves, blocks), key=lambda how: MANY.of(m, n, k, leaves, blocks, how))

@@ -59,10 +59,22 @@ BEHIND = 2
 
 @gluon.jit
 def _corner(tile, M, N):
-    rows, cols = gl.cdiv(M, 2 * ROWS), gl.cdiv(N, COLS)
-    first = tile // (BAND * cols) * BAND
-    band = gl.minimum(rows - first, BAND)
-    return (first + tile % (BAND * cols) % band) * (2 * ROWS), tile % (BAND * cols) // band * COLS
+    """The first row and column of a tile. Those of the last rows, if these are one group's, are the last tiles."""
+    rows, cols = (M + ROWS - 1) // (2 * ROWS), gl.cdiv(N, COLS)
+    if tile < rows * cols:
+        first = tile // (BAND * cols) * BAND
+        band = gl.minimum(rows - first, BAND)
+        row, col = first + tile % (BAND * cols) % band, tile % (BAND * cols) // band
+    else:
+        row, col = rows, tile - rows * cols
+    return row * (2 * ROWS), col * COLS
+
+
+@gluon.jit
+def _half(tile, M, N):
+    """Whether a tile has rows for one group only."""
+    m, _ = _corner(tile, M, N)
+    return m + ROWS >= M
 
 
 @gluon.jit
@@ -94,10 +106,13 @@ def _copy_leaves(tile, first, last, it, descs, shared, M, N, steps):
         stage = it % STAGES
         leaf, k = first + i // steps, i % steps * STEP
         mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), (2 * ROWS + COLS) * STEP * 2)
+        if m + ROWS < M:
+            mbarrier.expect(full.index(stage), (2 * ROWS + COLS) * STEP * 2)
+            tma.async_copy_global_to_shared(a_desc, [m + ROWS, leaf, k], full.index(stage), a_smem.index(2 * stage + 1))
+        else:
+            mbarrier.expect(full.index(stage), (ROWS + COLS) * STEP * 2)
         tma.async_copy_global_to_shared(b_desc, [n, leaf, k], full.index(stage), b_smem.index(stage))
         tma.async_copy_global_to_shared(a_desc, [m, leaf, k], full.index(stage), a_smem.index(2 * stage))
-        tma.async_copy_global_to_shared(a_desc, [m + ROWS, leaf, k], full.index(stage), a_smem.index(2 * stage + 1))
         it += 1
     return it
 
@@ -121,6 +136,17 @@ def _copy(descs, shared, sizes, LEAVES: gl.constexpr):
         it = _copy_leaves(tile, 0, LEAVES, it, descs, shared, M, N, steps)
     if block >= helpers:
         _copy_leaves(whole + block - helpers, 0, kept, it, descs, shared, M, N, steps)
+
+
+@gluon.jit
+def _pass(count, it, shared):
+    """So many steps of a tile that has no rows for this group."""
+    _, _, full, empty, _ = shared
+    for _ in range(count):
+        mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
+        mbarrier.arrive(empty.index(it % STAGES))
+        it += 1
+    return it
 
 
 @gluon.jit
@@ -286,22 +312,32 @@ def _multiply(
         for q in range(block, _pieces_of(block, cut, pieces, helpers), helpers):
             piece = pieces - 1 - q // cut
             _, size = _given(piece, kept)
-            acc, _, it = _pairs(size // 2, it, four, steps, WHICH, shared, 4 if LEAVES > 4 else LEAVES, BEHIND)
-            if size == 1:
-                acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-            _give(acc, SUMS, THERE, (q % cut * pieces + piece) * 2 + WHICH, 2 * cut * pieces)
+            if WHICH == 1 and _half(whole + q % cut, M, N):
+                it = _pass(size * steps, it, shared)
+            else:
+                acc, two, it = _pairs(size // 2, it, four, steps, WHICH, shared, 4 if LEAVES > 4 else LEAVES, BEHIND)
+                if size == 1:
+                    acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
+                _give(acc, SUMS, THERE, (q % cut * pieces + piece) * 2 + WHICH, 2 * cut * pieces)
     for tile in range(block, whole, gl.num_programs(0)):
-        acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
-        two = acc
-        if LEAVES == 1:
-            acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-        for pair in gl.static_range(LEAVES // 2):
-            acc, it = _pair(acc, it, steps, WHICH, shared, BEHIND)
-            acc, two = _join(acc, two, four, 2 * pair + 2, LEAVES)
-        _finish(acc, tile, WHICH, c_smem, c_desc, BIAS, M, N, HAS_BIAS)
+        if WHICH == 1 and _half(tile, M, N):
+            it = _pass(LEAVES * steps, it, shared)
+        else:
+            acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
+            two = acc
+            if LEAVES == 1:
+                acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
+            for pair in gl.static_range(LEAVES // 2):
+                acc, it = _pair(acc, it, steps, WHICH, shared, BEHIND)
+                acc, two = _join(acc, two, four, 2 * pair + 2, LEAVES)
+            _finish(acc, tile, WHICH, c_smem, c_desc, BIAS, M, N, HAS_BIAS)
     if LEAVES > 1 and block >= helpers:
-        acc = _own(WHICH, it, four, SUMS, THERE, shared, sizes, LEAVES, BEHIND)
-        _finish(acc, whole + block - helpers, WHICH, c_smem, c_desc, BIAS, M, N, HAS_BIAS)
+        tile = whole + block - helpers
+        if WHICH == 1 and _half(tile, M, N):
+            _pass(kept * steps, it, shared)
+        else:
+            acc = _own(WHICH, it, four, SUMS, THERE, shared, sizes, LEAVES, BEHIND)
+            _finish(acc, tile, WHICH, c_smem, c_desc, BIAS, M, N, HAS_BIAS)
     tma.store_wait(0)
 
 
@@ -390,12 +426,12 @@ def _tiles(p: Product) -> int:
 
 def ways(p: Product) -> list[Cut]:
     """How it can cut the tiles of the last round."""
-    return cost.cuts(_tiles(p), p.leaves, p.multiprocessors - p.spare)
+    return cost.cuts(p.m, p.n, p.leaves, p.multiprocessors - p.spare)
 
 
 def cut_of(p: Product) -> Cut:
     """The fastest of them."""
-    return cost.cut(_tiles(p), p.k, p.leaves, p.multiprocessors - p.spare)
+    return cost.cut(p.m, p.n, p.k, p.leaves, p.multiprocessors - p.spare)
 
 
 def prepare(p: Product) -> Callable:
