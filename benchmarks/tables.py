@@ -195,9 +195,6 @@ def e2e(results: dict) -> str:
     return "\n".join(lines)
 
 
-SIZES = {"tp": "TP", "dp": "DP", "ep": "EP", "pp": "PP", "cp": "CP"}
-
-
 def bits(results: dict) -> str:
     """A line for each model and contract, newest first, over all rollouts and trainings."""
     lines = [
@@ -226,7 +223,7 @@ def _kinds(rows: list[dict], side: str, sizes: tuple[str, ...]) -> str:
     for size in sizes:
         found = sorted({row.get(f"{side}_{size}", row.get(size, 1)) for row in rows})
         if size == "tp" or found != [1]:
-            said.append(f"{SIZES[size]} {', '.join(map(str, found))}")
+            said.append(f"{size.upper()} {', '.join(map(str, found))}")
     specs = {row.get("spec", "local") for row in rows}
     if side == "training" and specs != {"local"}:
         said.append(" and ".join(SPECS[spec] for spec in sorted(specs)) + "'s layer spec")
@@ -247,23 +244,23 @@ def speed(rollouts: list[dict], training: dict) -> str:
                 )
                 other = other and f"`VLLM_BATCH_INVARIANT=1`: {other}"
                 lines.append(f"| rollout, {size}, TP {tp}: {what} | stock vLLM | **{mine}** | {other} |")
-    rows = [row for row in training["rows"] if row["what"] == "training" and ":" in row["case"]]
-    for size in dict.fromkeys(row["case"].partition(":")[0] for row in rows):
-        for what, unit in (("time", "tokens/s"), ("memory", "GiB, peak")):
-            by: dict[str, list[dict]] = {}
-            for row in rows:
-                if (row["case"].partition(":")[0], row["unit"]) == (size, unit):
-                    by.setdefault(row["engine"], []).append(row)
-            start = f"| training, {size}: {what} |"
-            if "hf_compiled" in by:
-                mine, keeping = (_ends(row["x"] for row in by[e]) for e in ("aligned", "aligned_keeping"))
-                lines.append(f"{start} Hugging Face, `torch.compile` | **{mine}** | `keep_logits=True`: {keeping} |")
-            for stock, name in (("stock", "SequentialMLP"), ("stock_te", "TEGroupedMLP")):
-                if stock in by:
-                    its = {row["case"]: row["value"] for row in by[stock]}
-                    over = [row["value"] / its[row["case"]] for row in by[stock.replace("stock", "aligned")]]
-                    mine = _ends(over if unit == "GiB, peak" else (1 / x for x in over))
-                    lines.append(f"{start} stock Megatron-core, {name} | **{mine}** | |")
+    groups: dict[tuple[str, str], dict[str, list[dict]]] = {}
+    for row in training["rows"]:
+        size, colon, _ = row["case"].partition(":")
+        if row["what"] == "training" and colon:
+            groups.setdefault((size, row["unit"]), {}).setdefault(row["engine"], []).append(row)
+    for (size, unit), by in groups.items():
+        what = {"tokens/s": "time", "GiB, peak": "memory"}[unit]
+        start = f"| training, {size}: {what} |"
+        if "hf_compiled" in by:
+            mine, keeping = (_ends(row["x"] for row in by[e]) for e in ("aligned", "aligned_keeping"))
+            lines.append(f"{start} Hugging Face, `torch.compile` | **{mine}** | `keep_logits=True`: {keeping} |")
+        for stock, name in (("stock", "SequentialMLP"), ("stock_te", "TEGroupedMLP")):
+            if stock in by:
+                its = {row["case"]: row["value"] for row in by[stock]}
+                over = [row["value"] / its[row["case"]] for row in by[stock.replace("stock", "aligned")]]
+                mine = _ends(over if unit == "GiB, peak" else (1 / x for x in over))
+                lines.append(f"{start} stock Megatron-core, {name} | **{mine}** | |")
     return "\n".join(lines)
 
 
