@@ -264,6 +264,16 @@ def speed(rollouts: list[dict], training: dict) -> str:
     return "\n".join(lines)
 
 
+def _told(results: dict) -> list[dict]:
+    """The runs of the rows that `speed` tells of."""
+    told = [
+        row
+        for row in results["rows"]
+        if "prefill_s" in row or (":" in row.get("case", "") and row["what"] == "training")
+    ]
+    return [results["runs"][name] for name in dict.fromkeys(row["run"] for row in told)]
+
+
 def _ends(values: Iterable[float | None]) -> str:
     """``1.03 to 1.08``."""
     known = sorted(f"{x:.2f}" for x in values if x is not None)
@@ -1036,7 +1046,8 @@ def tables() -> dict[str, str]:
     if (training := _read("h200/cost.json")) and all(
         rollouts := [_read(f"h200/{name}.json") for name in ("long", "moe")]
     ):
-        made["speed-h200"] = speed(rollouts, training)
+        runs = [run for part in (*rollouts, training) for run in _told(part)]
+        made["speed-h200"] = f"{_made_on(runs)}\n\n{speed(rollouts, training)}"
     if results := _read("h200/verl.json"):
         made["verl-h200"] = verl(results)
     if results := _read("versions.json"):
