@@ -1,6 +1,6 @@
 """Fits the constants of alignkit/ops/linear/cost.py to times of ``matmul.py --draw SEED --candidates FILE``.
 
-``python benchmarks/fit_linear.py FILE...`` says of each k-tree of few rows which way the constants choose that were fitted to
+``python benchmarks/fit_linear.py FILE...`` says of each k-tree which way the constants choose that were fitted to
 the others (it is left out), and its time over the least of all ways' that were measured; then the mean and the largest of
 these; then the constants that fit all. A way's times count by how near they are to the least.
 """
@@ -8,6 +8,7 @@ these; then the constants that fit all. A way's times count by how near they are
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lib.spread import geometric_mean
+from lib.ways import cut_named
 
 from alignkit.ops.linear import cost, cuda
 
@@ -23,10 +25,11 @@ BEGIN = {
     "CLUSTER": cost.Cost(3.0, 3.0, 0.3),
     "PARTS": cost.Cost(3.0, 3.0, 0.1, element=0.002, task=1.0, sums=0.3),
     "TILES": cost.Cost(3.0, 3.0, 0.1, element=0.002, copy=2e-5, task=0.3, sums=0.3, join=1.0),
+    "MANY": cost.Many(start=5.0, step=0.3, join=0.3, given=1.0, taken=1.0, half=0.5),
 }
 """Where the search begins: rough, so that the constants do not know what is left out. Those that are 0 stay so."""
 STEPS = (0.4, 0.2, 0.1, 0.05, 0.02)
-"""Of the search, in logarithms."""
+"""Of the search, in logarithms: of one constant, or of two, as one may stand for another."""
 
 Way = tuple[str, Callable[[], float]]
 """The constants' name, and the prediction by them as they are."""
@@ -35,6 +38,12 @@ Way = tuple[str, Callable[[], float]]
 def way(row: dict, name: str) -> Way | None:
     """Of a row of --candidates the way of that name; None: it is none of those to choose from."""
     m, n, k, leaves = (row[key] for key in ("m", "n", "k", "leaves"))
+    if m > cuda.FEW:
+        blocks = cost.MULTIPROCESSORS
+        cuts = {cut_named(cut, behind=2): cut for cut in cost.cuts(m, n, leaves, blocks)}
+        if (cut := cuts.get(name)) is not None:
+            return "MANY", lambda: cost.MANY.of(m, n, k, leaves, blocks, cut)
+        return None
     if found := re.fullmatch(r"tree parts=(\d)(?: (\d+)( below)?)?", name):
         how = cuda.Deal(int(found[1]), int(found[2] or 64), bool(found[3]))
         if how in cuda.sensible(m, leaves):
@@ -58,21 +67,28 @@ def fit(rows: list[dict]) -> dict[str, float]:
     for name, times in data.items():
         total = sum(weight for _, _, weight in times)
 
-        def error(value: cost.Cost, name=name, times=times, total=total) -> float:
+        def error(value: cost.Cost | cost.Many, name=name, times=times, total=total) -> float:
             setattr(cost, name, value)
             return sum(weight * abs(math.log(predicted() / us)) for predicted, us, weight in times) / total
 
         best = BEGIN[name]
         least = error(best)
+        fields = [field for field in best._fields if getattr(best, field)]
         for step in STEPS:
+            up, down = math.exp(step), math.exp(-step)
+            moves = [{field: by} for field in fields for by in (up, down)]
+            moves += [
+                {one: first, other: second}
+                for one, other in itertools.combinations(fields, 2)
+                for first, second in itertools.product((up, down), repeat=2)
+            ]
             improved = True
             while improved:
                 improved = False
-                for field in cost.Cost._fields:
-                    for factor in (math.exp(step), math.exp(-step)):
-                        tried = best._replace(**{field: getattr(best, field) * factor})
-                        if (found := error(tried)) < least - 1e-6:
-                            best, least, improved = tried, found, True
+                for move in moves:
+                    tried = best._replace(**{field: getattr(best, field) * by for field, by in move.items()})
+                    if (found := error(tried)) < least - 1e-6:
+                        best, least, improved = tried, found, True
         setattr(cost, name, best)
         errors[name] = least
     return errors
@@ -89,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args(arguments)
     rows = [row for path in options.files for row in json.loads(path.read_text())["rows"]]
-    rows = [r for r in rows if r["leaves"] > 1 and r["pass"] == "forward" and r["m"] <= cuda.FEW and r["ways"]]
+    rows = [r for r in rows if r["leaves"] > 1 and r["pass"] == "forward" and r["ways"]]
     print(
         "| rows | outputs | k | leaves | chosen | us | predicted | fastest | us | ratio |\n|---|---|---|---|---|---|---|---|---|---|"
     )
@@ -105,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"left out, {len(rows)} products: mean {geometric_mean(ratios):.3f}, largest {max(ratios):.2f}")
     for name, error in fit(rows).items():
         told = ", ".join(f"{field}={value:.3g}" for field, value in getattr(cost, name)._asdict().items() if value)
-        print(f"{name} = Cost({told})  # error {error:.3f}")
+        print(f"{name} = {type(getattr(cost, name)).__name__}({told})  # error {error:.3f}")
     return 0
 
 

@@ -37,8 +37,9 @@ def _tree(how) -> str:
     return f"tree parts={how.parts}" + ("" if how.parts == 1 else f" {how.width}{' below' if how.same_outputs else ''}")
 
 
-def _hopper(parts: int, behind: int) -> str:
-    return f"hopper parts={parts} behind={behind}"
+def cut_named(cut, behind: int) -> str:
+    """hopper.py's way, with that cut."""
+    return f"hopper {f'kept={cut.kept}' if cut.tiles else 'whole'} behind={behind}"
 
 
 def _tiles(tile: dict) -> str:
@@ -65,7 +66,7 @@ def chosen(p: Product) -> str:
         if kernel.name == "hopper":
             from alignkit.ops.linear import hopper
 
-            return _hopper(1, hopper.BEHIND)
+            return cut_named(hopper.cut_of(p), hopper.BEHIND)
         if kernel.name == "tiles":
             from alignkit.ops.linear import triton
 
@@ -99,9 +100,9 @@ def ways(p: Product) -> dict[str, Way]:
         for says, way in cublaslt.proven(p, SUGGESTIONS):
             found[_cublaslt(says)] = way
     if hopper.unfit(p) is None:
-        for parts in hopper.ways(p):
+        for cut in hopper.ways(p):
             for behind in (0, hopper.BEHIND):
-                found[_hopper(parts, behind)] = hopper.prepare_parts(p, parts, behind)
+                found[cut_named(cut, behind)] = hopper.prepare_cut(p, cut, behind)
     tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
     few = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()
     several = [parts for parts in (1, 2, 4, 8) if parts <= p.leaves]

@@ -1487,18 +1487,23 @@ def test_fit_linear(module, tmp_path, capsys, monkeypatch):
     for name, value in known.items():
         monkeypatch.setattr(fitted.cost, name, value)  # and back, when this is over
     rows = []
-    for m, n, k, leaves in [(3, 5120, 17408, 8), (40, 2560, 2432, 4), (100, 4096, 4096, 8), (150, 2048, 4096, 4)]:
+    few = ("tree parts={} 64", "tree parts={} 128", "tree parts={} 96 below", "tiles 64x32x128 parts={}")
+    names = [name.format(parts) for name in few for parts in (1, 2, 4, 8)]
+    names += ["hopper whole behind=2", *(f"hopper kept={kept} behind=2" for kept in range(1, 8))]
+    products = [(3, 5120, 17408, 8), (40, 2560, 2432, 4), (100, 4096, 4096, 8), (150, 2048, 4096, 4)]
+    products += [(300, 2048, 4096, 4), (1053, 4096, 14336, 8), (4000, 896, 4864, 8), (2048, 5120, 1280, 2)]
+    for m, n, k, leaves in products:
         row = {"m": m, "n": n, "k": k, "leaves": leaves, "pass": "forward", "ways": {"other": 1.0}}
-        for parts in (1, 2, 4, 8):
-            for name in ("tree parts={} 64", "tree parts={} 128", "tree parts={} 96 below", "tiles 64x32x128 parts={}"):
-                if (found := fitted.way(row, name.format(parts))) is not None:
-                    row["ways"][name.format(parts)] = found[1]() / 1e3
+        for name in names:
+            if (found := fitted.way(row, name)) is not None:
+                row["ways"][name] = found[1]() / 1e3
         rows.append(row)
+    assert [len(row["ways"]) - 1 for row in rows[4:]] == [3, 7, 7, 2]
     path = tmp_path / "ways.json"
     path.write_text(json.dumps({"rows": rows}))
     assert fitted.main([str(path)]) == 0
     out = capsys.readouterr().out
-    assert "left out, 4 products: mean 1.0" in out and "PARTS = Cost(start=" in out
+    assert "left out, 8 products: mean 1.0" in out and "PARTS = Cost(start=" in out and "MANY = Many(start=" in out
     assert all(abs(fitted.chosen(row)[0] / 1e3 / min(row["ways"].values()) - 1) < 0.05 for row in rows)
 
 

@@ -1,5 +1,6 @@
-"""How long the ways to compute a k-tree of few rows take, in microseconds, by a model: the least of them runs. No bit depends
-on it.
+"""How long the ways to compute a k-tree take, in microseconds, by models: the least of them runs. No bit depends on it.
+
+Of few rows:
 
 A launch; then the longest of what goes on at once: the weight is read, and blocks multiply, step by step of k, one task after
 another, of which each takes some time to begin and end; then the sums of parts, which go through memory to those who join them.
@@ -102,3 +103,80 @@ def all_tiles(m: int, leaves: int) -> list[Tile]:
 def best_of_tiles(m: int, n: int, k: int, leaves: int) -> tuple[float, Tile]:
     """The least that triton.py's tiles take, and which do."""
     return min((tiles(m, n, k, leaves, how), how) for how in all_tiles(m, leaves))
+
+
+class Cut(NamedTuple):
+    """How hopper.py cuts the tiles that do not fill a last round."""
+
+    tiles: int
+    """So many; 0: all are whole."""
+    kept: int
+    """Leaves of each that its owner, a block, computes itself."""
+    helpers: int
+    """Blocks that own none of them."""
+    pieces: tuple[int, ...]
+    """Leaves of the subtrees of each that are given to helpers, in order."""
+
+
+MANY_ROWS, MANY_OUTPUTS = 128, 128
+"""Of a tile of hopper.py's."""
+
+
+class Many(NamedTuple):
+    """Microseconds of hopper.py's."""
+
+    start: float
+    """Of a launch."""
+    step: float
+    """Of a step of k."""
+    join: float
+    """Of a leaf's end."""
+    given: float
+    """To write the sums of a piece."""
+    taken: float
+    """To wait for them and read them."""
+    half: float
+    """Of a step, its part in a tile with no more than half of the rows."""
+
+    def of(self, m: int, n: int, k: int, leaves: int, blocks: int, cut: Cut) -> float:
+        """Until the last block is done. A helper's pieces come first, an owner's tile last; the last tiles are those of half of
+        the rows."""
+        across = up(n, MANY_OUTPUTS)
+        tiles, full = up(m, MANY_ROWS) * across, (m + MANY_ROWS // 2 - 1) // MANY_ROWS * across
+        leaf, joins = up(k // leaves, STEP) * self.step, (leaves - 1) * self.join
+
+        def part(first: int) -> float:
+            """Of a leaf's time, that in tile `first` and those behind."""
+            return leaf * (self.half if first >= full else 1.0)
+
+        rounds = up(tiles - cut.tiles, blocks)
+        us = self.start + rounds * (leaves * leaf + joins)
+        if not cut.tiles:
+            return us + leaves * (part((rounds - 1) * blocks) - leaf)
+        last = part(tiles - cut.tiles)
+        sizes = [size for size in reversed(cut.pieces) for _ in range(cut.tiles)][:: cut.helpers]
+        helped = sum(size * (last + self.join) + self.given for size in sizes)
+        return us + max(cut.kept * last + joins, helped) + len(cut.pieces) * self.taken
+
+
+MANY = Many(start=8.5, step=0.366, join=0.3, given=0.8, taken=4.0, half=0.7)
+
+
+def cuts(m: int, n: int, leaves: int, blocks: int) -> list[Cut]:
+    """All that are possible. An owner that keeps one of more leaves than two would wait for more sums than it computes."""
+    tiles = up(m, MANY_ROWS) * up(n, MANY_OUTPUTS)
+    found, rest = [Cut(0, leaves, min(tiles, blocks), ())], tiles % blocks
+    for kept in range(min(2, leaves // 2), leaves) if rest and leaves > 1 else ():
+        pieces, first = [], kept
+        while first < leaves:
+            pieces.append(min(first & -first, 1 << kept.bit_length() - 1))
+            first += pieces[-1]
+        idle = blocks - rest
+        helpers = idle if tiles > blocks else min(idle, rest * len(pieces))
+        found.append(Cut(rest, kept, helpers, tuple(pieces)))
+    return found
+
+
+def cut(m: int, n: int, k: int, leaves: int, blocks: int) -> Cut:
+    """The fastest."""
+    return min(cuts(m, n, leaves, blocks), key=lambda how: MANY.of(m, n, k, leaves, blocks, how))
