@@ -139,6 +139,14 @@ def test_the_cost_of_a_mixture(tmp_path):
     assert run["engines"]["training aligned"] == {"experts": "SequentialMLP"}
 
 
+def test_a_profile_of_training_alone(tmp_path):
+    few = ["--size", "small", "--engines", "aligned", "--shapes", "2x32", "--repeats", 1]
+    benchmark("cost.py", "--only", "training", "profile", *few, "--json", tmp_path, "--out", tmp_path / "out")
+    for name in ("cost", "profile"):
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert {(r["what"], r["engine"]) for r in rows} == {("training", "aligned")}
+
+
 def test_the_benchmark_of_long_contexts(tmp_path):
     """Two engines by turns, started once each; the second time prompts are found in the prefix cache, or it fails."""
     result, eager = tmp_path / "long.json", {"TORCHDYNAMO_DISABLE": "1"}
