@@ -40,7 +40,8 @@ from alignkit.check.plan import Job
 from alignkit.check.run import Progress, execute, prepare
 from alignkit.check.terminal import interrupted_by_sigterm
 
-PARTS = ("rollout", "training", "profile")
+MEASURED = ("rollout", "training")
+PARTS = (*MEASURED, "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
 TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned", "aligned_keeping", *TRANSFORMER_ENGINE)
 SIZES = DENSE | MIXTURES
@@ -338,7 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(gpus()) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus()[0]
     bench = Bench(options, max_tokens=options.max_tokens)
-    parts = {"rollout", "training"} & set(options.only) or {"rollout", "training"}
+    parts = [part for part in MEASURED if part in options.only] or MEASURED
     model = bench.prepare(weights=options.size not in UNWRITTEN and "rollout" in parts)
     print(f"the model is made ({time.monotonic() - started:.0f} s)", flush=True)
     with interrupted_by_sigterm():
