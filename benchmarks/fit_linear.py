@@ -25,7 +25,7 @@ BEGIN = {
     "CLUSTER": cost.Cost(3.0, 3.0, 0.3),
     "PARTS": cost.Cost(3.0, 3.0, 0.1, element=0.002, task=1.0, sums=0.3),
     "TILES": cost.Cost(3.0, 3.0, 0.1, element=0.002, copy=2e-5, task=0.3, sums=0.3, join=1.0),
-    "MANY": cost.Many(start=5.0, step=0.3, join=0.3, given=1.0, taken=1.0, half=0.5),
+    "MANY": cost.Many(start=5.0, step=0.3, join=0.3, given=1.0, taken=1.0),
 }
 """Where the search begins: rough, so that the constants do not know what is left out. Those that are 0 stay so."""
 STEPS = (0.4, 0.2, 0.1, 0.05, 0.02)
@@ -38,11 +38,12 @@ Way = tuple[str, Callable[[], float]]
 def way(row: dict, name: str) -> Way | None:
     """Of a row of --candidates the way of that name; None: it is none of those to choose from."""
     m, n, k, leaves = (row[key] for key in ("m", "n", "k", "leaves"))
-    if m > cuda.FEW:
+    if m > cost.MANY_ROWS:
         blocks = cost.MULTIPROCESSORS
-        cuts = {cut_named(cut, behind=2): cut for cut in cost.cuts(m, n, leaves, blocks)}
+        cuts = {cut_named(cut): cut for cut in cost.cuts(m, n, leaves, blocks)}
         if (cut := cuts.get(name)) is not None:
             return "MANY", lambda: cost.MANY.of(m, n, k, leaves, blocks, cut)
+    if m > cuda.FEW:
         return None
     if found := re.fullmatch(r"tree parts=(\d)(?: (\d+)( below)?)?", name):
         how = cuda.Deal(int(found[1]), int(found[2] or 64), bool(found[3]))

@@ -37,9 +37,9 @@ def _tree(how) -> str:
     return f"tree parts={how.parts}" + ("" if how.parts == 1 else f" {how.width}{' below' if how.same_outputs else ''}")
 
 
-def cut_named(cut, behind: int) -> str:
+def cut_named(cut) -> str:
     """hopper.py's way, with that cut."""
-    return f"hopper {f'kept={cut.kept}' if cut.tiles else 'whole'} behind={behind}"
+    return f"hopper {f'kept={cut.kept}' if cut.tiles else 'whole'}"
 
 
 def _tiles(tile: dict) -> str:
@@ -66,7 +66,7 @@ def chosen(p: Product) -> str:
         if kernel.name == "hopper":
             from alignkit.ops.linear import hopper
 
-            return cut_named(hopper.cut_of(p), hopper.BEHIND)
+            return cut_named(hopper.cut_of(p))
         if kernel.name == "tiles":
             from alignkit.ops.linear import triton
 
@@ -101,8 +101,7 @@ def ways(p: Product) -> dict[str, Way]:
             found[_cublaslt(says)] = way
     if hopper.unfit(p) is None:
         for cut in hopper.ways(p):
-            for behind in (0, hopper.BEHIND):
-                found[cut_named(cut, behind)] = hopper.prepare_cut(p, cut, behind)
+            found[cut_named(cut)] = hopper.prepare_cut(p, cut)
     tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
     few = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()
     several = [parts for parts in (1, 2, 4, 8) if parts <= p.leaves]

@@ -4,34 +4,48 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from alignkit.ops.linear import cost, cuda, triton
+from alignkit.ops.linear import cost, cuda, hopper, triton
 from alignkit.ops.linear.cublaslt import ladder, rounded
+from alignkit.ops.linear.problem import Product
+from alignkit.runtime import dispatch, families
 
 PRODUCTS = [
     (m, n, k, leaves)
     for m in (1, 9, 16, 17, 61, 64, 65, 96, 97, 128, 129, 192, 193, 256)
     for n in (8, 896, 4096, 8192, 16896)
-    for k in (128, 896, 4096, 14784)
+    for k in (128, 896, 4096, 11008)
     for leaves in (2, 4, 8)
 ]
 
 
+def operand(rows, columns):
+    return torch.Size((rows, columns)), (columns, 1), torch.bfloat16, True
+
+
 def chosen(m, n, k, leaves):
-    """How the leaves are dealt out to blocks of CUDA's, or Triton's tile."""
-    return cuda.deal(m, n, k, leaves) or triton.schedule(m, n, k, leaves, torch.bfloat16)
+    """The kernel, and how the leaves are dealt out to blocks of CUDA's, how many of a cut tile its owner keeps, or Triton's tile."""
+    p = Product(families.CUDA, None, operand(m, k), operand(n, k), None, operand(m, n), leaves, False)
+    name = dispatch.choose("linear", p).name
+    if name == "tree":
+        return name, cuda.dealt(p)
+    if name == "hopper":
+        return name, hopper.cut_of(p).kept
+    assert name == "tiles"
+    tile = triton.schedule(m, n, k, leaves, torch.bfloat16)
+    return name, cost.Tile(*(tile[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "parts")))
 
 
 @pytest.mark.parametrize("m, n, k, leaves", PRODUCTS)
 def test_the_least_runs(m, n, k, leaves):
-    how, rows = cuda.deal(m, n, k, leaves), rounded(m)
-    by_cuda = {each: cuda.cost_of(rows, n, k, leaves, each) for each in cuda.sensible(rows, leaves)}
-    by_tiles = {each: cost.tiles(rows, n, k, leaves, each) for each in cost.all_tiles(rows, leaves)}
-    least = min(*by_cuda.values(), *by_tiles.values())
-    tile = triton.schedule(m, n, k, leaves, torch.bfloat16)
-    shape = cost.Tile(*(tile[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "parts")))
-    assert by_tiles[shape] == min(by_tiles.values())
-    assert (by_tiles[shape] if how is None else by_cuda[how]) == least > 3
-    assert how is None or how in cuda.deals(m, leaves)
+    (name, how), rows = chosen(m, n, k, leaves), rounded(m)
+    us = {("tree", each): cuda.cost_of(rows, n, k, leaves, each) for each in cuda.sensible(rows, leaves)}
+    us |= {("tiles", each): cost.tiles(rows, n, k, leaves, each) for each in cost.all_tiles(rows, leaves)}
+    if m > cost.MANY_ROWS:
+        blocks = cost.MULTIPROCESSORS
+        for cut in cost.cuts(m, n, leaves, blocks):
+            us["hopper", cut.kept] = cost.MANY.of(m, n, k, leaves, blocks, cut)
+    assert us[name, how] == min(us.values()) > 3
+    assert name != "tree" or how in cuda.deals(m, leaves)
 
 
 @pytest.mark.parametrize("n, k, leaves", [(1024, 4096, 8), (5120, 3456, 2), (4096, 1024, 2), (8192, 14784, 4)])

@@ -105,6 +105,12 @@ def best_of_tiles(m: int, n: int, k: int, leaves: int) -> tuple[float, Tile]:
     return min((tiles(m, n, k, leaves, how), how) for how in all_tiles(m, leaves))
 
 
+MANY_ROWS, MANY_OUTPUTS = 128, 128
+"""Of a tile of hopper.py's."""
+KEPT = {1: (), 2: (1,), 4: (2, 3), 8: (2, 4, 6)}
+"""By a tree's leaves, how many an owner of a tile may keep. Whatever else there is, is given away in subtrees of one size."""
+
+
 class Cut(NamedTuple):
     """How hopper.py cuts the tiles that do not fill a last round."""
 
@@ -114,12 +120,13 @@ class Cut(NamedTuple):
     """Leaves of each that its owner, a block, computes itself."""
     helpers: int
     """Blocks that own none of them."""
-    pieces: tuple[int, ...]
-    """Leaves of the subtrees of each that are given to helpers, in order."""
+    pieces: int
+    """Subtrees of each that are given to helpers."""
 
-
-MANY_ROWS, MANY_OUTPUTS = 128, 128
-"""Of a tile of hopper.py's."""
+    @property
+    def size(self) -> int:
+        """Leaves of a piece: as many as the tree has together behind those kept."""
+        return self.kept & -self.kept
 
 
 class Many(NamedTuple):
@@ -135,48 +142,42 @@ class Many(NamedTuple):
     """To write the sums of a piece."""
     taken: float
     """To wait for them and read them."""
-    half: float
-    """Of a step, its part in a tile with no more than half of the rows."""
 
     def of(self, m: int, n: int, k: int, leaves: int, blocks: int, cut: Cut) -> float:
-        """Until the last block is done. A helper's pieces come first, an owner's tile last; the last tiles are those of half of
-        the rows."""
-        across = up(n, MANY_OUTPUTS)
-        tiles, full = up(m, MANY_ROWS) * across, (m + MANY_ROWS // 2 - 1) // MANY_ROWS * across
-        leaf, joins = up(k // leaves, STEP) * self.step, (leaves - 1) * self.join
-
-        def part(first: int) -> float:
-            """Of a leaf's time, that in tile `first` and those behind."""
-            return leaf * (self.half if first >= full else 1.0)
-
-        rounds = up(tiles - cut.tiles, blocks)
-        us = self.start + rounds * (leaves * leaf + joins)
+        """Until the last block is done. A helper's pieces come first, an owner's tile last."""
+        leaf = up(k // leaves, STEP) * self.step + self.join
+        us = self.start + up(tiles_of(m, n) - cut.tiles, blocks) * leaves * leaf
         if not cut.tiles:
-            return us + leaves * (part((rounds - 1) * blocks) - leaf)
-        last = part(tiles - cut.tiles)
-        sizes = [size for size in reversed(cut.pieces) for _ in range(cut.tiles)][:: cut.helpers]
-        helped = sum(size * (last + self.join) + self.given for size in sizes)
-        return us + max(cut.kept * last + joins, helped) + len(cut.pieces) * self.taken
+            return us
+        helped = up(cut.tiles * cut.pieces, cut.helpers) * (cut.size * leaf + self.given)
+        return us + max(cut.kept * leaf, helped) + cut.pieces * self.taken
 
 
-MANY = Many(start=8.5, step=0.366, join=0.3, given=0.8, taken=4.0, half=0.7)
+MANY = Many(start=6.29, step=0.338, join=0.154, given=1.6, taken=1.72)
+
+
+def tiles_of(m: int, n: int) -> int:
+    """Of hopper.py's."""
+    return up(m, MANY_ROWS) * up(n, MANY_OUTPUTS)
 
 
 def cuts(m: int, n: int, leaves: int, blocks: int) -> list[Cut]:
-    """All that are possible. An owner that keeps one of more leaves than two would wait for more sums than it computes."""
-    tiles = up(m, MANY_ROWS) * up(n, MANY_OUTPUTS)
-    found, rest = [Cut(0, leaves, min(tiles, blocks), ())], tiles % blocks
-    for kept in range(min(2, leaves // 2), leaves) if rest and leaves > 1 else ():
-        pieces, first = [], kept
-        while first < leaves:
-            pieces.append(min(first & -first, 1 << kept.bit_length() - 1))
-            first += pieces[-1]
-        idle = blocks - rest
-        helpers = idle if tiles > blocks else min(idle, rest * len(pieces))
-        found.append(Cut(rest, kept, helpers, tuple(pieces)))
+    """All that are possible."""
+    tiles = tiles_of(m, n)
+    found, rest = [Cut(0, leaves, min(tiles, blocks), 0)], tiles % blocks
+    for kept in KEPT[leaves] if rest else ():
+        pieces, idle = (leaves - kept) // (kept & -kept), blocks - rest
+        found.append(Cut(rest, kept, idle if tiles > blocks else min(idle, rest * pieces), pieces))
     return found
 
 
 def cut(m: int, n: int, k: int, leaves: int, blocks: int) -> Cut:
     """The fastest."""
     return min(cuts(m, n, leaves, blocks), key=lambda how: MANY.of(m, n, k, leaves, blocks, how))
+
+
+def many(m: int, n: int, k: int, leaves: int) -> float:
+    """The least that hopper.py takes for a k-tree, if there are rows for its tiles."""
+    if m <= MANY_ROWS:
+        return math.inf
+    return MANY.of(m, n, k, leaves, MULTIPROCESSORS, cut(m, n, k, leaves, MULTIPROCESSORS))

@@ -94,7 +94,7 @@ def tree_unfit(p: Product) -> str | None:
 def tree_refuses(p: Product) -> str | None:
     if (why := tree_unfit(p) or unfit(p, FEW)) is not None:
         return why
-    return f"{p.leaves} leaves of {p.m} rows: tiles are faster" if dealt(p) is None else None
+    return f"{p.leaves} leaves of {p.m} rows: others are faster" if dealt(p) is None else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -162,11 +162,11 @@ def cost_of(m: int, n: int, k: int, leaves: int, how: Deal) -> float:
 
 
 def deal(m: int, n: int, k: int, leaves: int) -> Deal | None:
-    """The fastest by cost.py; None: Triton's tiles are. What is chosen for as many rows as `ladder` has is chosen for all
+    """The fastest by cost.py; None: others than CUDA are. What is chosen for as many rows as `ladder` has is chosen for all
     between them too, so that no tile is compiled at a number of rows that nobody foresaw."""
     m = rounded(m)
     us, how = min((cost_of(m, n, k, leaves, how), how) for how in sensible(m, leaves))
-    return how if us <= cost.best_of_tiles(m, n, k, leaves)[0] else None
+    return how if us <= min(cost.best_of_tiles(m, n, k, leaves)[0], cost.many(m, n, k, leaves)) else None
 
 
 def dealt(p: Product) -> Deal | None:

@@ -1,9 +1,14 @@
 """Gluon: chains and k-trees of bf16 at many rows, by warps with roles of their own.
 
 A block of threads takes one tile of 128 x 128 outputs after another. One warp copies operands to shared memory, through
-the ends of leaves and tiles without a pause; two groups of four warps multiply 64 rows each and join the leaves' sums. The
-second group is a little behind the first, so that one has the tensor core while the other adds. To the copy engine k is two
-dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros.
+the ends of leaves and tiles without a pause; eight multiply, and add the leaves' sums while the tensor cores are busy with the
+next leaf's first step. A kernel has no more instructions than its product needs: they come from memory when it begins, and
+while they come nothing is computed.
+
+To the copy engine k is two dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros, and
+begins with some where it lies so that its other steps would straddle lines of 128 bytes. Rows outside of an operand take the
+engine longer than those inside, so the last tiles end where the matrix does: they lie on others' rows and columns, and write the
+same bytes there.
 
 Tiles that do not fill a last round would leave most of the device idle. So each of them may be cut: an owner computes its
 first leaves, helpers, which are the blocks that have no such tile, the rest, as subtrees of the leaves' tree, whose sums the
@@ -18,7 +23,6 @@ import secrets
 from collections.abc import Callable
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,87 +38,33 @@ from ...runtime.launch import prepared
 from ...runtime.operands import copied
 from . import cost
 from .cost import Cut
+from .cublaslt import rounded
 from .problem import Product
 
 FEW = 256
-"""Up to so many rows, tiles of 128 x 128 would leave most of the device's multiprocessors idle."""
-ROWS = gl.constexpr(64)
-"""Of a group of warps; a tile has two."""
-COLS = gl.constexpr(128)
+"""Up to so many rows, tiles of 128 x 128 may leave most of the device's multiprocessors idle: smaller ones take chains."""
+ROWS, COLS = gl.constexpr(cost.MANY_ROWS), gl.constexpr(cost.MANY_OUTPUTS)
+"""Of a tile."""
 STEP = gl.constexpr(64)
 """Of k, 128 bytes."""
 SLICE = 16
 """Of k, that the tensor core takes at once: a leaf is a multiple of it."""
-STAGES = gl.constexpr(5)
-"""Steps of operands in shared memory, 32 KiB each. With the sums of four leaves, 64 KiB, they fill it."""
 BAND = gl.constexpr(8)
 """Tiles are taken in bands of so many rows of tiles, so that weights stay in L2."""
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """How a box of an operand lies in shared memory, as a matrix."""
-RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS.value, 16]))
-"""How a group of warps holds its sums."""
-BEHIND = 2
-"""Steps by which the second group of warps begins later."""
+RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, COLS.value, 16]))
+"""How the warps hold a tile's sums."""
 
 
 @gluon.jit
 def _corner(tile, M, N):
-    """The first row and column of a tile. Those of the last rows, if these are one group's, are the last tiles."""
-    rows, cols = (M + ROWS - 1) // (2 * ROWS), gl.cdiv(N, COLS)
-    if tile < rows * cols:
-        first = tile // (BAND * cols) * BAND
-        band = gl.minimum(rows - first, BAND)
-        row, col = first + tile % (BAND * cols) % band, tile % (BAND * cols) // band
-    else:
-        row, col = rows, tile - rows * cols
-    return row * (2 * ROWS), col * COLS
-
-
-@gluon.jit
-def _half(tile, M, N):
-    """Whether a tile has rows for one group only."""
-    m, _ = _corner(tile, M, N)
-    return m + ROWS >= M
-
-
-@gluon.jit
-def _size(first, kept):
-    """Leaves of the subtree that begins at leaf `first` and is given away, where an owner keeps so many: as many as the tree
-    has there, but no more than those kept."""
-    size = first & -first
-    while size > kept:
-        size = size // 2
-    return size
-
-
-@gluon.jit
-def _given(piece, kept):
-    """The first leaf and the size of a tile's piece, of those given away, in order."""
-    first = kept
-    for _ in range(piece):
-        first += _size(first, kept)
-    return first, _size(first, kept)
-
-
-@gluon.jit
-def _copy_leaves(tile, first, last, it, descs, shared, M, N, steps):
-    """Operands of these leaves of a tile; `it` steps have been copied before."""
-    a_desc, b_desc = descs
-    a_smem, b_smem, full, empty, _ = shared
-    m, n = _corner(tile, M, N)
-    for i in range((last - first) * steps):
-        stage = it % STAGES
-        leaf, k = first + i // steps, i % steps * STEP
-        mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
-        if m + ROWS < M:
-            mbarrier.expect(full.index(stage), (2 * ROWS + COLS) * STEP * 2)
-            tma.async_copy_global_to_shared(a_desc, [m + ROWS, leaf, k], full.index(stage), a_smem.index(2 * stage + 1))
-        else:
-            mbarrier.expect(full.index(stage), (ROWS + COLS) * STEP * 2)
-        tma.async_copy_global_to_shared(b_desc, [n, leaf, k], full.index(stage), b_smem.index(stage))
-        tma.async_copy_global_to_shared(a_desc, [m, leaf, k], full.index(stage), a_smem.index(2 * stage))
-        it += 1
-    return it
+    """The first row and column of a tile. The last ones end where the matrix does, if it is as large as a tile."""
+    rows, cols = gl.cdiv(M, ROWS), gl.cdiv(N, COLS)
+    first = tile // (BAND * cols) * BAND
+    band = gl.minimum(rows - first, BAND)
+    row, col = first + tile % (BAND * cols) % band, tile % (BAND * cols) // band
+    return gl.maximum(gl.minimum(row * ROWS, M - ROWS), 0), gl.maximum(gl.minimum(col * COLS, N - COLS), 0)
 
 
 @gluon.jit
@@ -124,106 +74,195 @@ def _pieces_of(block, cut, pieces, helpers):
 
 
 @gluon.jit
-def _copy(descs, shared, sizes, LEAVES: gl.constexpr):
-    """The warp that copies. Outside of the operands, and behind the end of a leaf, there are zeros."""
-    M, N, steps, whole, cut, kept, pieces, helpers = sizes
-    it = 0
-    block = gl.program_id(0)
-    for q in range(block, _pieces_of(block, cut, pieces, helpers), helpers):
-        first, size = _given(pieces - 1 - q // cut, kept)
-        it = _copy_leaves(whole + q % cut, first, first + size, it, descs, shared, M, N, steps)
-    for tile in range(block, whole, gl.num_programs(0)):
-        it = _copy_leaves(tile, 0, LEAVES, it, descs, shared, M, N, steps)
-    if block >= helpers:
-        _copy_leaves(whole + block - helpers, 0, kept, it, descs, shared, M, N, steps)
-
-
-@gluon.jit
-def _pass(count, it, shared):
-    """So many steps of a tile that has no rows for this group."""
-    _, _, full, empty, _ = shared
-    for _ in range(count):
-        mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
-        mbarrier.arrive(empty.index(it % STAGES))
-        it += 1
+def _copy_leaves(tile, first, last, it, descs, shared, sizes):
+    """Operands of these leaves of a tile; `it` steps have been copied before."""
+    a_desc, b_desc = descs
+    a_smem, b_smem, full, empty = shared
+    M, N, steps, length = sizes
+    stages: gl.constexpr = full.shape[0]
+    m, n = _corner(tile, M, N)
+    for leaf in range(first, last):
+        k = -(leaf * length % STEP)
+        for _ in range(steps):
+            stage = it % stages
+            mbarrier.wait(empty.index(stage), ((it // stages) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), (ROWS + COLS) * STEP * 2)
+            tma.async_copy_global_to_shared(b_desc, [n, leaf, k], full.index(stage), b_smem.index(stage))
+            tma.async_copy_global_to_shared(a_desc, [m, leaf, k], full.index(stage), a_smem.index(stage))
+            k += STEP
+            it += 1
     return it
 
 
 @gluon.jit
-def _chain(acc, it, steps, WHICH: gl.constexpr, shared, BEHIND: gl.constexpr):
-    """The next leaf's sums. A stage is handed back when the next product has been started, at the end when its own is done."""
-    a_smem, b_smem, full, empty, go = shared
-    last = gl.minimum(steps, BEHIND) - 1  # before the other group begins
-    for s in range(steps):
-        stage = it % STAGES
-        mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-        acc = warpgroup_mma(
-            a_smem.index(2 * stage + WHICH)._reinterpret(gl.bfloat16, [ROWS, STEP], OPERAND),
-            b_smem.index(stage)._reinterpret(gl.bfloat16, [COLS, STEP], OPERAND).permute((1, 0)),
-            acc,
-            use_acc=s > 0,
-            is_async=True,
-        )
-        if BEHIND > 0 and WHICH == 0:
-            mbarrier.arrive(go, pred=it == last)
+def _copy(descs, shared, sizes, rounds, LEAVES: gl.constexpr, KEPT: gl.constexpr):
+    """The warp that copies. Outside of a leaf there are zeros."""
+    whole, cut, helpers = rounds
+    SIZE: gl.constexpr = KEPT & -KEPT
+    it = 0
+    block = gl.program_id(0)
+    if KEPT < LEAVES:
+        for piece in range(block, _pieces_of(block, cut, (LEAVES - KEPT) // SIZE, helpers), helpers):
+            first = KEPT + piece // cut * SIZE
+            it = _copy_leaves(whole + piece % cut, first, first + SIZE, it, descs, shared, sizes)
+    for tile in range(block, whole, gl.num_programs(0)):
+        it = _copy_leaves(tile, 0, LEAVES, it, descs, shared, sizes)
+    if KEPT < LEAVES and block >= helpers:
+        _copy_leaves(whole + block - helpers, 0, KEPT, it, descs, shared, sizes)
+
+
+@gluon.jit
+def _step(acc, it, ADDS: gl.constexpr, shared):
+    """Starts the product of a step; it is added to `acc` if ADDS."""
+    a_smem, b_smem, full, _ = shared
+    stages: gl.constexpr = full.shape[0]
+    stage = it % stages
+    mbarrier.wait(full.index(stage), (it // stages) & 1)
+    return warpgroup_mma(
+        a_smem.index(stage)._reinterpret(gl.bfloat16, [ROWS, STEP], OPERAND),
+        b_smem.index(stage)._reinterpret(gl.bfloat16, [COLS, STEP], OPERAND).permute((1, 0)),
+        acc,
+        use_acc=ADDS,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _hand_back(it, shared):
+    """The place of the step before this one, whose product is done."""
+    _, _, _, empty = shared
+    stages: gl.constexpr = empty.shape[0]
+    mbarrier.arrive(empty.index((it + stages - 1) % stages))
+
+
+@gluon.jit
+def _begin(it, shared):
+    """The first step of a leaf, with none before it."""
+    acc = _step(gl.zeros((ROWS, COLS), gl.float32, RESULT), it, False, shared)
+    return warpgroup_mma_wait(1, deps=(acc,)), it + 1
+
+
+@gluon.jit
+def _begin_next(before, it, shared):
+    """Likewise behind a leaf whose last step still runs. That leaf's sums are whole now."""
+    acc = _step(gl.zeros((ROWS, COLS), gl.float32, RESULT), it, False, shared)
+    acc, before = warpgroup_mma_wait(1, deps=(acc, before))
+    _hand_back(it, shared)
+    return acc, before, it + 1
+
+
+@gluon.jit
+def _go_on(acc, it, steps, shared):
+    """The other steps of a leaf, of which the last still runs."""
+    for _ in range(1, steps):
+        acc = _step(acc, it, True, shared)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), pred=s > 0)
+        _hand_back(it, shared)
         it += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES))
     return acc, it
 
 
 @gluon.jit
-def _join(acc, two, four, done, LEAVES: gl.constexpr):
-    """The sums of the last 2 or, if these are so many, 4 of the `done` first leaves of a tree, with those that have waited for them.
-    Sums of 2 and 4 leaves wait for their pair; those of 4 not in registers."""
-    if LEAVES > 2:
-        if done % 4 == 2:
-            two = acc
-        elif done % 4 == 0:
-            acc = two + acc
-    return _join_four(acc, four, done, LEAVES), two
-
-
-@gluon.jit
-def _join_four(acc, four, done, LEAVES: gl.constexpr):
-    """Likewise of 4."""
-    if LEAVES > 4:
-        if done == 4:
-            tma.store_wait(0)  # the last tile's outputs, which lie in the same place
-            four.store(acc)
-        elif done == 8:
-            acc = four.load(RESULT) + acc
+def _end(acc, it, shared):
+    """The leaf's sums, whole."""
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    _hand_back(it, shared)
     return acc
 
 
 @gluon.jit
-def _pair(acc, it, steps, WHICH: gl.constexpr, shared, BEHIND: gl.constexpr):
-    """The sums of the next two leaves."""
-    one, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-    acc, it = _chain(one, it, steps, WHICH, shared, BEHIND)
-    return one + acc, it
+def _now(sums):
+    """These sums, added here: else the compiler may wait until they are needed, and keep what it adds in more registers."""
+    return warpgroup_mma_wait(0, deps=(sums,))
 
 
 @gluon.jit
-def _finish(acc, tile, WHICH: gl.constexpr, c_smem, c_desc, BIAS, M, N, HAS_BIAS: gl.constexpr):
-    m, n = _corner(tile, M, N)
+def _one(it, steps, shared):
+    """The sums of the next leaf."""
+    acc, it = _begin(it, shared)
+    acc, it = _go_on(acc, it, steps, shared)
+    return _end(acc, it, shared), it
+
+
+@gluon.jit
+def _two(it, steps, shared):
+    """The sums of the next two leaves."""
+    one, it = _begin(it, shared)
+    one, it = _go_on(one, it, steps, shared)
+    acc, one, it = _begin_next(one, it, shared)
+    acc, it = _go_on(acc, it, steps, shared)
+    return _now(one + _end(acc, it, shared)), it
+
+
+@gluon.jit
+def _four(it, steps, shared):
+    """The sums of the next four leaves."""
+    one, it = _begin(it, shared)
+    one, it = _go_on(one, it, steps, shared)
+    acc, one, it = _begin_next(one, it, shared)
+    acc, it = _go_on(acc, it, steps, shared)
+    third, acc, it = _begin_next(acc, it, shared)
+    third, two = warpgroup_mma_wait(1, deps=(third, one + acc))  # as `_now`, while the third leaf's first step runs
+    third, it = _go_on(third, it, steps, shared)
+    acc, third, it = _begin_next(third, it, shared)
+    acc, it = _go_on(acc, it, steps, shared)
+    return _now(two + (third + _end(acc, it, shared))), it
+
+
+@gluon.jit
+def _subtree(COUNT: gl.constexpr, it, steps, shared):
+    """The sums of the next 1, 2 or 4 leaves."""
+    if COUNT == 1:
+        acc, it = _one(it, steps, shared)
+    elif COUNT == 2:
+        acc, it = _two(it, steps, shared)
+    else:
+        acc, it = _four(it, steps, shared)
+    return acc, it
+
+
+@gluon.jit
+def _keep(sums, held):
+    """Sums that are needed later, in shared memory."""
+    tma.store_wait(0)  # the last tile's outputs, which lie in the same place
+    held.store(sums)
+
+
+@gluon.jit
+def _whole(it, steps, held, shared, LEAVES: gl.constexpr):
+    """The sums of all leaves of a tile."""
+    if LEAVES < 8:
+        acc, it = _subtree(LEAVES, it, steps, shared)
+    else:
+        acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
+        for half in range(2):  # a loop, so that the instructions are there once
+            acc, it = _four(it, steps, shared)
+            if half == 0:
+                _keep(acc, held)
+            else:
+                acc = held.load(RESULT) + acc
+    return acc, it
+
+
+@gluon.jit
+def _finish(acc, m, n, c_smem, c_desc, BIAS, N, HAS_BIAS: gl.constexpr):
+    """Outputs of a tile, rounded, to memory."""
     if HAS_BIAS:
         j = n + gl.arange(0, COLS, gl.SliceLayout(0, RESULT))
         acc += gl.load(BIAS + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
     tma.store_wait(0)
     c_smem.store(acc.to(c_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [m + WHICH * ROWS, n], c_smem)
+    tma.async_copy_shared_to_global(c_desc, [m, n], c_smem)
 
 
 @gluon.jit
 def _sums_of(SUMS, slot):
-    """Where a group of warps' sums of a piece lie."""
+    """Where a piece's sums lie: those that the threads of a warp hold in the same registers beside each other."""
     i = gl.arange(0, ROWS, gl.SliceLayout(1, RESULT))
     j = gl.arange(0, COLS, gl.SliceLayout(0, RESULT))
-    return SUMS + slot.to(gl.int64) * (ROWS * COLS) + (i[:, None] * COLS + j[None, :])
+    i, j = i % 8 * 8 + i // 8 % 2 * 512 + i // 16 * 64, j % 8 + j // 8 * 1024
+    return SUMS + slot.to(gl.int64) * (ROWS * COLS) + gl.max_contiguous(i[:, None] + j[None, :], [1, 2])
 
 
 @gluon.jit
@@ -241,56 +280,51 @@ def _give(acc, SUMS, THERE, slot, slots):
 
 
 @gluon.jit
-def _take(SUMS, THERE, slot, slots):
-    """A piece's sums, when they are there."""
+def _wait(SUMS, THERE, slot, slots):
+    """Until a piece's sums are there."""
     flag = _flag_of(SUMS, slot, slots)
     while gl.atomic_add(flag, 0, sem="acquire", scope="gpu") != THERE:
         pass
     gl.store(flag, 0)
+
+
+@gluon.jit
+def _take(SUMS, slot):
+    """A piece's sums, which are there."""
     return gl.load(_sums_of(SUMS, slot), cache_modifier=".cg")
 
 
 @gluon.jit
-def _pairs(count, it, four, steps, WHICH: gl.constexpr, shared, LEAVES: gl.constexpr, BEHIND: gl.constexpr):
-    """The sums of the first `count` pairs of leaves of a tree: of the last of them, with those that have waited for them, and
-    of two leaves that wait for others."""
-    acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
-    two = acc
-    for pair in range(count):
-        acc, it = _pair(acc, it, steps, WHICH, shared, BEHIND)
-        acc, two = _join(acc, two, four, 2 * pair + 2, LEAVES)
-    return acc, two, it
-
-
-@gluon.jit
-def _own(WHICH: gl.constexpr, it, four, SUMS, THERE, shared, sizes, LEAVES: gl.constexpr, BEHIND: gl.constexpr):
-    """The sums of the tile that this block owns."""
-    _, _, steps, _, cut, kept, pieces, helpers = sizes
-    slot, slots = (gl.program_id(0) - helpers) * pieces * 2 + WHICH, 2 * cut * pieces
-    acc, two, it = _pairs(kept // 2, it, four, steps, WHICH, shared, LEAVES, BEHIND)
-    done = kept
-    if kept % 2 == 1:
-        one, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-        acc = one + _take(SUMS, THERE, slot, slots)
-        acc, two = _join(acc, two, four, kept + 1, LEAVES)
-        done += 1
-        slot += 2
-    while done < LEAVES:  # subtrees of two and four leaves
-        size = _size(done, kept)
-        done += size
-        acc = _take(SUMS, THERE, slot, slots)
-        if size == 2:
-            acc, two = _join(acc, two, four, done, LEAVES)
-        else:
-            acc = _join_four(acc, four, done, LEAVES)
-        slot += 2
+def _own(it, steps, held, SUMS, THERE, slot, slots, shared, LEAVES: gl.constexpr, KEPT: gl.constexpr):
+    """The sums of a tile whose first KEPT leaves this block computes. The others' are pieces, the first at `slot`."""
+    if 2 * KEPT < LEAVES:  # 2 of 8
+        acc, it = _two(it, steps, shared)
+        for piece in gl.static_range(3):
+            _wait(SUMS, THERE, slot + piece, slots)
+        acc = _now(acc + _take(SUMS, slot))
+        acc += _take(SUMS, slot + 1) + _take(SUMS, slot + 2)
+    elif 2 * KEPT == LEAVES:
+        acc, it = _subtree(KEPT, it, steps, shared)
+        _wait(SUMS, THERE, slot, slots)
+        acc += _take(SUMS, slot)
+    elif LEAVES == 4:  # 3
+        two, it = _two(it, steps, shared)
+        acc, it = _one(it, steps, shared)
+        _wait(SUMS, THERE, slot, slots)
+        acc = two + (acc + _take(SUMS, slot))
+    else:  # 6 of 8
+        acc, it = _four(it, steps, shared)
+        _keep(acc, held)
+        acc, it = _two(it, steps, shared)
+        _wait(SUMS, THERE, slot, slots)
+        acc = _now(acc + _take(SUMS, slot))
+        acc = held.load(RESULT) + acc
     return acc
 
 
 @gluon.jit
 def _multiply(
-    WHICH: gl.constexpr,
-    four,
+    held,
     c_smem,
     c_desc,
     BIAS,
@@ -298,50 +332,35 @@ def _multiply(
     THERE,
     shared,
     sizes,
+    rounds,
     LEAVES: gl.constexpr,
+    KEPT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    BEHIND: gl.constexpr,
 ):
-    """The group of warps that computes the rows of half WHICH of a tile."""
-    M, N, steps, whole, cut, kept, pieces, helpers = sizes
+    """The warps that multiply."""
+    M, N, steps, _ = sizes
+    whole, cut, helpers = rounds
+    SIZE: gl.constexpr = KEPT & -KEPT
+    PIECES: gl.constexpr = (LEAVES - KEPT) // SIZE
     it = 0
     block = gl.program_id(0)
-    if BEHIND > 0 and WHICH == 1:
-        mbarrier.wait(shared[4], 0)
-    if LEAVES > 1:
-        for q in range(block, _pieces_of(block, cut, pieces, helpers), helpers):
-            piece = pieces - 1 - q // cut
-            _, size = _given(piece, kept)
-            if WHICH == 1 and _half(whole + q % cut, M, N):
-                it = _pass(size * steps, it, shared)
-            else:
-                acc, two, it = _pairs(size // 2, it, four, steps, WHICH, shared, 4 if LEAVES > 4 else LEAVES, BEHIND)
-                if size == 1:
-                    acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-                _give(acc, SUMS, THERE, (q % cut * pieces + piece) * 2 + WHICH, 2 * cut * pieces)
+    if KEPT < LEAVES:
+        for piece in range(block, _pieces_of(block, cut, PIECES, helpers), helpers):
+            acc, it = _subtree(SIZE, it, steps, shared)
+            _give(acc, SUMS, THERE, piece % cut * PIECES + piece // cut, cut * PIECES)
     for tile in range(block, whole, gl.num_programs(0)):
-        if WHICH == 1 and _half(tile, M, N):
-            it = _pass(LEAVES * steps, it, shared)
-        else:
-            acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
-            two = acc
-            if LEAVES == 1:
-                acc, it = _chain(acc, it, steps, WHICH, shared, BEHIND)
-            for pair in gl.static_range(LEAVES // 2):
-                acc, it = _pair(acc, it, steps, WHICH, shared, BEHIND)
-                acc, two = _join(acc, two, four, 2 * pair + 2, LEAVES)
-            _finish(acc, tile, WHICH, c_smem, c_desc, BIAS, M, N, HAS_BIAS)
-    if LEAVES > 1 and block >= helpers:
-        tile = whole + block - helpers
-        if WHICH == 1 and _half(tile, M, N):
-            _pass(kept * steps, it, shared)
-        else:
-            acc = _own(WHICH, it, four, SUMS, THERE, shared, sizes, LEAVES, BEHIND)
-            _finish(acc, tile, WHICH, c_smem, c_desc, BIAS, M, N, HAS_BIAS)
+        m, n = _corner(tile, M, N)
+        acc, it = _whole(it, steps, held, shared, LEAVES)
+        _finish(acc, m, n, c_smem, c_desc, BIAS, N, HAS_BIAS)
+    if KEPT < LEAVES and block >= helpers:
+        own = block - helpers
+        m, n = _corner(whole + own, M, N)
+        acc = _own(it, steps, held, SUMS, THERE, own * PIECES, cut * PIECES, shared, LEAVES, KEPT)
+        _finish(acc, m, n, c_smem, c_desc, BIAS, N, HAS_BIAS)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["THERE", "M", "steps", "whole", "cut", "kept", "pieces", "helpers"])
+@gluon.jit(do_not_specialize=["THERE", "M", "steps", "length", "whole", "cut", "helpers"])
 def _matmul(
     a_desc,
     b_desc,
@@ -352,41 +371,40 @@ def _matmul(
     M,
     N,
     steps,
+    length,
     whole,
     cut,
-    kept,
-    pieces,
     helpers,
     LEAVES: gl.constexpr,
+    KEPT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    BEHIND: gl.constexpr,
 ):
-    """`steps` are those of a leaf. Of the tiles the first `whole` are not cut; of each of the `cut` others an owner keeps the
-    first `kept` leaves, and the first `helpers` blocks compute the rest, in so many `pieces`. SUMS: of each piece, and behind
-    them flags, which are THERE when their sums are."""
-    a_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, 1, STEP], a_desc.layout)
+    """`steps` are those of a leaf, and `length` its k, or 0 where it begins without zeros. Of the tiles the first `whole` are not
+    cut; of each of the `cut` others an owner keeps the first KEPT leaves, and the first `helpers` blocks compute the rest, in
+    pieces of as many leaves as the tree has there. SUMS: of each piece, and behind them flags, which are THERE when their sums
+    are."""
+    # In shared memory are steps of operands, 32 KiB each, and outputs of a tile, or sums that wait for others.
+    LARGE: gl.constexpr = LEAVES == 8 or c_desc.dtype == gl.float32
+    STAGES: gl.constexpr = 5 if LARGE else 6
+    a_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 1, STEP], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLS, 1, STEP], b_desc.layout)
     # The eight rows that a warp writes at once lie in different banks.
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    four = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLS], spread)
-    c0 = four.index(0)._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
-    c1 = four.index(1)._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
+    held = gl.allocate_shared_memory(gl.float32, [ROWS if LARGE else ROWS // 2, COLS], spread)
+    c_smem = held._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(go, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    shared, sizes = (a_smem, b_smem, full, empty, go), (M, N, steps, whole, cut, kept, pieces, helpers)
+        mbarrier.init(empty.index(i), count=1)
+    shared, sizes, rounds = (a_smem, b_smem, full, empty), (M, N, steps, length), (whole, cut, helpers)
     gl.warp_specialize(
         [
-            (_multiply, (0, four.index(0), c0, c_desc, BIAS, SUMS, THERE, shared, sizes, LEAVES, HAS_BIAS, BEHIND)),
-            (_multiply, (1, four.index(1), c1, c_desc, BIAS, SUMS, THERE, shared, sizes, LEAVES, HAS_BIAS, BEHIND)),
-            (_copy, ((a_desc, b_desc), shared, sizes, LEAVES)),
+            (_multiply, (held, c_smem, c_desc, BIAS, SUMS, THERE, shared, sizes, rounds, LEAVES, KEPT, HAS_BIAS)),
+            (_copy, ((a_desc, b_desc), shared, sizes, rounds, LEAVES, KEPT)),
         ],
-        [4, 1],
-        [240, 24],
+        [1],
+        [24],
     )
 
 
@@ -402,7 +420,13 @@ def _block(dtype: torch.dtype, *shape: int) -> tuple[list[int], gl.NVMMASharedLa
 
 
 def refuses(p: Product) -> str | None:
-    return f"{p.m} rows, of more than {FEW}" if p.m <= FEW else unfit(p)
+    least = FEW if p.leaves == 1 else ROWS.value
+    if p.m <= least:
+        return f"{p.m} rows, of more than {least}"
+    if (why := unfit(p)) is not None or p.m > FEW:
+        return why
+    problem = rounded(p.m), p.n, p.k, p.leaves
+    return "tiles are faster" if cost.best_of_tiles(*problem)[0] < cost.many(*problem) else None
 
 
 def unfit(p: Product) -> str | None:
@@ -420,10 +444,6 @@ def unfit(p: Product) -> str | None:
     return None
 
 
-def _tiles(p: Product) -> int:
-    return triton.cdiv(p.m, 2 * ROWS.value) * triton.cdiv(p.n, COLS.value)
-
-
 def ways(p: Product) -> list[Cut]:
     """How it can cut the tiles of the last round."""
     return cost.cuts(p.m, p.n, p.leaves, p.multiprocessors - p.spare)
@@ -438,33 +458,28 @@ def prepare(p: Product) -> Callable:
     return prepare_cut(p, cut_of(p))
 
 
-def prepare_cut(p: Product, cut: Cut, behind: int = BEHIND) -> Callable:
+def _steps(p: Product) -> tuple[int, int]:
+    """Of a leaf; and its k, if each is to begin with as many zeros as set its other steps on lines of 128 bytes."""
+    length, step = p.k // p.leaves, STEP.value
+    plain, aligned = (max(cost.up(leaf * by % step + length, step) for leaf in range(p.leaves)) for by in (0, length))
+    lined = all(row % step == 0 for _, (row, _), *_ in (p.a, p.b))
+    return (aligned, length) if lined and 8 * aligned <= 9 * plain else (plain, 0)
+
+
+def prepare_cut(p: Product, cut: Cut) -> Callable:
     """As `prepare`. No bit depends on how tiles are cut."""
-    has_bias, pieces = p.bias is not None, len(cut.pieces)
+    has_bias, slots = p.bias is not None, cut.tiles * cut.pieces
     there = secrets.randbits(62) | 1 << 62  # whatever memory held before is another number
-    steps = triton.cdiv(p.k // p.leaves, STEP.value)
-    rest = (
-        there,
-        p.m,
-        p.n,
-        steps,
-        _tiles(p) - cut.tiles,
-        cut.tiles,
-        cut.kept,
-        pieces,
-        cut.helpers,
-        p.leaves,
-        has_bias,
-        behind,
-    )
+    whole = cost.tiles_of(p.m, p.n) - cut.tiles
+    rest = there, p.m, p.n, *_steps(p), whole, cut.tiles, cut.helpers, p.leaves, cut.kept, has_bias
     grid = cut.helpers + cut.tiles, 1, 1
-    launch = prepared(p.device, _matmul, grid, rest, num_warps=4)  # pyright: ignore[reportArgumentType]
+    launch = prepared(p.device, _matmul, grid, rest, num_warps=8)  # pyright: ignore[reportArgumentType]
     blocks = (
         _block(p.a[2], ROWS.value, 1, STEP.value),
         _block(p.b[2], COLS.value, 1, STEP.value),
         _block(p.out[2], ROWS.value, COLS.value),
     )
-    sums = 2 * cut.tiles * pieces * (ROWS.value * COLS.value + 2)  # a flag is two of them
+    sums = slots * (ROWS.value * COLS.value + 2)  # a flag is two of them
     device = torch.device("cuda", p.device)  # pyright: ignore[reportArgumentType]
     memory = functools.partial(torch.empty, sums, dtype=torch.float32, device=device)
     nothing = None if sums else memory()

@@ -224,7 +224,8 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   auto place = [&](int task, int& id, int& row) {
     int tile = task / parts, above = tile % down, across = tile / down;
     id = (common_a ? kBlocks * across + rank : across) * kIds;
-    row = (common_a ? above : kBlocks * above + rank) * kWidth;
+    // The last rows end where a does, on others' if need be: the copy engine is slow outside of a matrix.
+    row = min((common_a ? above : kBlocks * above + rank) * kWidth, max(m - kWidth, 0));
   };
   if (group == 2) {
     registers_down<40>();
