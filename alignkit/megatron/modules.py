@@ -139,8 +139,7 @@ class MLP(mlp.MLP):
     def forward(self, hidden_states, per_token_scale=None, **_):
         if per_token_scale is not None:
             raise UnsupportedError("per_token_scale: an expert (MoE) outside of a MoELayer is not supported")
-        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
-        return self.linear_fc2(ops.silu_mul(gate, up))
+        return self.linear_fc2(ops.silu_mul(self.linear_fc1(hidden_states)[0]))
 
 
 class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
@@ -212,6 +211,11 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
             return attend(cp, query, key, value, calls.packed_cu_seqlens(packed_seq_params)).flatten(1)
         s, b = query.shape[:2]
         cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * (s * cp.size)
+        if (
+            cp.size == 1
+        ):  # rows of a micro-batch are of one length, as heads of a sequence are: they may stay where they lie
+            q, k, v = (x.flatten(1, 2) for x in (query, key, value))
+            return ops.attention(q, k, v, cu_seqlens[:2]).view(s, b, -1)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         return attend(cp, q, k, v, cu_seqlens).view(b, s, -1).transpose(0, 1).contiguous()
 

@@ -128,8 +128,7 @@ class SharedExpertMLP(shared_experts.SharedExpertMLP):
     op = "silu_mul"
 
     def forward(self, hidden_states):
-        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
-        output, _ = self.linear_fc2(ops.silu_mul(gate, up))
+        output, _ = self.linear_fc2(ops.silu_mul(self.linear_fc1(hidden_states)[0]))
         if not self.use_shared_expert_gate:
             return output
         logits = ops.linear(hidden_states, self.gate_weight, out_dtype=torch.float32)

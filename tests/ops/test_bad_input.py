@@ -65,6 +65,7 @@ CASES = [
     ("residual: dtype", lambda: ops.rms_norm(X, torch.ones(16), 1e-6, X.bfloat16())),
     ("up: shape", lambda: ops.silu_mul(X, W)),
     ("up: dtype", lambda: ops.silu_mul(X, X.bfloat16())),
+    ("gate: 3 are no two halves", lambda: ops.silu_mul(X[:, :3])),
     ("head_dim", lambda: ops.rope_table(7, 10, 1e4)),
     ("max_position", lambda: ops.rope_table(8, 0, 1e4)),
     ("scaling: a dict", lambda: ops.rope_table(8, 9, 1e4, scaling={"factor": 8.0})),

@@ -192,6 +192,7 @@ def test_frequencies_that_are_not_scaled_give_the_plain_table():
 def test_silu_mul(rows, f, dtype, seed):
     joint = randn(rows, 2 * f, dtype=dtype, scale=20.0, seed=seed)
     assert_same(lambda a: ops.silu_mul(a[:, :f], a[:, f:]), joint)
+    assert_same(ops.silu_mul, joint)
 
 
 @given(

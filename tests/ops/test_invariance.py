@@ -57,6 +57,11 @@ def test_rowwise_ops(m, h, dtype, seed):
     assert_rowwise(lambda x: torch.cat(ops.rms_norm(x, w, 1e-6, x.flip(-1)), -1), x)
     joint = randn(m, 2 * h, dtype=dtype, scale=5)
     assert_rowwise(lambda x: ops.silu_mul(x[:, :h], x[:, h:]), joint)
+    assert_rowwise(ops.silu_mul, joint)
+    whole, halves = (joint.clone().requires_grad_() for _ in range(2))
+    for y in (ops.silu_mul(whole), ops.silu_mul(*halves.chunk(2, dim=1))):
+        y.backward(x)
+    assert_bitwise_equal(whole.grad, halves.grad, "the gradient of gate and up in one")
 
 
 @given(n=st.integers(1, 260), v=st.integers(1, 700), dtype=dtypes, seed=seeds)

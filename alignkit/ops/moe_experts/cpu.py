@@ -18,5 +18,6 @@ def weigh(g, h, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dw = torch.empty(len(a), dtype=torch.float32, device=a.device)
     wg, wa = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
     native.weigh(g, a, w, dw, wg, wa)
-    halves = silu_mul.backward(gate, up, wg)
-    return dw, torch.cat(halves, dim=1, out=torch.empty_like(h)), wa  # without `out` it would follow autocast
+    dh = torch.empty_like(h)
+    silu_mul.backward(gate, up, wg, *dh.chunk(2, dim=1))
+    return dw, dh, wa

@@ -42,7 +42,9 @@ def combine(y, place, ids, weights, experts, out) -> None:
 def weighed_back(g, h, w, lane_sum, silu_mul):
     gate, up = h.chunk(2, dim=1)
     dw, da, wa = weighed(g, silu_mul.forward(gate, up), w, lane_sum)
-    return dw, torch.cat(silu_mul.backward(gate, up, da), dim=1, out=torch.empty_like(h)), wa
+    dh = torch.empty_like(h)
+    silu_mul.backward(gate, up, da, *dh.chunk(2, dim=1))
+    return dw, dh, wa
 
 
 @in_torch

@@ -13,7 +13,8 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    native.silu_mul_grad(gate, up, dy, dgate, dup)
-    return dgate, dup
+def backward(gate, up, dy, dgate, dup) -> None:
+    into = [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2)]
+    native.silu_mul_grad(gate, up, dy, *into)
+    dgate.copy_(into[0])
+    dup.copy_(into[1])

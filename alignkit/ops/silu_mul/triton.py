@@ -32,15 +32,15 @@ def _silu_mul(G, U, Y, n, sg, su, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul_grad(G, U, DY, DG, DU, n, sg, su, BLOCK: tl.constexpr):
+def _silu_mul_grad(G, U, DY, DG, DU, n, sg, su, sdg, sdu, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(G + r * sg + j, mask=j < n, other=0.0).to(tl.float32)
     u = tl.load(U + r * su + j, mask=j < n, other=0.0).to(tl.float32)
     d = tl.load(DY + r * n + j, mask=j < n, other=0.0).to(tl.float32)
     dg, du = silu_gradients(g, u, d)
-    tl.store(DU + r * n + j, du.to(DU.dtype.element_ty), mask=j < n)
-    tl.store(DG + r * n + j, dg.to(DG.dtype.element_ty), mask=j < n)
+    tl.store(DU + r * sdu + j, du.to(DU.dtype.element_ty), mask=j < n)
+    tl.store(DG + r * sdg + j, dg.to(DG.dtype.element_ty), mask=j < n)
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -57,15 +57,13 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def backward(gate, up, dy) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+def backward(gate, up, dy, dgate, dup) -> None:
     if dy.numel():
         rows, n = gate.shape
         launch(
             _silu_mul_grad,
             (rows, triton.cdiv(n, 1024)),
-            (gate, up, dy, dgate, dup, n, gate.stride(0), up.stride(0)),
+            (gate, up, dy, dgate, dup, n, *(t.stride(0) for t in (gate, up, dgate, dup))),
             {"num_warps": 4},
             BLOCK=1024,
         )
-    return dgate, dup
