@@ -6,6 +6,9 @@ A launch; then the longest of what goes on at once: the weight is read, and bloc
 another, of which each takes some time to begin and end; then the sums of parts, which go through memory to those who join them.
 A product is described by its rows m, its outputs n, k and its leaves.
 
+Of many rows (`Many`): a launch, then rounds of tiles, one for each multiprocessor, and what remains of the last round where
+its tiles are cut.
+
 The constants were fitted (``benchmarks/fit_linear.py``) to an H200's times of drawn products (``benchmarks/matmul.py --draw
 SEED --candidates FILE``).
 """
