@@ -2,8 +2,7 @@
 
 A block of threads takes one tile of 128 x 128 outputs after another. One warp copies operands to shared memory, through
 the ends of leaves and tiles without a pause; eight multiply, and add the leaves' sums while the tensor cores are busy with the
-next leaf's first step. A kernel has no more instructions than its product needs: they come from memory when it begins, and
-while they come nothing is computed.
+next leaf's first step. What a kernel does not need is not in it: one with much code begins later (docs/linear.md).
 
 To the copy engine k is two dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros, and
 begins with some where it lies so that its other steps would straddle lines of 128 bytes. Rows outside of an operand take the
