@@ -134,6 +134,35 @@ def test_attention_packing(lens, dtype, seed):
 
 
 @given(
+    length=st.integers(1, 700 if not CPU else 150),
+    batch=st.integers(1, 5),
+    kv=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dim=st.sampled_from([32, 64, 128]),
+    dtype=dtypes,
+    seed=seeds,
+)
+def test_rows_of_a_micro_batch_may_be_heads(length, batch, kv, group, dim, dtype, seed):
+    """[S, B, H, D] where it lies, within a joint tensor too, as one sequence of B x H heads; gradients too."""
+    joint = randn(length, batch, kv, (group + 2) * dim, dtype=dtype, seed=seed)
+    g, seen = randn(length, batch, kv * group, dim, dtype=dtype), []
+    for heads in (True, False):
+        leaf = joint.clone().requires_grad_()
+        q, k, v = leaf.split([group * dim, dim, dim], dim=-1)
+        q = q.reshape(length, batch, kv * group, dim)
+        if heads:
+            out = ops.attention(*(t.flatten(1, 2) for t in (q, k, v)), torch.tensor([0, length])).view(g.shape)
+        else:
+            starts = torch.arange(batch + 1) * length
+            out = ops.attention(*(t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)), starts)
+            out = out.view(batch, length, *g.shape[2:]).transpose(0, 1)
+        out.backward(g)
+        seen.append((out.detach().contiguous(), leaf.grad))
+    for name, one, other in zip(("outputs", "gradients"), *seen, strict=True):
+        assert_bitwise_equal(one, other, name)
+
+
+@given(
     lens=st.lists(st.integers(1, 150), min_size=1, max_size=4),
     block=st.sampled_from([1, 16, 32, 48]),
     dtype=dtypes,

@@ -88,7 +88,8 @@ def attention(
         q: [T, Hq, D], fp32 or bf16.
         k, v: [T, Hkv, D], q's type; Hkv divides Hq.
         cu_seqlens: int [B + 1] on q's device, the first row of each sequence, then T. A padded micro-batch of
-            B sequences of S rows is ``arange(B + 1) * S``: rows of padding after a sequence change nothing before.
+            B sequences of S rows is ``arange(B + 1) * S``: rows of padding after a sequence change nothing before. One
+            that lies as [S, B, H, D] may stay so: it is one sequence of S rows and B times H heads.
         scale: factor of the scores; default ``D ** -0.5``.
 
     Returns:
