@@ -163,8 +163,8 @@ def silu_mul(gate, up, y) -> None:
 
 
 def silu_mul_grad(gate, up, dy, dgate, dup) -> None:
-    operands = gate, gate.stride(0), up, up.stride(0), dy
-    _shared("silu_mul_grad", *gate.shape, gate.dtype, *operands, dgate, dup)
+    operands = gate, gate.stride(0), up, up.stride(0), dy, dgate, dgate.stride(0), dup, dup.stride(0)
+    _shared("silu_mul_grad", *gate.shape, gate.dtype, *operands)
 
 
 def sigmoid_mul(gate, x, y) -> None:

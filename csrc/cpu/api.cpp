@@ -101,8 +101,8 @@ void alignkit_silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const
 }
 
 void alignkit_silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu,
-                            const void* dy, void* dg, void* du, int threads) {
-    current->silu_mul_grad(rows, n, dtype, g, ldg, u, ldu, dy, dg, du, threads);
+                            const void* dy, void* dg, i64 lddg, void* du, i64 lddu, int threads) {
+    current->silu_mul_grad(rows, n, dtype, g, ldg, u, ldu, dy, dg, lddg, du, lddu, threads);
 }
 
 void alignkit_sigmoid_mul(i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads) {

@@ -547,23 +547,25 @@ static void silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const v
 }
 
 template <class T>
-static void silu_mul_grad_t(i64 rows, i64 n, const T* g, i64 ldg, const T* u, i64 ldu, const T* dy, T* dg, T* du,
-                            int threads) {
+static void silu_mul_grad_t(i64 rows, i64 n, const T* g, i64 ldg, const T* u, i64 ldu, const T* dy, T* dg, i64 lddg,
+                            T* du, i64 lddu, int threads) {
     parallel(rows, threads, [&](i64 r) {
         for (i64 j = 0; j < n; ++j) {
             float v = load(g + r * ldg + j), d = load(dy + r * n + j), s = 1.f / (1.f + exp1(-v));
-            store(du + r * n + j, d * (v * s));
-            store(dg + r * n + j, d * load(u + r * ldu + j) * (s * fma1(v, 1.f - s, 1.f)));
+            store(du + r * lddu + j, d * (v * s));
+            store(dg + r * lddg + j, d * load(u + r * ldu + j) * (s * fma1(v, 1.f - s, 1.f)));
         }
     });
 }
 
 static void silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, const void* dy,
-                          void* dg, void* du, int threads) {
+                          void* dg, i64 lddg, void* du, i64 lddu, int threads) {
     if (dtype == F32)
-        silu_mul_grad_t(rows, n, (const float*)g, ldg, (const float*)u, ldu, (const float*)dy, (float*)dg, (float*)du, threads);
+        silu_mul_grad_t(rows, n, (const float*)g, ldg, (const float*)u, ldu, (const float*)dy, (float*)dg, lddg,
+                        (float*)du, lddu, threads);
     else
-        silu_mul_grad_t(rows, n, (const bf16*)g, ldg, (const bf16*)u, ldu, (const bf16*)dy, (bf16*)dg, (bf16*)du, threads);
+        silu_mul_grad_t(rows, n, (const bf16*)g, ldg, (const bf16*)u, ldu, (const bf16*)dy, (bf16*)dg, lddg, (bf16*)du,
+                        lddu, threads);
 }
 
 template <class T>

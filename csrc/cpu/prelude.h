@@ -82,7 +82,7 @@ struct Kernels {
                  const i64* positions, const float* table, void* y, int threads);
     void (*silu_mul)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y, int threads);
     void (*silu_mul_grad)(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, const void* dy,
-                          void* dg, void* du, int threads);
+                          void* dg, i64 lddg, void* du, i64 lddu, int threads);
     void (*sigmoid_mul)(i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads);
     void (*sigmoid_mul_grad)(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy, float* dgate,
                              void* dx, int threads);
