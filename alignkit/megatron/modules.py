@@ -210,14 +210,12 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         if packed_seq_params is not None:
             return attend(cp, query, key, value, calls.packed_cu_seqlens(packed_seq_params)).flatten(1)
         s, b = query.shape[:2]
-        cu_seqlens = torch.arange(b + 1, dtype=torch.int32, device=query.device) * (s * cp.size)
-        if (
-            cp.size == 1
-        ):  # rows of a micro-batch are of one length, as heads of a sequence are: they may stay where they lie
+        if cp.size == 1:
+            # The sequences of a micro-batch are of one length, as the heads of one sequence are: they stay where they lie.
             q, k, v = (x.flatten(1, 2) for x in (query, key, value))
-            return ops.attention(q, k, v, cu_seqlens[:2]).view(s, b, -1)
+            return ops.attention(q, k, v, _starts(1, s, q.device)).view(s, b, -1)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        return attend(cp, q, k, v, cu_seqlens).view(b, s, -1).transpose(0, 1).contiguous()
+        return attend(cp, q, k, v, _starts(b, s * cp.size, q.device)).view(b, s, -1).transpose(0, 1).contiguous()
 
     @staticmethod
     def build(stock: Callable) -> Callable:
@@ -231,6 +229,11 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
             module.config = config
 
         return init
+
+
+def _starts(sequences: int, length: int, device: torch.device) -> torch.Tensor:
+    """The first rows of so many sequences, then the number of rows."""
+    return torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
 
 
 def attend(cp: CP, q, k, v, cu_seqlens) -> torch.Tensor:
