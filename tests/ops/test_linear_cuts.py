@@ -243,7 +243,8 @@ def test_the_least_is_chosen(m, n, leaves, k, blocks):
 def test_pieces():
     """Subtrees of one size, none larger than what an owner keeps."""
     pieces = {
-        n: {cut.kept: (cut.size,) * cut.pieces for cut in cost.cuts(1, 1, n, 132) if cut.tiles} for n in (1, 2, 4, 8)
+        n: {cut.kept: (cost.piece(cut.kept),) * cut.pieces for cut in cost.cuts(1, 1, n, 132) if cut.tiles}
+        for n in (1, 2, 4, 8)
     }
     assert pieces[8] == {2: (2, 2, 2), 4: (4,), 6: (2,)}
     assert pieces[4] == {2: (2,), 3: (1,)} and pieces[2] == {1: (1,)} and not pieces[1]

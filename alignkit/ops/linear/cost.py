@@ -126,10 +126,10 @@ class Cut(NamedTuple):
     pieces: int
     """Subtrees of each that are given to helpers."""
 
-    @property
-    def size(self) -> int:
-        """Leaves of a piece: as many as the tree has together behind those kept."""
-        return self.kept & -self.kept
+
+def piece(kept: int) -> int:
+    """Leaves of a piece: as many as the tree has together behind those kept."""
+    return kept & -kept
 
 
 class Many(NamedTuple):
@@ -152,7 +152,7 @@ class Many(NamedTuple):
         us = self.start + up(tiles_of(m, n) - cut.tiles, blocks) * leaves * leaf
         if not cut.tiles:
             return us
-        helped = up(cut.tiles * cut.pieces, cut.helpers) * (cut.size * leaf + self.given)
+        helped = up(cut.tiles * cut.pieces, cut.helpers) * (piece(cut.kept) * leaf + self.given)
         return us + max(cut.kept * leaf, helped) + cut.pieces * self.taken
 
 
@@ -169,7 +169,7 @@ def cuts(m: int, n: int, leaves: int, blocks: int) -> list[Cut]:
     tiles = tiles_of(m, n)
     found, rest = [Cut(0, leaves, min(tiles, blocks), 0)], tiles % blocks
     for kept in KEPT[leaves] if rest else ():
-        pieces, idle = (leaves - kept) // (kept & -kept), blocks - rest
+        pieces, idle = (leaves - kept) // piece(kept), blocks - rest
         found.append(Cut(rest, kept, idle if tiles > blocks else min(idle, rest * pieces), pieces))
     return found
 
