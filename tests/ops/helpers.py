@@ -7,7 +7,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import torch
 
-from alignkit.runtime import dispatch
+from alignkit.runtime import dispatch, families
 
 U32 = 2.0**-24
 """Unit roundoff of fp32."""
@@ -60,6 +60,15 @@ def assert_within(actual, expected, bound, what="result"):
         f"{what}: element {worst.item()}: {actual.flatten()[worst].item()!r} is further than the "
         f"bound from {expected.flatten()[worst].item()!r} (by {excess.max().item():.3g})"
     )
+
+
+def product(m=64, k=4096, n=6144, backend=families.CUDA, leaves=1):
+    """As it is described, of no tensors that are anywhere."""
+    from alignkit.ops.linear.problem import Product
+
+    a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    return Product.of(backend, a, b, leaves, None, out, False)._replace(device=None)
 
 
 def by_hopper(a, b, leaves, bias, out) -> bool:

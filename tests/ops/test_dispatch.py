@@ -18,6 +18,8 @@ from alignkit.ops.linear.problem import Product
 from alignkit.ops.linear_logp.problem import Head, HeadGradient, HeadProducts
 from alignkit.ops.rms_norm.problem import Norm
 
+from .helpers import product
+
 CHOICES = json.loads(Path(__file__).with_name("choices.json").read_text())
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -63,12 +65,6 @@ def test_choices_are_those_of_the_table(op):
 def test_the_table_has_each_kernel():
     seen = {p["answer"] for p in CHOICES["linear"]}
     assert seen == {k.name for k in dispatch.kernels("linear", families.CUDA)}
-
-
-def product(m=64, k=4096, n=6144, backend=families.CUDA, leaves=1):
-    a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return Product.of(backend, a, b, leaves, None, out, False)._replace(device=None)
 
 
 def test_a_backend_admits_the_slower_ones_of_its_family():

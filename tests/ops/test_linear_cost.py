@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("triton")
 from alignkit.ops.linear import cost, cuda, hopper, triton
 from alignkit.ops.linear.cublaslt import ladder, rounded
-from alignkit.ops.linear.problem import Product
-from alignkit.runtime import dispatch, families
+from alignkit.runtime import dispatch
+
+from .helpers import product
 
 PRODUCTS = [
     (m, n, k, leaves)
@@ -18,13 +19,9 @@ PRODUCTS = [
 ]
 
 
-def operand(rows, columns):
-    return torch.Size((rows, columns)), (columns, 1), torch.bfloat16, True
-
-
 def chosen(m, n, k, leaves):
     """The kernel, and how the leaves are dealt out to blocks of CUDA's, how many of a cut tile its owner keeps, or Triton's tile."""
-    p = Product(families.CUDA, None, operand(m, k), operand(n, k), None, operand(m, n), leaves, False)
+    p = product(m, k, n, leaves=leaves)
     name = dispatch.choose("linear", p).name
     if name == "tree":
         return name, cuda.dealt(p)
