@@ -1,15 +1,18 @@
 """Norms of queries and keys and their rotation, beside the separate ops and peers, on one GPU: ``make gpu-qk``; options
 in QK_ARGS.
 
-bf16, forward, of a projection's rows: this project's op, its separate ops, what torch.compile makes of the formulas (as
-of stock vLLM's layers), vLLM's kernels one after the other, and its fused one. A peer that is not installed or fails is
-named, and the others go on. The file (benchmarks/results/h200/qk_norm_rope.json) is ``{"runs": {...}, "rows": [...]}``;
+bf16, of a projection's rows: this project's op, its separate ops, what torch.compile makes of the formulas (as of stock
+vLLM's layers), vLLM's kernels one after the other, and its fused one; forward, and forward and backward together, which
+vLLM's have not. A peer that is not installed or fails is named, and the others go on. The file
+(benchmarks/results/h200/qk_norm_rope.json) is ``{"runs": {...}, "rows": [...]}``;
 ``runs``: by the rows' ``run``, what they were made on. A row:
 
 ``tokens``, ``heads``, ``kv_heads``, ``head_dim``, ``rotary_dim``
     The problem. vLLM's kernels take queries and keys where they are, and leave their results there.
 ``impl``
     Of `IMPLS`.
+``pass``
+    ``forward``, or ``forward_backward``: with the gradients of queries, keys and both weights, as in training.
 ``us``
     Median time on the device, cold cache.
 ``x``
@@ -30,10 +33,11 @@ from lib.results import H200, backend, made_on, merge, read, run_name, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import rms_norm as torch_norm
 
+from alignkit import ops
 from alignkit.ops import library, rope_table
 
-KEY = ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim", "impl")
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+KEY = ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim", "impl", "pass")
+TOKENS = {"forward": (1, 4, 16, 64, 256, 1024, 4096, 16384), "forward_backward": (1024, 4096, 16384)}
 MODELS = ((32, 8, 128, 128), (64, 8, 128, 128), (32, 4, 128, 128), (16, 2, 256, 64))
 """Heads, of keys, their dimension and how much of it is rotated: Qwen3-8B, -32B, -30B-A3B; and where a part is."""
 POSITIONS, EPS = 32768, 1e-6
@@ -49,8 +53,9 @@ class Case:
     rotary_dim: int
 
 
-def cases() -> list[Case]:
-    return [Case(tokens, *model) for model in MODELS for tokens in TOKENS]
+def cases(of: str) -> list[Case]:
+    """Those of a pass."""
+    return [Case(tokens, *model) for model in MODELS for tokens in TOKENS[of]]
 
 
 class Inputs:
@@ -131,22 +136,66 @@ IMPLS: dict[str, Callable[[Inputs], Callable]] = {
 }
 
 
+# The same with gradients: q, k, their weights, positions, table -> results.
+
+
+def _ours_in_training(q, k, q_weight, k_weight, positions, table):
+    return ops.qk_norm_rope(q, k, q_weight, k_weight, EPS, positions, table, rotary_dim=table.shape[1])
+
+
+def _separate_in_training(q, k, q_weight, k_weight, positions, table):
+    normed = ops.rms_norm(q, q_weight, EPS), ops.rms_norm(k, k_weight, EPS)
+    return [ops.rope(x, positions, table, rotary_dim=table.shape[1]) for x in normed]
+
+
+def _formulas_of_both(q, k, q_weight, k_weight, positions, table):
+    return [_formulas(x, w, positions, table) for x, w in ((q, q_weight), (k, k_weight))]
+
+
+IN_TRAINING: dict[str, Callable[[], Callable]] = {
+    "alignkit": lambda: _ours_in_training,
+    "alignkit, separate": lambda: _separate_in_training,
+    PEER: lambda: torch.compile(_formulas_of_both, dynamic=True),
+}
+
+
+def _with_gradients(name: str, given: Inputs) -> Callable:
+    leaves = [t.detach().requires_grad_() for t in (*given.heads(given.qkv), *given.weights)]
+    dy = [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in leaves[:2]]
+    function = IN_TRAINING[name]()
+
+    def run():
+        with torch.enable_grad():
+            return torch.autograd.grad(function(*leaves, given.positions, given.table), leaves, dy)
+
+    return run
+
+
+PASSES: dict[str, Callable[[str, Inputs], Callable]] = {
+    "forward": lambda name, given: IMPLS[name](given),
+    "forward_backward": _with_gradients,
+}
+
+
 @torch.no_grad()
-def measure(case: Case, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
+def measure(case: Case, of: str, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
+    """Rows of a pass."""
     runs = {}
     for name in impls:
+        if of != "forward" and name not in IN_TRAINING:
+            continue
         try:
-            run = IMPLS[name](Inputs(case, watch.device))  # of its own: some write to them
+            run = PASSES[of](name, Inputs(case, watch.device))  # of its own: some write to them
             run()
             watch.synchronize()
             runs[name] = run
         except Exception as e:  # a peer may raise whatever it likes
             print(f"{name} failed, {case}: {told(e)}", flush=True)
     us = {name: 1e3 * ms for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True)}
-    print(f"{case}: " + ", ".join(f"{name} {time:.1f} us" for name, time in us.items()), flush=True)
+    print(f"{case}, {of}: " + ", ".join(f"{name} {time:.1f} us" for name, time in us.items()), flush=True)
     peer = us.get(PEER)
     return [
-        asdict(case) | {"impl": name, "us": time, "x": None if peer is None else time / peer}
+        asdict(case) | {"impl": name, "pass": of, "us": time, "x": None if peer is None else time / peer}
         for name, time in us.items()
     ]
 
@@ -154,19 +203,20 @@ def measure(case: Case, impls: list[str], watch: Stopwatch, seconds: float) -> l
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "qk_norm_rope.json", seconds=0.1)
     parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
-    watch, name = Stopwatch(device), run_name()
+    watch, run = Stopwatch(device), run_name()
     info = made_on(ops=["qk_norm_rope"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
     rows: list[dict] = []
-    for case in cases():
+    for case, of in [(case, name) for name in options.passes for case in cases(name)]:
         if time_is_up(options, started):
-            print(f"no time for {case}")
+            print(f"no time for {case}, {of}")
             continue
-        rows += measure(case, options.impls, watch, options.seconds)
-        write(options.json, merge(old, name, info, rows, KEY))
+        rows += measure(case, of, options.impls, watch, options.seconds)
+        write(options.json, merge(old, run, info, rows, KEY))
     print(f"{len(rows)} rows, {time.monotonic() - started:.0f} s; {options.json}")
     return 0
 

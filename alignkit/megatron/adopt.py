@@ -9,7 +9,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from alignkit.errors import InputError, UnsupportedError
@@ -35,7 +34,6 @@ STRUCTURE = frozenset(
         *MODELS,
         LanguageModelEmbedding,
         VocabParallelEmbedding,
-        SelfAttention,
         FusedScaleMaskSoftmax,
         IdentityOp,
         IdentityFuncOp,

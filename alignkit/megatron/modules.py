@@ -20,8 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.ssm import mlp_layer
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import dot_product_attention, mlp, transformer_block, transformer_layer
+from megatron.core.transformer import attention, dot_product_attention, mlp, transformer_block, transformer_layer
 from megatron.core.transformer.moe import moe_layer
+from torch.nn.modules import module as torch_module
 
 from alignkit import ops
 from alignkit.contract.rope import Scaling, yarn_attention_factor
@@ -58,6 +59,12 @@ rotations: weakref.WeakKeyDictionary[torch.nn.Module, Rotations] = weakref.WeakK
 
 begun: weakref.WeakKeyDictionary[Trunk, Any] = weakref.WeakKeyDictionary()
 """Blocks whose model has been checked in this forward, and the packed_seq_params that were checked with it."""
+
+turning: weakref.WeakKeyDictionary[SelfAttention, Any] = weakref.WeakKeyDictionary()
+"""Attention whose queries and keys are to be normalised and rotated in one op: the table, and the packed_seq_params."""
+
+handing_on: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Norms whose output is what comes in, meanwhile: that op does their work."""
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
@@ -116,7 +123,7 @@ class RMSNorm(torch.nn.RMSNorm):
     op = "rms_norm"
 
     def forward(self, x):
-        return ops.rms_norm(x, self.weight, self.eps)
+        return x if self in handing_on else ops.rms_norm(x, self.weight, self.eps)
 
     @classmethod
     def build(cls, config, hidden_size, eps=1e-5, **_) -> RMSNorm:
@@ -192,10 +199,79 @@ def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group
     """
     if freqs.dim() != 2 or mscale != attention_factor(config):
         raise UnsupportedError("rotary embedding: not the default one of an aligned GPTModel")
-    positions = context_parallel(config, cp_group).positions(t.shape[0], cu_seqlens, t.device)
-    if cu_seqlens is None:
-        positions = positions.repeat_interleave(t.shape[1])
+    positions = _positions(t, cu_seqlens, config, cp_group)
     return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs, rotary_dim=freqs.shape[1]).view(t.shape)
+
+
+def _positions(t: torch.Tensor, cu_seqlens: torch.Tensor | None, config, cp_group) -> torch.Tensor:
+    """The positions of t's tokens, which are [s, b] without `cu_seqlens`, in the order they lie in."""
+    positions = context_parallel(config, cp_group).positions(t.shape[0], cu_seqlens, t.device)
+    return positions.repeat_interleave(t.shape[1]) if cu_seqlens is None else positions
+
+
+class SelfAttention(attention.SelfAttention):
+    """The stock module. Norms of queries and keys and their rotation are ``ops.qk_norm_rope``, between the two places where
+    stock has them: its norms, which are called as ever, hand on what they are given, and to rotate it is given nothing.
+    Without such norms, or where that would be seen, it is ``ops.rms_norm`` and ``ops.rope`` in those places: the same bits."""
+
+    op = "qk_norm_rope, rope"
+
+    def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=None, **kwargs):
+        if self._in_one(rotary_pos_emb):
+            turning[self] = rotary_pos_emb, packed_seq_params
+            rotary_pos_emb = None
+        try:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                *args,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        finally:
+            turning.pop(self, None)
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        if self not in turning:
+            return super().get_query_key_value_tensors(*args, **kwargs)
+        (table, packed), norms = turning.pop(self), (self.q_layernorm, self.k_layernorm)
+        handing_on.update(norms)
+        try:
+            query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        finally:
+            handing_on.difference_update(norms)
+        starts = None if packed is None else calls.packed_cu_seqlens(packed)
+        turned = ops.qk_norm_rope(
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            *(norm.weight for norm in norms),
+            norms[0].eps,
+            _positions(query, starts, self.config, self.pg_collection.cp),
+            table,
+            rotary_dim=table.shape[1],
+        )
+        return *(new.view(old.shape) for new, old in zip(turned, (query, key), strict=True)), *rest
+
+    def _in_one(self, rotary_pos_emb) -> bool:
+        norms = self.q_layernorm, self.k_layernorm
+        return (
+            isinstance(rotary_pos_emb, torch.Tensor)
+            and rotary_pos_emb.dim() == 2
+            and getattr(self.config, "yarn_rotary_scaling_factor", None)
+            is None  # its factor is checked in the other place
+            and all(getattr(type(norm), "op", None) == RMSNorm.op and not _seen(norm) for norm in norms)
+            and norms[0].eps == norms[1].eps
+        )
+
+
+_SEEING = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Hooks of a module that are given what it puts out, or its gradient."""
+
+
+def _seen(module: torch.nn.Module) -> bool:
+    """Whether a hook is given what `module` puts out."""
+    return any(getattr(module, name) or getattr(torch_module, f"_global{name}") for name in _SEEING)
 
 
 class DotProductAttention(dot_product_attention.DotProductAttention):
@@ -342,6 +418,7 @@ ALIGNED = (
     MLP,
     RotaryEmbedding,
     YarnRotaryEmbedding,
+    SelfAttention,
     DotProductAttention,
     TransformerLayer,
     MLPLayer,

@@ -28,6 +28,15 @@ COMMON = (
     ),
     Seam("transformer/transformer_layer.py", "TransformerLayer"),
     Seam("transformer/attention.py", "SelfAttention"),
+    Seam(
+        "transformer/attention.py",
+        "Attention.forward",
+        ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+        mentions=("get_query_key_value_tensors",),
+    ),
+    Seam(
+        "transformer/attention.py", "SelfAttention.get_query_key_value_tensors", mentions=("q_layernorm", "k_layernorm")
+    ),
     Seam("transformer/attention.py", "apply_rotary_pos_emb"),
     Seam("transformer/dot_product_attention.py", "DotProductAttention.__init__", ("config", "pg_collection")),
     Seam(

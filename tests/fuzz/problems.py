@@ -273,7 +273,7 @@ def qk_norm_rope(s: Source) -> Problem:
         "zero_centered": Scalar(s.chance(0.3), "flag"),
     }
     faults = _rotation_faults(s, given, ("q", "k"))
-    return Problem("qk_norm_rope", ops.qk_norm_rope, given, faults, _separate, forward_only=True)
+    return Problem("qk_norm_rope", ops.qk_norm_rope, given, faults, _separate)
 
 
 def rope_of_table(s: Source) -> Problem:

@@ -29,6 +29,7 @@ if importlib.util.find_spec("megatron") is None:  # the converter and the seams 
             "patch",
             "pipeline",
             "published",
+            "qk_norm_rope",
             "recompute",
             "refusals",
             "replaced",

@@ -129,15 +129,88 @@ def test_a_token_does_not_know_of_others():
             assert_bitwise_equal(a, b[rows])
 
 
-@pytest.mark.parametrize("leaf", ["q", "k", "q_weight", "k_weight"])
-def test_gradients_are_refused(leaf):
-    given = {"q": randn(3, 4, 8), "k": randn(3, 2, 8), "q_weight": randn(8), "k_weight": randn(8)}
-    given[leaf].requires_grad_()
-    rest = 1e-6, torch.arange(3), ops.rope_table(8, POSITIONS, 1e4, given["q"].device)
-    found = ops.qk_norm_rope(*given.values(), *rest)
-    for a, b in zip(found, separate(*given.values(), *rest), strict=True):
-        assert_bitwise_equal(a.detach(), b.detach())
-    with pytest.raises(UnsupportedError, match="^qk_norm_rope: forward only; rms_norm and rope have gradients"):
-        sum(a.sum() for a in found).backward()
+def gradients(run, leaves, dy):
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    results, dy = zip(*((y, d) for y, d in zip(run(*leaves), dy, strict=True) if d is not None), strict=True)
+    return torch.autograd.grad(results, leaves, dy, allow_unused=True)
+
+
+def assert_same_gradients(leaves, dy, eps, positions, table, **options):
+    """Of queries, keys and the weights of their norms."""
+    rest = eps, positions, table
+    found = gradients(lambda *given: ops.qk_norm_rope(*given, *rest, **options), leaves, dy)
+    want = gradients(lambda *given: separate(*given, *rest, **options), leaves, dy)
+    for name, a, b in zip(("q", "k", "q_weight", "k_weight"), found, want, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert_bitwise_equal(a, b, f"the gradient of {name}")
+    return found
+
+
+@given(
+    t=st.integers(0, 40),
+    heads=st.integers(0, 5),
+    kv_heads=st.integers(0, 3),
+    half=st.one_of(st.integers(1, 70), st.sampled_from([32, 64, 128])),
+    rotated=st.floats(0, 1),
+    zero_centered=st.booleans(),
+    layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
+    without=st.sampled_from([None, None, "q", "k"]),
+    dtype=dtypes,
+    seed=seeds,
+)
+def test_gradients_are_those_of_the_separate_ops(
+    t, heads, kv_heads, half, rotated, zero_centered, layouts, without, dtype, seed
+):
+    torch.manual_seed(seed)
+    rotary = 2 * max(1, round(half * rotated))
+    x, dy = (views(t, heads, kv_heads, 2 * half, dtype, layout) for layout in layouts)
+    weights = randn(2 * half, dtype=dtype), randn(2 * half + 1, dtype=dtype)[1:]
+    table = ops.rope_table(rotary, POSITIONS, 1e4, x[0].device)
+    dy = [None if without == name else d for name, d in zip("qk", dy, strict=True)]
+    given = (*x, *weights), dy, 1e-6, torch.randint(0, POSITIONS, (t,)), table
+    assert_same_gradients(*given, rotary_dim=rotary, zero_centered=zero_centered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim, rotary", [(128, 128), (128, 64), (96, 96), (80, 20)])
+def test_gradients_of_special_values(dim, rotary, dtype):
+    """As in `test_special_values`, in what is given and in the gradients that come in."""
+    torch.manual_seed(dim + rotary)
+    joint = randn(64, 12, dim) * 10.0 ** torch.randint(-25, 20, (64, 12, 1))
+    joint = torch.where(torch.rand(joint.shape) < 0.1, -0.0, joint)
+    joint[3, 1, 0], joint[7, 5, dim - 1], joint[9, 8, 1], joint[11] = float("nan"), float("inf"), -float("inf"), -0.0
+    q, k, dyq, dyk = joint.to(dtype).split([4, 2, 4, 2], 1)
+    weights = [torch.where(torch.rand(dim) < 0.1, -0.0, randn(dim)).to(dtype) for _ in range(2)]
+    positions = torch.randint(0, POSITIONS, (64,)) * (torch.arange(64) % 4 > 0)
+    table = ops.rope_table(rotary, POSITIONS, 1e4, joint.device)
+    # Rows before and after those with NaN are chains of a weight's gradient on their own.
+    for rows in (slice(0, 3), slice(3, 12), slice(12, 64)):
+        leaves = q[rows], k[rows], *weights
+        assert_same_gradients(leaves, (dyq[rows], dyk[rows]), 1e-6, positions[rows], table, rotary_dim=rotary)
+
+
+def test_gradients_are_those_of_the_formula():
+    """Against float64 and torch's autograd; the bound is of bf16: a rounding of each of norm, rotation and gradient."""
+    q, k = randn(30, 4, 64, dtype=torch.bfloat16, seed=7), randn(30, 2, 64, dtype=torch.bfloat16, seed=8)
+    weights = [randn(64, dtype=torch.bfloat16, seed=9), randn(64, dtype=torch.bfloat16, seed=10)]
+    dy = [randn(*t.shape, dtype=torch.bfloat16, seed=i) for i, t in enumerate((q, k))]
+    positions, table = torch.arange(30), ops.rope_table(64, POSITIONS, 1e4, q.device)
+
+    def formula(q, k, q_weight, k_weight):
+        cos, sin = table.double()[positions][:, None].chunk(2, -1)
+        for x, w in ((q, q_weight), (k, k_weight)):
+            a, b = (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w).chunk(2, -1)
+            yield torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    exact = gradients(formula, [t.double() for t in (q, k, *weights)], [d.double() for d in dy])
+    found = gradients(lambda *given: ops.qk_norm_rope(*given, 1e-6, positions, table), (q, k, *weights), dy)
+    for a, b in zip(found, exact, strict=True):
+        assert (a.double() - b).abs().max() <= 4 * 2**-8 * b.abs().max()
+
+
+def test_the_custom_op_has_no_gradients():
+    given = [randn(3, 4, 8), randn(3, 2, 8).requires_grad_(), randn(8), randn(8)]
+    rest = 1e-6, torch.arange(3), ops.rope_table(8, POSITIONS, 1e4, given[0].device)
     with pytest.raises(UnsupportedError, match="^alignkit::qk_norm_rope: forward only"):
-        sum(a.sum() for a in library.qk_norm_rope(*given.values(), *rest)).backward()
+        sum(a.sum() for a in library.qk_norm_rope(*given, *rest)).backward()

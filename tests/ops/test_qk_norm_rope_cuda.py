@@ -11,7 +11,7 @@ from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn
-from .test_qk_norm_rope import POSITIONS, assert_same, separate
+from .test_qk_norm_rope import POSITIONS, assert_same, assert_same_gradients, separate
 
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 BF16 = torch.bfloat16
@@ -34,7 +34,10 @@ def rest(tokens, dim=128, rotary=None, dtype=BF16):
 def test_a_projections_rows(tokens, heads, kv_heads, dim):
     for dtype in (BF16, torch.float32):
         q, k = projected(tokens, heads, kv_heads, dim, dtype)
-        assert_same(q, k, *rest(tokens, dim, dtype=dtype))
+        q_weight, k_weight, *given = rest(tokens, dim, dtype=dtype)
+        assert_same(q, k, q_weight, k_weight, *given)
+        dy = randn(tokens, heads, dim, dtype=dtype, seed=1), randn(kv_heads, tokens, dim, dtype=dtype).transpose(0, 1)
+        assert_same_gradients((q, k, q_weight, k_weight), dy, *given)
 
 
 @pytest.mark.parametrize("dim, rotary", [(128, 64), (256, 64), (96, 96), (80, 80), (5120, 5120), (6000, 64)])
@@ -42,7 +45,11 @@ def test_heads_of_other_sizes(dim, rotary):
     """Longer ones are CUDA's if they are normalised alone."""
     q, k = projected(37, 3, 2, dim)
     for zero_centered in (False, True):
-        assert_same(q, k, *rest(37, dim, rotary), rotary_dim=rotary, zero_centered=zero_centered)
+        q_weight, k_weight, *given = rest(37, dim, rotary)
+        options = {"rotary_dim": rotary, "zero_centered": zero_centered}
+        assert_same(q, k, q_weight, k_weight, *given, **options)
+        dy = [randn(*x.shape, dtype=BF16, seed=heads) for heads, x in enumerate((q, k))]
+        assert_same_gradients((q, k, q_weight, k_weight), dy, *given, **options)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
@@ -64,6 +71,43 @@ def test_every_schedule(elements, dim, rotary):
     given = rest(77, dim, rotary)
     with mock.patch.object(triton, "ELEMENTS", elements):
         assert_same(q, k, *given, rotary_dim=rotary)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("joined", [1, 3, 8])
+def test_gradients_of_every_schedule(joined, backend):
+    from alignkit.ops.qk_norm_rope import triton
+
+    (q, k), (q_weight, k_weight, *given) = projected(333), rest(333)
+    dy = [randn(*x.shape, dtype=BF16, seed=i) for i, x in enumerate((q, k))]
+    with mock.patch.object(triton, "JOINED", joined), dispatch.use(backend):
+        assert_same_gradients((q, k, q_weight, k_weight), dy, *given)
+
+
+def test_gradients_wait_for_nothing_and_keep_what_comes_in():
+    """Beside what comes in and out, the sums of the weights' gradients: 4 bytes for each 16 elements, and their tree."""
+    (q, k), (q_weight, k_weight, *given) = projected(4096), rest(4096)
+    leaves = [t.detach().requires_grad_() for t in (q, k, q_weight, k_weight)]
+    dy = [randn(*x.shape, dtype=BF16, seed=i) for i, x in enumerate((q, k))]
+
+    def run():
+        return torch.autograd.grad(ops.qk_norm_rope(*leaves, *given), leaves, dy)
+
+    want = run()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    elements = q.numel() + k.numel()
+    rstd, results, sums = 4 * elements // 128, 2 * elements, 4 * elements // 16
+    assert torch.cuda.max_memory_allocated() - held <= rstd + 2 * results + sums * 65 // 64 + 2**16
+    for a, b in zip(again, want, strict=True):
+        assert_bitwise_equal(a, b)
 
 
 def test_captured_in_a_graph_and_nothing_waits():

@@ -1,19 +1,18 @@
-"""Norms of queries and keys and their rotation in one op, for rollout. docs/contract.md, "RoPE"."""
+"""Norms of queries and keys and their rotation in one op. docs/contract.md, "RoPE"."""
 
 from __future__ import annotations
 
 import torch
 
-from ...errors import UnsupportedError
 from ...runtime import dispatch
-from .._calls import op
-from .._common import check_flag, check_like, check_tensor, require, unit
+from .._calls import differentiable_once, op
+from .._common import check_flag, check_like, check_tensor, require, rounded, unit
 from ..rms_norm import check as check_norm
 from ..rope import check as check_rope
 
 
-def forward(q, k, q_weight, k_weight, eps: float, positions, table, zero_centered: bool = False):
-    """`qk_norm_rope` of what has been checked."""
+def _forward(q, k, q_weight, k_weight, eps: float, positions, table, zero_centered: bool, keep: bool):
+    """Queries and keys, and of each fp32 rstd, [T * H], which need not be there unless it is to `keep` them."""
     return dispatch.select("qk_norm_rope", q.device).forward(
         unit(q),
         unit(k),
@@ -23,17 +22,51 @@ def forward(q, k, q_weight, k_weight, eps: float, positions, table, zero_centere
         positions.contiguous(),
         table.contiguous(),
         zero_centered,
+        keep,
     )
 
 
-class _ForwardOnly(torch.autograd.Function):
+def forward(q, k, q_weight, k_weight, eps: float, positions, table, zero_centered: bool = False):
+    """`qk_norm_rope` of what has been checked, without gradients."""
+    return _forward(q, k, q_weight, k_weight, eps, positions, table, zero_centered, False)[:2]
+
+
+@differentiable_once("qk_norm_rope")
+class _QKNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
-        return forward(*arguments)
+    def forward(ctx, q, k, q_weight, k_weight, eps, positions, table, zero_centered):
+        keep = any(ctx.needs_input_grad)
+        yq, yk, *rstd = _forward(q, k, q_weight, k_weight, eps, positions, table, zero_centered, keep)
+        if keep:
+            ctx.save_for_backward(q, k, q_weight, k_weight, positions, table, *rstd)
+        ctx.zero_centered = zero_centered
+        ctx.set_materialize_grads(False)
+        return yq, yk
 
     @staticmethod
-    def backward(ctx, *_):
-        raise UnsupportedError("qk_norm_rope: forward only; rms_norm and rope have gradients")
+    def backward(ctx, *dy):
+        q, k, q_weight, k_weight, positions, table, *rstd = ctx.saved_tensors
+        # Queries or keys that no gradient comes in of are as none of them.
+        given = [
+            (x[:, :0], x[:, :0], r[:0]) if d is None else (unit(d), unit(x), r)
+            for d, x, r in zip(dy, (q, k), rstd, strict=True)
+        ]
+        (dyq, q, q_rstd), (dyk, k, k_rstd) = given
+        dq, dk, *dw = dispatch.select("qk_norm_rope", q.device).backward(
+            dyq,
+            dyk,
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            q_rstd,
+            k_rstd,
+            positions.contiguous(),
+            table.contiguous(),
+            ctx.zero_centered,
+        )
+        found = dq, dk, *(rounded(d, q_weight.dtype) for d in dw)
+        return *(None if dy[i % 2] is None else d for i, d in enumerate(found)), None, None, None, None
 
 
 def check(q, k, q_weight, k_weight, eps: float, positions, table, rotary_dim: int | None = None) -> None:
@@ -73,7 +106,8 @@ def qk_norm_rope(
         zero_centered: the weights are the scales minus one; 1 is added in fp32.
 
     Returns:
-        [T, Hq, D] and [T, Hkv, D], q's type. Not differentiable: it raises an UnsupportedError to ask for gradients.
+        [T, Hq, D] and [T, Hkv, D], q's type. Differentiable in q, k and the weights: the bits are those of `rope`'s and
+        `rms_norm`'s gradients.
 
     Raises:
         InputError: shapes, types or devices do not fit, or a position is outside the table. A GPU is not waited for to
@@ -81,4 +115,4 @@ def qk_norm_rope(
     """
     check(q, k, q_weight, k_weight, eps, positions, table, rotary_dim)
     zero_centered = check_flag("zero_centered", zero_centered)
-    return _ForwardOnly.apply(q, k, q_weight, k_weight, float(eps), positions, table, zero_centered)
+    return _QKNormRope.apply(q, k, q_weight, k_weight, float(eps), positions, table, zero_centered)

@@ -6,4 +6,4 @@ from ..rms_norm import reference as norm
 from ..rope import reference as rotation
 from .separate import one_after_the_other
 
-forward = one_after_the_other(norm, rotation)
+forward, backward = one_after_the_other(norm, rotation)

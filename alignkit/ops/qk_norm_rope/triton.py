@@ -1,5 +1,5 @@
 """Triton: queries and keys in one launch, a row per token and head. A row is normalised and rotated as `rms_norm` and
-`rope` do it, and rounded between them as theirs is in memory."""
+`rope` do it, and rounded between them as theirs is in memory; so are its gradients, backwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ...runtime.launch import launch
 from .._triton import next_power_of_2, tree_sum
-from ..rms_norm.triton import _rstd, _scale
+from ..rms_norm.triton import DW_ROWS, _gradients, _rstd, _scale
 from ..rope.triton import _angles
 
 ELEMENTS = 2048
@@ -35,6 +35,7 @@ def _rows(
     X,
     W,
     Y,
+    RSTD,
     POS,
     TABLE,
     block,
@@ -65,6 +66,8 @@ def _rows(
     else:
         squares = _squares(x, ok, tl.arange(0, BLOCK), DIM, LEVELS)
     rstd = _rstd(squares, eps, DIM)
+    if RSTD is not None:
+        tl.store(RSTD + r, rstd, mask=ok)
     a = _normed(x, W, T, rstd, ok, j, HALF, ZERO_CENTERED).to(tl.float32)
     b = _normed(x + HALF, W + HALF, T, rstd, ok, j, HALF, ZERO_CENTERED).to(tl.float32)
     tl.store(y + j[None, :], tl.fma(a, cos, -(b * sin)).to(T), mask=here)
@@ -83,6 +86,8 @@ def _qk_norm_rope(
     WK,
     YQ,
     YK,
+    Q_RSTD,
+    K_RSTD,
     POS,
     TABLE,
     q_rows,
@@ -108,12 +113,12 @@ def _qk_norm_rope(
     block, queries = tl.program_id(0), tl.cdiv(q_rows, R)
     if block < queries:
         _rows(
-            Q, WQ, YQ, POS, TABLE, block, q_rows, positions, sqt, sqh, eps,
+            Q, WQ, YQ, Q_RSTD, POS, TABLE, block, q_rows, positions, sqt, sqh, eps,
             HQ, DIM, HALF, BLOCK, LEVELS, PART, REST, R, ZERO_CENTERED,
         )  # fmt: skip
     else:
         _rows(
-            K, WK, YK, POS, TABLE, block - queries, k_rows, positions, skt, skh, eps,
+            K, WK, YK, K_RSTD, POS, TABLE, block - queries, k_rows, positions, skt, skh, eps,
             HK, DIM, HALF, BLOCK, LEVELS, PART, REST, R, ZERO_CENTERED,
         )  # fmt: skip
 
@@ -127,9 +132,12 @@ def forward(
     positions: torch.Tensor,
     table: torch.Tensor,
     zero_centered: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Queries and keys, and of each fp32 rstd, [T * H], if they are to be kept."""
     (tokens, hq, dim), hk, rotary = q.shape, k.shape[1], table.shape[1]
     yq, yk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+    q_rstd, k_rstd = (q.new_empty(t.shape[0] * t.shape[1], dtype=torch.float32) if keep else None for t in (q, k))
     block = next_power_of_2(dim)
     r = max(1, ELEMENTS // block)
     if blocks := triton.cdiv(tokens * hq, r) + triton.cdiv(tokens * hk, r):
@@ -137,7 +145,7 @@ def forward(
             _qk_norm_rope,
             (blocks,),
             (
-                *(q, k, q_weight, k_weight, yq, yk, positions, table),
+                *(q, k, q_weight, k_weight, yq, yk, q_rstd, k_rstd, positions, table),
                 *(tokens * hq, tokens * hk, table.shape[0]),
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps),
             ),
@@ -153,4 +161,219 @@ def forward(
             R=r,
             ZERO_CENTERED=zero_centered,
         )
-    return yq, yk
+    return yq, yk, q_rstd, k_rstd
+
+
+@triton.jit
+def _load(
+    DY,
+    X,
+    RSTD,
+    POS,
+    TABLE,
+    r,
+    ok,
+    j,
+    positions,
+    syt,
+    syh,
+    sxt,
+    sxh,
+    H: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Of rows r: what comes in, what each element was rotated with, cosines and sines, x and rstd."""
+    t, head = r // H, r % H
+    here, turned = ok[:, None] & (j < DIM)[None, :], ok[:, None] & (j < 2 * HALF)[None, :]
+    dy = DY + (t * syt + head * syh)[:, None]
+    cos, sin = _angles(POS, TABLE, t, ok, turned, (j % HALF)[None, :], positions, HALF)
+    return (
+        tl.load(dy + j[None, :], mask=here, other=0.0),
+        tl.load(dy + ((j + HALF) % (2 * HALF))[None, :], mask=turned, other=0.0),
+        cos,
+        sin,
+        tl.load(X + (t * sxt + head * sxh)[:, None] + j[None, :], mask=here, other=0.0),
+        tl.load(RSTD + r, mask=ok, other=0.0),
+    )
+
+
+@triton.jit
+def _rows_grad(
+    DY,
+    X,
+    W,
+    RSTD,
+    DX,
+    PART,
+    POS,
+    TABLE,
+    block,
+    rows,
+    positions,
+    syt,
+    syh,
+    sxt,
+    sxh,
+    H: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """R chains of dweight, of ROWS rows each; a row's partner is the other element of a pair that is rotated."""
+    T: tl.constexpr = DX.dtype.element_ty
+    chain, chains = block.to(tl.int64) * R + tl.arange(0, R), tl.cdiv(rows, ROWS)
+    j = tl.arange(0, BLOCK)
+    w = _scale(W, j, DIM, ZERO_CENTERED)[None, :]
+    dw = tl.zeros((R, BLOCK), tl.float32)
+    r = chain * ROWS
+    there = r < rows
+    dy, partner, cos, sin, x, rstd = _load(
+        DY, X, RSTD, POS, TABLE, r, there, j, positions, syt, syh, sxt, sxh, H, DIM, HALF
+    )
+    for i in range(ROWS):
+        a, b, s = dy.to(tl.float32), partner.to(tl.float32), -sin  # the inverse, as `rope` has it
+        first, second = tl.fma(a, cos, -(b * s)), tl.fma(a, cos, b * s)
+        turned = there[:, None] & (j < 2 * HALF)[None, :]
+        dn = tl.where(turned, tl.where((j < HALF)[None, :], first, second), a).to(T).to(tl.float32)
+        this_x, this_rstd, here = x.to(tl.float32), rstd[:, None], there[:, None] & (j < DIM)[None, :]
+        # The next rows are on their way while these are reduced.
+        there = (r + 1 < rows) & (i + 1 < ROWS)
+        dy, partner, cos, sin, x, rstd = _load(
+            DY, X, RSTD, POS, TABLE, r + 1, there, j, positions, syt, syh, sxt, sxh, H, DIM, HALF
+        )
+        dx, dw = _gradients(dn, this_x, w, this_rstd, dw, DIM, LEVELS)
+        tl.store(DX + r[:, None] * DIM + j[None, :], dx.to(T), mask=here)
+        r += 1
+    # No sum is a negative zero: absent ones, which are zero, change no bit.
+    tl.store(PART + chain[:, None] * DIM + j[None, :], dw + 0.0, mask=(chain < chains)[:, None] & (j < DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["q_rows", "k_rows"])
+def _qk_norm_rope_grad(
+    DYQ,
+    DYK,
+    Q,
+    K,
+    WQ,
+    WK,
+    Q_RSTD,
+    K_RSTD,
+    DQ,
+    DK,
+    PART,
+    POS,
+    TABLE,
+    q_rows,
+    k_rows,
+    positions,
+    syqt,
+    syqh,
+    sykt,
+    sykh,
+    sqt,
+    sqh,
+    skt,
+    skh,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """The first programs are q's, the others k's; so are the chains in PART."""
+    chains = tl.cdiv(q_rows, ROWS)
+    block, queries = tl.program_id(0), tl.cdiv(chains, R)
+    if block < queries:
+        _rows_grad(
+            DYQ, Q, WQ, Q_RSTD, DQ, PART, POS, TABLE, block, q_rows, positions, syqt, syqh, sqt, sqh,
+            HQ, DIM, HALF, BLOCK, LEVELS, ROWS, R, ZERO_CENTERED,
+        )  # fmt: skip
+    else:
+        of_k = PART + chains.to(tl.int64) * DIM
+        _rows_grad(
+            DYK, K, WK, K_RSTD, DK, of_k, POS, TABLE, block - queries, k_rows, positions, sykt, sykh, skt, skh,
+            HK, DIM, HALF, BLOCK, LEVELS, ROWS, R, ZERO_CENTERED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_parts", "k_parts"])
+def _join(PART, OUT, q_parts, k_parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Sums of 2^LEVELS parts, by the balanced tree; q's come first, in both."""
+    block, queries = tl.program_id(1).to(tl.int64), tl.cdiv(q_parts, 2**LEVELS)
+    first, end = block * 2**LEVELS, q_parts.to(tl.int64)
+    if block >= queries:
+        first, end = q_parts + (block - queries) * 2**LEVELS, end + k_parts
+    j, p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, 2**LEVELS)
+    v = tl.load(PART + p[None, :] * H + j[:, None], mask=(p < end)[None, :] & (j < H)[:, None], other=0.0)
+    tl.store(OUT + block * H + j, tree_sum(v, LEVELS), mask=j < H)
+
+
+JOINED = 6
+"""Levels of dweight's tree in a launch."""
+
+
+def backward(
+    dyq: torch.Tensor,
+    dyk: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    q_rstd: torch.Tensor,
+    k_rstd: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq and dk, contiguous, and fp32 gradients of the weights."""
+    (tokens, hq, dim), hk, rotary = q.shape, k.shape[1], table.shape[1]
+    dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+    block = next_power_of_2(dim)
+    r = max(1, 1024 // block)
+    chains = [triton.cdiv(tokens * heads, DW_ROWS) for heads in (hq, hk)]
+    parts = torch.empty(sum(chains), dim, dtype=torch.float32, device=q.device)
+    if blocks := sum(triton.cdiv(n, r) for n in chains):
+        launch(
+            _qk_norm_rope_grad,
+            (blocks,),
+            (
+                *(dyq, dyk, q, k, q_weight, k_weight, q_rstd, k_rstd, dq, dk, parts, positions, table),
+                *(tokens * hq, tokens * hk, table.shape[0]),
+                *(stride for t in (dyq, dyk, q, k) for stride in t.stride()[:2]),
+            ),
+            {"num_warps": max(1, min(16, r * block // 256))},
+            HQ=max(1, hq),
+            HK=max(1, hk),
+            DIM=dim,
+            HALF=rotary // 2,
+            BLOCK=block,
+            LEVELS=block.bit_length() - 1,
+            ROWS=DW_ROWS,
+            R=r,
+            ZERO_CENTERED=zero_centered,
+        )
+    while max(chains) > 1:
+        joined = [triton.cdiv(n, 2**JOINED) for n in chains]
+        out = parts.new_empty(sum(joined), dim)
+        launch(
+            _join,
+            (triton.cdiv(dim, 32), len(out)),
+            (parts, out, *chains),
+            {"num_warps": 4},
+            H=dim,
+            BLOCK=32,
+            LEVELS=JOINED,
+        )
+        parts, chains = out, joined
+    if 0 in chains:  # no rows
+        parts = torch.cat([part if part.numel() else part.new_zeros(1, dim) for part in parts.split(chains)])
+    return dq, dk, parts[0], parts[1]

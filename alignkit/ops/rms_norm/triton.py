@@ -121,6 +121,16 @@ def _load(DY, X, RSTD, r, ok, j, heads, sxt, sxh, H: tl.constexpr):
     )
 
 
+@triton.jit
+def _gradients(dy, x, w, rstd, dw, H: tl.constexpr, LEVELS: tl.constexpr):
+    """dx of rows of H elements, all in fp32, and dweight's chains with these rows added; w is [1, 2^LEVELS], rstd [R, 1]."""
+    g = dy * w
+    c = tl.div_rn(tree_sum(g * x, LEVELS), H * 1.0)[:, None] * rstd * rstd
+    # Triton's -c is 0 - c, which loses a zero's sign.
+    dx = rstd * tl.fma(tl.broadcast_to(c * -1.0, x.shape), x, g)
+    return dx, tl.fma(dy, x * rstd, dw)
+
+
 @triton.jit(do_not_specialize=["rows", "chains"])
 def _rms_norm_grad(
     DY,
@@ -151,13 +161,9 @@ def _rms_norm_grad(
         dy, x, rstd = next_dy.to(tl.float32), next_x.to(tl.float32), next_rstd[:, None]
         # The next rows are on their way while these are reduced.
         next_dy, next_x, next_rstd = _load(DY, X, RSTD, r + 1, (r + 1 < rows) & (i + 1 < ROWS), j, heads, sxt, sxh, H)
-        g = dy * w
-        c = tl.div_rn(tree_sum(g * x, LEVELS), H * 1.0)[:, None] * rstd * rstd
-        # Triton's -c is 0 - c, which loses a zero's sign.
-        dx = rstd * tl.fma(tl.broadcast_to(c * -1.0, (R, BLOCK)), x, g)
+        dx, dw = _gradients(dy, x, w, rstd, dw, H, LEVELS)
         ok = (r < rows)[:, None] & (j < H)[None, :]
         tl.store(DX + r[:, None] * H + j[None, :], dx.to(DX.dtype.element_ty), mask=ok)
-        dw = tl.fma(dy, x * rstd, dw)
         r += 1
     # No sum is a negative zero: absent ones, which are zero, change no bit.
     tl.store(PART + chain[:, None] * H + j[None, :], dw + 0.0, mask=(chain < chains)[:, None] & (j < H)[None, :])

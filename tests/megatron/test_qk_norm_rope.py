@@ -1,0 +1,104 @@
+"""Norms of queries and keys and their rotation: one op, where nobody looks at what is between them; the same bytes as by the ops
+one after the other."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+from alignkit import ops
+from alignkit.check.train import recompute
+from alignkit.megatron import patch_megatron
+from alignkit.testing import assert_bitwise_equal
+from tests.megatron import workers
+from tests.ropes import ROPES
+
+NAMES = ("qk_norm_rope", "rms_norm", "rope")
+
+
+@contextlib.contextmanager
+def counted():
+    """How often each op of `NAMES` has been called."""
+    with contextlib.ExitStack() as stack:
+        calls = {name: stack.enter_context(mock.patch.object(ops, name, wraps=getattr(ops, name))) for name in NAMES}
+        yield lambda: tuple(calls[name].call_count for name in NAMES)
+
+
+def backward(model, rows):
+    model.zero_grad()
+    loss = workers.mean_loss(model, rows, 1)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda *_: None),
+    "forward of all modules": lambda _: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "backward": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "backward, before": lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_op_and_those_one_after_the_other(dtype, checkpoint, rows, world):
+    """With two layers, which have a norm in front of either half, and a last one."""
+    with patch_megatron(300):
+        model = workers.build(checkpoint("qwen3", dtype), dtype).train()
+        norm = model.decoder.layers[1].self_attention.k_layernorm
+        with counted() as calls:
+            loss, gradients = backward(model, rows)
+            assert calls() == (2, 5, 0)
+        for name, register in HOOKS.items():
+            handle = register(norm)
+            try:
+                with counted() as calls:
+                    again, found = backward(model, rows)
+                    assert calls() == ((0, 9, 4) if name == "forward of all modules" else (1, 7, 2)), name
+            finally:
+                handle.remove()
+            assert_bitwise_equal(again, loss, name)
+            for parameter, gradient in found.items():
+                assert_bitwise_equal(gradient, gradients[parameter], f"{name}: {parameter}")
+        norm.register_forward_pre_hook(lambda *_: None)  # it has no output to see
+        with counted() as calls:
+            backward(model, rows)
+            assert calls() == (2, 5, 0)
+
+
+def test_what_a_hook_sees_is_normed(checkpoint, rows, world):
+    with patch_megatron(300):
+        model = workers.build(checkpoint("qwen3"), torch.bfloat16)
+        norm, seen = model.decoder.layers[0].self_attention.q_layernorm, []
+        norm.register_forward_hook(lambda _, given, output: seen.append((given[0], output)))
+        with torch.no_grad():
+            workers.mean_loss(model, rows, 1)
+        ((x, y),) = seen
+        assert_bitwise_equal(y, ops.rms_norm(x, norm.weight, norm.eps))
+
+
+@pytest.mark.parametrize("mode", ["one", "padded", "packed"])
+def test_every_layout_of_a_micro_batch(mode, checkpoint, rows, world):
+    given = workers.as_logprobs(rows)
+    with patch_megatron(300), torch.no_grad():
+        model = workers.build(checkpoint("qwen3"), torch.bfloat16)
+        with counted() as calls:
+            found = recompute(model, given, mode)
+            together, _, apart = calls()
+            assert together and not apart
+        model.decoder.layers[0].self_attention.q_layernorm.register_forward_hook(lambda *_: None)
+        with counted() as calls:
+            for a, b in zip(recompute(model, given, mode), found, strict=True):
+                assert_bitwise_equal(a, b)
+            assert calls()[2] == calls()[0] * 2 == together
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "yarn"])
+def test_where_there_is_nothing_to_join(case, checkpoint, rows, world):
+    """Without norms of queries and keys; or with YaRN, whose factor is looked at where Megatron rotates."""
+    path = checkpoint("qwen3", rope_scaling=ROPES["yarn"]) if case == "yarn" else checkpoint(case)
+    with patch_megatron(300):
+        model = workers.build(path, torch.bfloat16).train()
+        with counted() as calls:
+            backward(model, rows)
+            assert calls() == (0, 9 if case == "yarn" else 5, 4)
