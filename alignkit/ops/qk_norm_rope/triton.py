@@ -338,7 +338,7 @@ def backward(
     (tokens, hq, dim), hk, rotary = q.shape, k.shape[1], table.shape[1]
     dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     block = next_power_of_2(dim)
-    r = max(1, 1024 // block)
+    r = max(1, 512 // block)
     chains = [triton.cdiv(tokens * heads, DW_ROWS) for heads in (hq, hk)]
     parts = torch.empty(sum(chains), dim, dtype=torch.float32, device=q.device)
     if blocks := sum(triton.cdiv(n, r) for n in chains):
