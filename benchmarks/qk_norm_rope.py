@@ -155,7 +155,7 @@ def _formulas_of_both(q, k, q_weight, k_weight, positions, table):
 IN_TRAINING: dict[str, Callable[[], Callable]] = {
     "alignkit": lambda: _ours_in_training,
     "alignkit, separate": lambda: _separate_in_training,
-    PEER: lambda: torch.compile(_formulas_of_both, dynamic=True),
+    PEER: lambda: torch.compile(dynamic=True)(_formulas_of_both),
 }
 
 

@@ -654,6 +654,26 @@ def rms_norm(results: dict) -> str:
     return "\n".join(lines).rstrip()
 
 
+def qk_norm_rope(results: dict) -> str:
+    """A table for each pass: a line for each problem, this project's time in us, and the others' over it."""
+    lines = []
+    for which in dict.fromkeys(r["pass"] for r in results["rows"]):
+        by: dict[tuple, dict[str, float]] = {}
+        for r in results["rows"]:
+            if r["pass"] == which:
+                problem = tuple(r[key] for key in ("heads", "kv_heads", "head_dim", "rotary_dim", "tokens"))
+                by.setdefault(problem, {})[r["impl"]] = r["us"]
+        ours, *others = dict.fromkeys(impl for us in by.values() for impl in us)
+        titles = ours, *(f"{impl.removeprefix(f'{ours}, ')}, over it" for impl in others)
+        lines += [f"| {which.replace('_', ', ')} | tokens | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
+        for (heads, kv_heads, dim, rotary, tokens), us in by.items():
+            of = f"{heads} and {kv_heads} heads of {dim}" + (f", {rotary} rotated" if rotary < dim else "")
+            times = ["" if i not in us or ours not in us else f"{us[i] / us[ours]:.2f}" for i in others]
+            lines.append(f"| {of} | {tokens} | {us[ours]:.1f} us | {' | '.join(times)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
 def tree_sum(results: dict) -> str:
     """A table for each sum and number of ranks: a line for each implementation, a column for each size."""
     lines = []
@@ -1029,6 +1049,7 @@ def tables() -> dict[str, str]:
         "linear_logp": linear_logp,
         "gdn_bwd_dhu": gdn_bwd_dhu,
         "rms_norm": rms_norm,
+        "qk_norm_rope": qk_norm_rope,
         "matmul": matmul,
         "moe": moe,
         "attention": attention,
