@@ -273,7 +273,7 @@ def qk_norm_rope(s: Source) -> Problem:
         "zero_centered": Scalar(s.chance(0.3), "flag"),
     }
     faults = _rotation_faults(s, given, ("q", "k"))
-    return Problem("qk_norm_rope", ops.qk_norm_rope, given, faults, _separate)
+    return Problem("qk_norm_rope", ops.qk_norm_rope, given, faults)
 
 
 def rope_of_table(s: Source) -> Problem:
@@ -296,9 +296,18 @@ def rope_of_table(s: Source) -> Problem:
 def silu_mul(s: Source) -> Problem:
     dtype, shape = s.dtype(), [*s.lead(), s.size(40, 0)]
     given = {
-        name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True) for name in ("gate", "up")
+        name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), leaf=True, optional=name == "up")
+        for name in ("gate", "up")
     }
     return Problem("silu_mul", ops.silu_mul, given)
+
+
+def silu_mul_of_both(s: Source) -> Problem:
+    """gate and up in one tensor."""
+    shape = [*s.lead(1), 2 * s.size(20, 0)]
+    given = {"gate": Tensor(s.floats(*shape, dtype=s.dtype()), leaf=True)}
+    faults = [("no two halves", _set("gate", lambda t: t[..., 1:]), ("gate",))] if shape[-1] else []
+    return Problem("silu_mul", ops.silu_mul, given, faults, lambda gate: ops.silu_mul(*gate.chunk(2, -1)))
 
 
 def moe_router(s: Source) -> Problem:
@@ -749,7 +758,9 @@ def custom_qk_norm_rope(s: Source) -> Problem:
 
 
 def custom_silu_mul(s: Source) -> Problem:
-    return _custom("silu_mul", silu_mul(s).given, ops.silu_mul)
+    given = silu_mul(s).given
+    given["up"].optional = False
+    return _custom("silu_mul", given, ops.silu_mul)
 
 
 def custom_moe_router(s: Source) -> Problem:
@@ -780,6 +791,7 @@ PROBLEMS: dict[Callable[[Source], Problem], int] = {
     rope_of_table: 4,
     qk_norm_rope: 5,
     silu_mul: 7,
+    silu_mul_of_both: 3,
     attention: 10,
     paged_attention: 10,
     linear_logp: 14,
