@@ -3,7 +3,8 @@
 memcheck (accesses outside of an allocation), racecheck (races in shared memory) and initcheck (reads of memory that
 nothing wrote), each over the tests with a drawn example of each, and over a kernel with an error that it must find. The
 tests of a file are dealt out to parts, and these to all GPUs. Each part is a row of benchmarks/results/h200/sanitize.json
-as soon as it has ended; ``--resume`` runs only those that the file does not have as clean. Exit status 1 unless all are:
+as soon as it has ended. All rows are of the same sources of the ops: those of others go. ``--resume`` runs only the parts that the file
+does not have as clean. Exit status 1 unless all are:
 if a tool found something, or not what was planted, or if a test failed or did not end.
 
 Left out: tests that capture graphs, because memory comes from no cache here and its allocation is no part of a graph; those of large
@@ -33,13 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, keys, merge, read, run_name, sources, write
+from lib.results import H200, ROOT, keys, merge, of_sources, read, run_name, sources, write
 
 from alignkit.check.machine import gpus, machine
 from alignkit.check.run import stop
 from alignkit.check.terminal import interrupted_by_sigterm
 
 KEY = ("tool", "tests", "part")
+OPS = sorted(path.parent.name for path in (ROOT / "alignkit/ops").glob("*/order.py"))
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """The slowest first."""
 TESTS = [
@@ -245,8 +247,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    name, info = run_name(), machine() | {"sources": sources(), "examples": options.examples}
-    contents = read(options.json)
+    name, info = run_name(), machine() | {"sources": sources(*OPS), "examples": options.examples}
+    contents = of_sources(read(options.json), info["sources"])
     clean = [row for row in contents.get("rows", []) if row["clean"]]
     had = keys({"rows": clean}, KEY) if options.resume else set()
     waiting = [job for job in jobs(options) if (job.tool, job.tests, job.part) not in had]

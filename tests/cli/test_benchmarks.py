@@ -980,8 +980,12 @@ def test_sanitizers_say_what_was_not_clean(module, tmp_path, monkeypatch, capsys
     rows = {(row["tests"], row["part"]): row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 11 and rows["planted", ""]["clean"] and rows["good.py", "0/2"]["clean"]
     assert rows["forever.py", "1/2"]["exit_status"] is None and rows["found.py", "0/2"]["errors"] == 3
-    monkeypatch.setattr(sanitize.Job, "run", None)
-    assert run("--resume", "good.py") == set()  # all is there
+    with monkeypatch.context() as there:
+        there.setattr(sanitize.Job, "run", None)
+        assert run("--resume", "good.py") == set()  # all is there
+    monkeypatch.setattr(sanitize, "sources", lambda *_: "others")
+    assert run("--resume", "good.py") == set()
+    assert len(json.loads(out.read_text())["rows"]) == 3  # of the others
 
 
 def test_parts_are_all_of_the_tests(module, monkeypatch):
