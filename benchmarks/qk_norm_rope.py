@@ -21,6 +21,7 @@ vLLM's have not. A peer that is not installed or fails is named, and the others 
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -159,10 +160,10 @@ IN_TRAINING: dict[str, Callable[[], Callable]] = {
 }
 
 
-def _with_gradients(name: str, given: Inputs) -> Callable:
+def _with_gradients(made: Callable[[], Callable], given: Inputs) -> Callable:
     leaves = [t.detach().requires_grad_() for t in (*given.heads(given.qkv), *given.weights)]
     dy = [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in leaves[:2]]
-    function = IN_TRAINING[name]()
+    function = made()
 
     def run():
         with torch.enable_grad():
@@ -171,21 +172,19 @@ def _with_gradients(name: str, given: Inputs) -> Callable:
     return run
 
 
-PASSES: dict[str, Callable[[str, Inputs], Callable]] = {
-    "forward": lambda name, given: IMPLS[name](given),
-    "forward_backward": _with_gradients,
+PASSES: dict[str, dict[str, Callable[[Inputs], Callable]]] = {
+    "forward": IMPLS,
+    "forward_backward": {name: functools.partial(_with_gradients, made) for name, made in IN_TRAINING.items()},
 }
 
 
 @torch.no_grad()
 def measure(case: Case, of: str, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
-    """Rows of a pass."""
+    """Rows of a pass, of those that have it."""
     runs = {}
-    for name in impls:
-        if of != "forward" and name not in IN_TRAINING:
-            continue
+    for name in (name for name in impls if name in PASSES[of]):
         try:
-            run = PASSES[of](name, Inputs(case, watch.device))  # of its own: some write to them
+            run = PASSES[of][name](Inputs(case, watch.device))  # of its own: some write to them
             run()
             watch.synchronize()
             runs[name] = run

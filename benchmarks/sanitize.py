@@ -39,9 +39,9 @@ from lib.results import H200, ROOT, keys, merge, of_sources, read, run_name, sou
 from alignkit.check.machine import gpus, machine
 from alignkit.check.run import stop
 from alignkit.check.terminal import interrupted_by_sigterm
+from alignkit.runtime import dispatch
 
 KEY = ("tool", "tests", "part")
-OPS = sorted(path.parent.name for path in (ROOT / "alignkit/ops").glob("*/order.py"))
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """The slowest first."""
 TESTS = [
@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    name, info = run_name(), machine() | {"sources": sources(*OPS), "examples": options.examples}
+    name, info = run_name(), machine() | {"sources": sources(*{*dispatch.OPS.values()}), "examples": options.examples}
     contents = of_sources(read(options.json), info["sources"])
     clean = [row for row in contents.get("rows", []) if row["clean"]]
     had = keys({"rows": clean}, KEY) if options.resume else set()

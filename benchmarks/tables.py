@@ -668,7 +668,7 @@ def qk_norm_rope(results: dict) -> str:
         lines += [f"| {which.replace('_', ', ')} | tokens | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
         for (heads, kv_heads, dim, rotary, tokens), us in by.items():
             of = f"{heads} and {kv_heads} heads of {dim}" + (f", {rotary} rotated" if rotary < dim else "")
-            times = ["" if i not in us or ours not in us else f"{us[i] / us[ours]:.2f}" for i in others]
+            times = ["" if i not in us else f"{us[i] / us[ours]:.2f}" for i in others]
             lines.append(f"| {of} | {tokens} | {us[ours]:.1f} us | {' | '.join(times)} |")
         lines.append("")
     return "\n".join(lines).rstrip()
