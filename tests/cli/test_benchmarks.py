@@ -998,6 +998,28 @@ def test_parts_are_all_of_the_tests(module, monkeypatch):
     assert sorted(seen) == list(range(8))
 
 
+def test_kernels_are_left_out_of_what_a_tool_sees(module, monkeypatch):
+    """Those that choose by the problem stay in the order, so that what stands behind them is not taken for the only one."""
+    from alignkit.runtime import dispatch
+
+    order, plugin = dispatch.order, module("lib.own_kernels")
+    monkeypatch.setattr(dispatch, "order", order)
+    plugin.leave_out(["cublaslt", "hopper", "gated_delta_rule"])
+    every = [k for op in ("linear", "gated_delta_rule") for k in dispatch.order(op)]
+    left = [k for k in every if isinstance(k, plugin.LeftOut)]
+    assert {k.name for k in left} == {"cublaslt", "hopper", "cuda"} and all(k.refuses(None) for k in left)
+    assert [k.name for k in every] == [k.name for op in ("linear", "gated_delta_rule") for k in order(op)]
+
+
+def test_initcheck_finds_runs_written(module, monkeypatch):
+    from alignkit.ops.attention.sharing import Sharing
+
+    monkeypatch.setattr(Sharing, "memory", Sharing.memory)
+    module("lib.own_kernels").write_runs()
+    states, runs = Sharing(leaves=2, parts=3, slots=1, state=4).memory(5, torch.device("cpu"))
+    assert states.shape == (15, 4) and not runs.any()
+
+
 # linear_logp
 
 

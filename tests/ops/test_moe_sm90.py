@@ -8,7 +8,7 @@ import torch
 from alignkit import BackendError, ops
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, randn, without
+from .helpers import CPU, randn, times, without
 
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
@@ -18,7 +18,7 @@ if not CPU:
     from alignkit.ops.moe_experts.problem import Matrices
 
 BF16 = torch.bfloat16
-SEEDS = range(24)
+SEEDS = times(24)
 
 
 def routed(generator: random.Random, rows: int, experts: int, k: int) -> torch.Tensor:
