@@ -80,7 +80,9 @@ _SKIPPED = (
 _SLOW = (
     "many_sequences or another_stream or scores_that_grow or sequence_alone or (tiles and leaves) "
     "or (attention_cuda and accuracy) or (rollout_is_training and (lengths0 or lengths1 or lengths3)) "
-    "or (moe_sm90 and the_op and (1500 or 8000)) or (projections_rows and 16384)"
+    "or (what_is_not_finite and inf) or (moe_sm90 and the_op and (1500 or 8000)) or (projections_rows and 16384) "
+    "or (linear_logp_sm90 and (8892 or kwargs1 or kwargs4)) or schedules_change_no_bit or (those_before and 256) "
+    "or (rms_norm_cuda and lambda and 3)"
 )
 """What takes minutes under racecheck; what it sees in the others is the same kernels, of fewer blocks."""
 _ABOUT_THEM = (

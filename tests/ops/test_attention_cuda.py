@@ -12,7 +12,7 @@ from alignkit.runtime import dispatch
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, EXP, U32, UNIT, assert_within, gamma, randn
+from .helpers import CPU, EXP, U32, UNIT, assert_within, gamma, randn, times
 
 pytestmark = pytest.mark.skipif(CPU, reason="the Triton backend needs a GPU")
 
@@ -119,7 +119,8 @@ def test_rollout_is_training(dim, heads, kv, page, lengths):
         if len(rows):
             flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
             assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
-            for m, warps, stages, programs in SHORT:
+            for x in times(len(SHORT)):
+                m, warps, stages, programs = SHORT[x]
                 out = torch.full_like(q[rows], float("nan"))
                 backend.paged(
                     q[rows],
@@ -360,8 +361,8 @@ def test_scores_that_grow(value):
     heads, kv, dim = 8, 2, 128
     n = 37 * LEAF + 5
     q, k, v, _, cu = packed([n], heads, kv, dim)
-    for at, times in ((10, 1), (20, 2), (36, 3)):
-        k[at * LEAF] += times * 10 * q[-1, :: heads // kv]
+    for at, steps in ((10, 1), (20, 2), (36, 3)):
+        k[at * LEAF] += steps * 10 * q[-1, :: heads // kv]
     k[12 * LEAF] += 10 * q[-1, 1]
     v[5 * LEAF, :, 3] += value
     want = ops.attention(q, k, v, cu)[-1:]
