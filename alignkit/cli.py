@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -35,6 +36,16 @@ Exit status:
 DTYPES = ("bfloat16", "float32")
 
 
+class Family(click.Choice):
+    """A family of models, as a file of `alignkit.models` is named, with hyphens or underscores."""
+
+    def __init__(self, names: Iterable[str]):
+        super().__init__([name.replace("_", "-") for name in names])
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(value.replace("_", "-"), param, ctx).replace("-", "_")
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
 @click.version_option(package_name="alignkit")
 @click.option("--traceback", "with_traceback", is_flag=True, help="Show where an error comes from.")
@@ -52,7 +63,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
 )
 @click.option(
     "--model-family",
-    type=click.Choice([name.replace("_", "-") for name in FAMILIES]),
+    type=Family(FAMILIES),
     help="Of the model that is made.  [default: qwen3, and qwen3-moe for a few rows beside it]",
 )
 @click.option(
@@ -97,7 +108,7 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
     options = runs.Options(
         out=out,
         model=model,
-        family=model_family and model_family.replace("-", "_"),
+        family=model_family,
         dtypes=list(dict.fromkeys(dtypes)) or list(DTYPES),
         tp=tp,
         full=full,
@@ -171,7 +182,7 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 )
 @click.option(
     "--arch",
-    type=click.Choice(list(FAMILIES)),
+    type=Family(name for name in FAMILIES if name != "glm4_moe"),
     default="qwen3",
     show_default=True,
     help="Family of the model that is made.",
@@ -276,16 +287,17 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 def doctor(op, recipe, problem) -> int:
     """Print versions, live patches, backends and the contract, and test the invariance of the ops here.
 
-    With --explain, nothing of that: `alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16 family=sm90`.
+    With --explain, nothing of that: `alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16 family=sm90`. An OP
+    that there is not is answered by the list of those there are, one without a problem by what it takes.
 
     With --recipe, nothing of that: `alignkit doctor --recipe run_qwen3_8b_megatron.sh`, a YAML file or a script.
 
-    Exit status: 0 if every test passes, 1 if one does not, 3 if something of the recipe is refused.
+    Exit status: 0 if every test passes, 1 if one does not, 3 if something of a recipe is refused.
     """
     if recipe is not None:
         from .integrations import recipe as recipes
 
-        said, served = (recipes.survey(recipe), True) if recipe.is_dir() else recipes.report(recipe)
+        said, served = (recipes.survey if recipe.is_dir() else recipes.report)(recipe)
         for line in said:
             click.echo(line)
         return 0 if served else EXIT_REFUSED
@@ -315,8 +327,10 @@ def serve(arguments) -> None:
 
     Takes the options of `vllm serve`; --help lists them. What cannot be aligned is refused before the server listens.
     """
+    from .config import require_variables
     from .vllm.serve import serve as serve_vllm
 
+    require_variables()
     serve_vllm(arguments)
 
 

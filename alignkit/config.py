@@ -173,6 +173,24 @@ config = Config()
 VARIABLES: tuple[Variable[Any], ...] = tuple(v for v in vars(Config).values() if isinstance(v, Variable))
 
 
+def refused_variables() -> list[str]:
+    """Of each variable that is set to what it does not take, the error."""
+    said = []
+    for variable in VARIABLES:
+        try:
+            variable.read()
+        except AlignkitError as e:
+            said.append(str(e))
+    return said
+
+
+def require_variables() -> None:
+    """Raises InputError for variables that are set to what they do not take: before engines are started, which would find out one
+    by one, or never."""
+    if said := refused_variables():
+        raise InputError("; ".join(said))
+
+
 def unknown(environment: dict[str, str] | os._Environ[str]) -> list[str]:
     """Names in it that begin as alignkit's do and are none: misspelt, or of its tests and benchmarks."""
     known = {v.name for v in VARIABLES}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from . import ops
 from .check.machine import installed, versions
-from .config import VARIABLES, unknown
+from .config import VARIABLES, refused_variables, unknown
 from .contract import contract_id
 from .dist import TP
 from .errors import BackendError
@@ -63,7 +63,8 @@ def facts() -> Iterator[str]:
     for device in devices():
         yield f"{'bits':<15} on {device}: {_shown(device)}"
     for op in OPS:
-        yield f"{'backend':<15} {op}: " + ", ".join(f"{_backend(op, device)} on {device}" for device in devices())
+        found = ", ".join(f"{_backend(op, device)} on {device}" for device in devices())
+        yield f"{'backend':<15} {op}: {found or 'none'}"
     for half, (module, patch) in ENGINES.items():
         state, replaced = _engine(half, module, patch)
         yield f"{half:<15} {state}"
@@ -86,6 +87,13 @@ def devices() -> list[str]:
 def self_test() -> Iterator[tuple[str, str | None]]:
     """Computes the golden bits, and runs each op on the same rows in different company. Yields (what must hold, None or
     what did not)."""
+    refused = "; ".join(refused_variables()) or None
+    yield "environment: variables say what they can", refused
+    if refused is not None:  # what the tests would run on is not known
+        return
+    if not devices():
+        yield "backend: there is one", _attempt(_no_backend)
+        return
     for device in devices():
         yield f"golden bits on {device}: those of the contract", _attempt(_golden, device)
         if _backend("linear", device) == "none":
@@ -115,6 +123,12 @@ def self_test() -> Iterator[tuple[str, str | None]]:
 
 def _host(device: str) -> bool:
     return on_host(torch.device(device))
+
+
+def _no_backend() -> str:
+    """Why none of the devices here has one."""
+    dispatch.admit(torch.device(CPU.device_type))
+    return "none for the devices here"
 
 
 def _admitted(device: str) -> bool:
@@ -176,11 +190,13 @@ def _engine(half: str, module: str, patch: Callable) -> tuple[str, list[str]]:
 
 
 def _attempt(test: Callable[..., str | None], *args) -> str | None:
-    """The test's verdict. An exception is one too: a broken installation is what a doctor is for."""
+    """The test's verdict. An exception is one too: a broken installation is what a doctor is for. Of another process's, which
+    comes with its traceback, it is the last line."""
     try:
         return test(*args)
     except Exception as e:
-        return f"{type(e).__name__}: {e}"
+        lines = str(e).strip().splitlines()
+        return f"{type(e).__name__}: {lines[-1] if lines else ''}"
 
 
 def _normal(seed: int, *shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:

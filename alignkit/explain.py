@@ -33,11 +33,13 @@ class Words:
                 raise InputError(f"{name}: {word!r} is not one name=value")
             self._given[name] = value
         self.used: dict[str, str] = {}
+        self.missing: list[str] = []
 
     def _take(self, name: str, default: str | None) -> str:
         value = self._given.pop(name, default)
-        if value is None:
-            raise InputError(f"{name}: is needed, as in {name}=64")
+        if value is None:  # goes on, so that all that is missing can be named
+            self.missing.append(name)
+            value = "64"
         self.used[name] = value
         return value
 
@@ -51,6 +53,8 @@ class Words:
         value = self._take(name, None if default is None else str(default))
         if not value.isdecimal():
             raise InputError(f"{name}: {value!r} is not a number from 0 on")
+        if len(value) > 10:
+            raise InputError(f"{name}: {value} is too large")
         return int(value)
 
     def flag(self, name: str, default: str = "no") -> bool:
@@ -84,6 +88,8 @@ def _attention(paged: bool) -> Callable[[str, Words], Attention]:
     def described(backend: str, given: Words) -> Attention:
         rows, heads, dim = (given.size(name) for name in ("rows", "heads", "head_dim"))
         kv_heads, dtype = given.size("kv_heads", heads), given.dtype("dtype")
+        if not kv_heads or heads % kv_heads:
+            raise InputError(f"kv_heads: {kv_heads} do not divide {heads} heads")
         seqs, aligned = given.size("seqs", 1), given.flag("aligned", "yes")
         q = _dense(dtype, rows, heads, dim, aligned=aligned)
         page, pages = (given.size("page", 16), given.size("pages")) if paged else (0, 0)
@@ -182,11 +188,16 @@ DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
 def explain(op: str, words: Sequence[str]) -> Iterator[str]:
     """Lines of text about `op` of `dispatch.OPS` and a problem in words, such as ``rows=64``. Raises InputError for words that
     it does not take."""
+    of_its_folder = [
+        name for name, folder in dispatch.OPS.items() if folder == dispatch.OPS.get(op, op) and name in DESCRIBED
+    ]
+    if op not in dispatch.OPS and of_its_folder:
+        raise InputError(f"op: {op!r} is made of {', '.join(of_its_folder)}")
     given = Words(words)
     family = families.BY_NAME[given.one_of("family", tuple(families.BY_NAME), families.SM90.name)]
     backend = given.one_of("backend", family.backends, family.backends[0])
     dispatch.order(op)  # there is such an op
-    problem = DESCRIBED[op](backend, given) if op in DESCRIBED else None
+    problem = _described(op, backend, given) if op in DESCRIBED else None
     given.nothing_left(op)
     yield f"{op}: " + " ".join(f"{name}={value}" for name, value in given.used.items())
     try:
@@ -208,3 +219,19 @@ def explain(op: str, words: Sequence[str]) -> Iterator[str]:
             )
         if why is None and (chosen is None or chosen.declines):
             chosen = kernel
+    if problem is None and of_its_folder:
+        yield f"  parts of it depend on the problem: {', '.join(of_its_folder)}"
+
+
+def _described(op: str, backend: str, given: Words) -> Any:
+    try:
+        problem = DESCRIBED[op](backend, given)
+    except InputError:
+        if not given.missing:
+            raise
+    except (RuntimeError, TypeError) as e:  # torch's, of a tensor that there cannot be
+        raise InputError(f"{op}: a problem of this size cannot be described: {str(e).splitlines()[0]}") from None
+    else:
+        if not given.missing:
+            return problem
+    raise InputError(f"{', '.join(given.missing)}: needed, as in {given.missing[0]}=64")

@@ -97,6 +97,13 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a picture of the rows to this file (needs matplotlib)")
     parser.add_argument("--rows", type=Path, nargs="+", help="run nothing: draw what --json wrote")
     args = parser.parse_args()
+    if args.steps is not None and args.steps < 1:
+        parser.error(f"--steps: {args.steps} is not positive")
+    if args.rows and not args.plot:
+        parser.error("--rows: what is drawn goes to --plot FILE")
+    for file in args.rows or ():
+        if not file.is_file():
+            parser.error(f"--rows: {file} is no file")
 
     runs = [json.loads(file.read_text()) for file in args.rows] if args.rows else [run(args)]
     if args.json:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from alignkit import AlignkitError, BackendError, InputError
-from alignkit.config import VARIABLES, Config, config, unknown
+from alignkit.config import VARIABLES, Config, config, refused_variables, require_variables, unknown
 from alignkit.runtime import dispatch
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +44,17 @@ def test_flags(v, monkeypatch):
         InputError, match=f"^{v.name}: 'maybe' is neither of 1, on, true, yes nor of 0, false, no, off$"
     ):
         v.read()
+
+
+def test_all_of_them_are_looked_at(monkeypatch):
+    for v in VARIABLES:
+        monkeypatch.delenv(v.name, raising=False)
+    require_variables()
+    monkeypatch.setenv("ALIGNKIT_STRICT", "maybe")
+    monkeypatch.setenv("ALIGNKIT_BACKEND", "foo")
+    assert [said.partition(":")[0] for said in refused_variables()] == ["ALIGNKIT_BACKEND", "ALIGNKIT_STRICT"]
+    with pytest.raises(InputError, match="ALIGNKIT_BACKEND: 'foo' is none of .*; ALIGNKIT_STRICT: 'maybe' is neither"):
+        require_variables()
 
 
 @pytest.mark.parametrize("v", WORDS, ids=lambda v: v.name)

@@ -42,6 +42,20 @@ def test_importing_alignkit_imports_no_engine():
     )
 
 
+def test_what_stands_below_is_there_when_it_is_used():
+    python(
+        "import inspect, sys, alignkit\n"
+        "assert {'drift', 'ops', 'patch_vllm'} <= set(dir(alignkit)) and 'alignkit.ops' not in sys.modules\n"
+        "assert alignkit.drift.compare_tensors and alignkit.ops.linear and alignkit.integrations\n"
+        "assert not alignkit.vllm.status()['patched'] and not alignkit.megatron.status()['patched']\n"
+        "for half in (alignkit.vllm, alignkit.megatron):\n"
+        "    name = f\"patch_{half.__name__.partition('.')[2]}\"\n"
+        "    ours, theirs = (inspect.signature(getattr(m, name)).parameters.values() for m in (alignkit, half))\n"
+        "    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]\n"
+        "assert not hasattr(alignkit, 'nothing')"
+    )
+
+
 @pytest.mark.parametrize(
     "blocked,code",
     [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import Config, config
+from ..config import Config, config, require_variables
 from ..contract.experts import ExpertTree
 from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
@@ -31,8 +31,8 @@ from .plan import Job, Row
 from .train import check_layout
 
 _LOG_TAIL = 30
-_MARK = ".alignkit-check"
-"""A file that says: what is in this directory is a check's, and the next check may delete it."""
+_MARK = ".alignkit-{}"
+"""A file that says which command wrote what is in this directory, so that the next run of it may delete that."""
 
 
 class WorkerError(AlignkitError, RuntimeError):
@@ -255,6 +255,7 @@ def _check_options(options: Options) -> Architecture | None:
     for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
         if not installed(module):
             raise UnsupportedError(f"{name} is not installed here; the check compares the real engines")
+    require_variables()
     if not options.dtypes or any(d not in plan.DTYPES for d in options.dtypes):
         raise InputError(f"dtype: {options.dtypes}, expected some of {', '.join(plan.DTYPES)}")
     if options.tp < 1:
@@ -279,13 +280,13 @@ def _check_options(options: Options) -> Architecture | None:
     return None
 
 
-def check_out(out: Path) -> None:
-    """InputError unless a run may write to this directory, and delete what an earlier one has left there."""
+def check_out(out: Path, command: str = "check") -> None:
+    """InputError unless a run of the command may write to this directory, and delete what an earlier one has left there."""
     if out.exists():
         if not out.is_dir():
             raise InputError(f"out: {out} is not a directory")
-        if any(out.iterdir()) and not (out / _MARK).exists():
-            raise InputError(f"out: {out} holds something else than an earlier check")
+        if any(out.iterdir()) and not (out / _MARK.format(command)).exists():
+            raise InputError(f"out: {out} holds something else than an earlier {command}")
 
 
 def _check_model(path: Path, options: Options) -> Architecture:
@@ -309,10 +310,11 @@ def prepare(
     out: Path,
     files: tuple[str, ...] = ("check.json", "run.json", "report.html"),
     folders: tuple[str, ...] = ("logprobs", "logs", "jobs"),
+    command: str = "check",
 ) -> None:
     """An empty place to write to: nothing of an earlier run can be taken for a result of this one."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / _MARK).touch()
+    (out / _MARK.format(command)).touch()
     for name in files:
         (out / name).unlink(missing_ok=True)
     for name in folders:

@@ -131,6 +131,8 @@ def compare_tensors(
     A rank compares what it holds. Raises InputError naming the argument.
     """
     for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp)):
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"{name}: {type(x).__name__}, expected a torch.Tensor [B, S]")
         if x.dim() != 2:
             raise InputError(f"{name}: shape {list(x.shape)}, expected [B, S]")
         if x.dtype not in (torch.float32, torch.bfloat16):
@@ -144,6 +146,8 @@ def compare_tensors(
         raise InputError(f"train_logp: shape {list(train_logp.shape)}, but rollout_logp has {list(rollout_logp.shape)}")
     if mask is None:
         mask = torch.ones(rollout_logp.shape, dtype=torch.bool)
+    if not isinstance(mask, torch.Tensor):
+        raise InputError(f"mask: {type(mask).__name__}, expected a torch.Tensor [B, S]")
     if mask.shape != rollout_logp.shape:
         raise InputError(f"mask: shape {list(mask.shape)}, expected {list(rollout_logp.shape)}")
     mask = mask.detach().cpu()

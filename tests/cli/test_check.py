@@ -664,6 +664,22 @@ def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]
 
 
+def test_check_and_bisect_leave_each_others_results_alone(tmp_path):
+    run.prepare(tmp_path, command="bisect")
+    run.check_out(tmp_path, "bisect")
+    with pytest.raises(InputError, match="holds something else than an earlier check"):
+        run.check_out(tmp_path)
+
+
+@engines
+@pytest.mark.parametrize("command", [["check"], ["bisect", "stock-vllm", "stock-megatron"]])
+def test_variables_are_looked_at_before_engines_start(alignkit, tmp_path, monkeypatch, command):
+    monkeypatch.setenv("ALIGNKIT_STRICT", "maybe")
+    status, _, err = alignkit(*command, "--out", tmp_path / "out", "--no-report")
+    assert status == 3 and err.startswith("error: ALIGNKIT_STRICT: 'maybe' is neither") and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 @engines
 @pytest.mark.parametrize(
     "options, message",

@@ -88,6 +88,39 @@ def test_notices_batch_variance(alignkit, monkeypatch):
     assert len(failed) >= 1 and all("linear" in line and "values differ" in line for line in failed)
 
 
+@pytest.mark.parametrize(
+    "name,word,said",
+    [
+        ("ALIGNKIT_STRICT", "maybe", "environment: variables say what they can: ALIGNKIT_STRICT: 'maybe' is neither"),
+        ("ALIGNKIT_BACKEND", "foo", "environment: variables say what they can: ALIGNKIT_BACKEND: 'foo' is none of"),
+        (
+            "ALIGNKIT_BACKEND",
+            "triton",
+            "backend: there is one: BackendError: ALIGNKIT_BACKEND: 'triton' is not a backend of CPU",
+        ),
+    ],
+)
+def test_a_variable_that_cannot_be_meant_is_all_that_is_said(alignkit, monkeypatch, name, word, said):
+    monkeypatch.setenv(name, word)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dispatch, "_choice", None)
+    status, out, _ = alignkit("doctor")
+    failed = [line for line in out.splitlines() if line.startswith("FAIL")]
+    assert status == 1 and len(failed) == 1 and said in failed[0]
+    if name == "ALIGNKIT_BACKEND":
+        assert "backend         linear: none" in out
+        dispatch.read_again()
+
+
+def test_of_another_process_the_last_line_is_said():
+    def raises():
+        raise RuntimeError(
+            "-- Process 1 terminated with the following error:\nTraceback\n  File\nValueError: the cause\n"
+        )
+
+    assert doctor._attempt(raises) == "RuntimeError: ValueError: the cause"
+
+
 def test_an_exception_is_a_failure(alignkit, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no such kernel")

@@ -142,7 +142,14 @@ def test_experts_whose_matrices_lie_apart():
     "op,words,said",
     [
         ("matmul", [], "op: 'matmul' is none of "),
-        ("linear", ["rows=64", "k=64"], "n: is needed"),
+        ("linear", ["rows=64", "k=64"], "n: needed, as in n=64"),
+        ("rms_norm", [], "rows, h: needed, as in rows=64"),
+        ("linear", ["leaves=3"], "rows, k, n: needed"),
+        ("linear", ["rows=99999999999", "k=64", "n=64"], "rows: 99999999999 is too large"),
+        ("linear", ["rows=9999999999", "k=9999999999", "n=64"], "linear: a problem of this size cannot be described"),
+        ("attention", ["rows=64", "heads=32", "kv_heads=7", "head_dim=128"], "kv_heads: 7 do not divide 32 heads"),
+        ("attention", ["rows=64", "heads=32", "kv_heads=0", "head_dim=128"], "kv_heads: 0 do not divide 32 heads"),
+        ("moe_experts", [], "op: 'moe_experts' is made of moe_pairs, moe_products"),
         ("linear", [*LINEAR, "h=3"], "h: linear takes family, backend, rows"),
         ("linear", [*LINEAR, "rows=3"], "rows: 'rows=3' is not one name=value"),
         ("linear", [*LINEAR, "aligned"], "aligned: 'aligned' is not one name=value"),
@@ -157,6 +164,11 @@ def test_experts_whose_matrices_lie_apart():
 def test_words_that_are_refused(alignkit, op, words, said):
     status, _, err = alignkit("doctor", "--explain", op, *words)
     assert status == 3 and said in err
+
+
+def test_an_op_of_parts_names_them():
+    assert "head_statistics, head_gradient, head_products" in [*explain("linear_logp", [])][-1]
+    assert "depend" not in "".join(explain("silu_mul", []))
 
 
 def test_sizes_without_an_op_are_a_mistake(alignkit):

@@ -135,6 +135,8 @@ def test_tensors_carry_no_graph_and_take_bf16():
     "a, b, mask, message",
     [
         (torch.zeros(3), torch.zeros(3), None, "rollout_logp: shape"),
+        ([[0.0]], torch.zeros(1, 1), None, "rollout_logp: list, expected a torch.Tensor"),
+        (torch.zeros(1, 1), torch.zeros(1, 1), [[True]], "mask: list, expected a torch.Tensor"),
         (torch.zeros(1, 3), torch.zeros(1, 2), None, "train_logp: shape"),
         (torch.zeros(1, 3), torch.zeros(1, 3).double(), None, "train_logp: torch.float64"),
         (torch.zeros(1, 3), torch.zeros(1, 3).bfloat16(), None, "train_logp: torch.bfloat16, but"),

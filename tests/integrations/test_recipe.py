@@ -228,8 +228,27 @@ def test_the_command(tmp_path, alignkit):  # noqa: F811
     write(tmp_path / "notes.yaml", "a: 1\n")
     write(tmp_path / "fsdp.sh", VERL.replace("model_engine=megatron", "model_engine=dp"))
     status, out, _ = alignkit("doctor", "--recipe", tmp_path)
-    assert status == 0
+    assert status == 3
     assert out.splitlines()[-1] == "1 of 2 recipes that Megatron-core trains are served; 1 are trained otherwise"
+    bad.unlink()
+    assert alignkit("doctor", "--recipe", tmp_path)[0] == 0
+
+
+def test_a_recipe_without_the_line_is_stock(tmp_path, alignkit):  # noqa: F811
+    line = "actor_rollout_ref.model.external_lib=alignkit.integrations.verl"
+    bare = VERL.replace(f"{line} ", "").replace(line, "")
+    file = write(tmp_path / "bare.sh", bare)
+    status, out, _ = alignkit("doctor", "--recipe", file)
+    assert status == 0 and out.splitlines()[-1] == f"without {line} the run is stock"
+    status, out, _ = alignkit("doctor", "--recipe", tmp_path)
+    assert out.splitlines()[0] == f"bare.sh: served, with {line}"
+    write(tmp_path / "bare.sh", bare + f" {line}")
+    assert "stock" not in alignkit("doctor", "--recipe", file)[1]
+
+
+def test_a_folder_without_a_recipe(tmp_path, alignkit):  # noqa: F811
+    status, _, err = alignkit("doctor", "--recipe", tmp_path)
+    assert status == 3 and "recipe: none of verl, NeMo-RL or slime below" in err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from ...check.machine import gpus, installed, machine, no_room
 from ...check.model import MAX_POSITION, make_checkpoint
 from ...check.plan import Job
 from ...check.run import Progress, WorkerError
+from ...config import require_variables
 from ...convert import Architecture, Checkpoint, check_weights, read_architecture
 from ...errors import InputError, UnsupportedError
 from . import recording, tokens
@@ -181,7 +182,7 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
     given = {i: recording.load(side.directory) for i, side in enumerate(sides) if side.directory}
     arch = _model_of(options, sides)
     sequences = _sequences(options, sides, given, arch)
-    checks.prepare(options.out, FILES, FOLDERS)
+    checks.prepare(options.out, FILES, FOLDERS, "bisect")
     out = options.out.resolve()
     weights, model = next(iter(given.values())).weights if given else "", options.model
     if len(given) < 2:
@@ -261,6 +262,7 @@ def _check(options: Options, sides: list[Side]) -> None:
             raise UnsupportedError(
                 f"swap: with decode, {decoding.name} could sample other tokens once an op is exchanged"
             )
+    require_variables()
     if options.budget < 2**16:
         raise InputError(f"budget: {options.budget} bytes are less than {2**16}")
     if not 0 <= options.seed < 2**32:
@@ -268,8 +270,11 @@ def _check(options: Options, sides: list[Side]) -> None:
     if not options.timeout > 0:
         raise InputError(f"timeout: {options.timeout} is not positive")
     if options.model is None and any(side.directory for side in sides) and any(side.engine for side in sides):
-        raise InputError("model: the checkpoint of the recording is needed to run the other side")
-    checks.check_out(options.out)
+        raise InputError(
+            "model: the checkpoint of the recording is needed to run the other side; one that alignkit bisect made lies in the "
+            "folder model beside the recordings"
+        )
+    checks.check_out(options.out, "bisect")
 
 
 def _model_of(options: Options, sides: list[Side]) -> Architecture | None:

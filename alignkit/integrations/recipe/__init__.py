@@ -51,11 +51,13 @@ def report(path: Path) -> tuple[list[str], bool]:
     counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in (REFUSED, PASSES)}
     rest = len(recipe.settings.keys() - {f.setting.key for f in findings})
     said.append(f"{counts[REFUSED]} refused, {counts[PASSES]} pass, {rest} have no part in the numbers")
+    if (line := _missing(recipe, findings)) is not None:
+        said.append(f"without {line} the run is stock")
     return said, not counts[REFUSED]
 
 
-def survey(folder: Path) -> list[str]:
-    """A line for each recipe below a folder that is trained by Megatron-core, and how many of them are served."""
+def survey(folder: Path) -> tuple[list[str], bool]:
+    """(a line for each recipe below a folder that is trained by Megatron-core, and how many of them are served; whether all are)."""
     said, served, others = [], 0, 0
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".yaml", ".yml", ".sh")):
         try:
@@ -65,12 +67,26 @@ def survey(folder: Path) -> list[str]:
         if not _table(recipe).by_megatron(recipe):
             others += 1
             continue
-        refused = [f for f in examine(recipe) if f.verdict == REFUSED]
+        findings = examine(recipe)
+        refused = [f for f in findings if f.verdict == REFUSED]
         served += not refused
         reasons = "; ".join(f"{f.setting.key}={f.setting.value}: {f.why}" for f in refused)
-        said.append(f"{path.relative_to(folder)}: " + (f"refused: {reasons}" if refused else "served"))
-    said.append(f"{served} of {len(said)} recipes that Megatron-core trains are served; {others} are trained otherwise")
-    return said
+        line = _missing(recipe, findings)
+        how = "served" if line is None else f"served, with {line}"
+        said.append(f"{path.relative_to(folder)}: " + (f"refused: {reasons}" if refused else how))
+    found = len(said)
+    if not found + others:
+        raise InputError(f"recipe: none of verl, NeMo-RL or slime below {folder}")
+    said.append(f"{served} of {found} recipes that Megatron-core trains are served; {others} are trained otherwise")
+    return said, served == found
+
+
+def _missing(recipe: Recipe, findings: list[Finding]) -> str | None:
+    """The line that aligns the framework, if there is one and the recipe does not show it."""
+    key = getattr(_table(recipe), "LINE", (None,))[0]
+    return next(
+        (f"{f.setting.key}={f.setting.value}" for f in findings if f.verdict == ADD and f.setting.key == key), None
+    )
 
 
 def _table(recipe: Recipe) -> Any:
