@@ -14,13 +14,26 @@ from pathlib import Path
 import torch
 
 from ..config import config
+from ..errors import BackendError, UnsupportedError
 from ..runtime import dispatch
 from ..runtime.families import CPU, SM90, Family
 
 
 def family() -> Family:
     """The device family that engines run on here."""
-    return dispatch.family((SM90 if torch.cuda.is_available() else CPU).device_type)
+    return dispatch.family(_device_type())
+
+
+def require_backend() -> None:
+    """Raises UnsupportedError where ops have no backend here, or none of ALIGNKIT_BACKEND."""
+    try:
+        dispatch.admit(torch.device(_device_type()))
+    except BackendError as e:
+        raise UnsupportedError(str(e)) from None
+
+
+def _device_type() -> str:
+    return (SM90 if torch.cuda.is_available() else CPU).device_type
 
 
 def gpus() -> list[str]:

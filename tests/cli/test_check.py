@@ -26,6 +26,7 @@ from alignkit.check.plan import Job, Row
 from alignkit.contract import contract_id
 from alignkit.drift import Logprobs, compare, load, save
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.runtime import dispatch
 
 ROLLOUTS = {"batch", "one", "chunked", "prefix", "prompt_logprobs", "tp2"}
 TRAININGS = {"tp1-one", "tp1-padded", "tp2-one", "tp2-padded", "tp2-sp-one", "tp2-sp-padded"}
@@ -677,6 +678,12 @@ def test_variables_are_looked_at_before_engines_start(alignkit, tmp_path, monkey
     monkeypatch.setenv("ALIGNKIT_STRICT", "maybe")
     status, _, err = alignkit(*command, "--out", tmp_path / "out", "--no-report")
     assert status == 3 and err.startswith("error: ALIGNKIT_STRICT: 'maybe' is neither") and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    monkeypatch.delenv("ALIGNKIT_STRICT")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with dispatch.use("cuda"):
+        status, _, err = alignkit(*command, "--out", tmp_path / "out", "--no-report")
+    assert status == 3 and err == "error: ALIGNKIT_BACKEND: 'cuda' is not a backend of CPU tensors\n"
     assert not (tmp_path / "out").exists()
 
 

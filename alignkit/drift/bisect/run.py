@@ -10,7 +10,7 @@ import torch
 
 from ...check import plan
 from ...check import run as checks
-from ...check.machine import gpus, installed, machine, no_room
+from ...check.machine import gpus, installed, machine, no_room, require_backend
 from ...check.model import MAX_POSITION, make_checkpoint
 from ...check.plan import Job
 from ...check.run import Progress, WorkerError
@@ -263,6 +263,7 @@ def _check(options: Options, sides: list[Side]) -> None:
                 f"swap: with decode, {decoding.name} could sample other tokens once an op is exchanged"
             )
     require_variables()
+    require_backend()
     if options.budget < 2**16:
         raise InputError(f"budget: {options.budget} bytes are less than {2**16}")
     if not 0 <= options.seed < 2**32:
