@@ -58,7 +58,7 @@ def test_a_library_of_other_sources_is_refused(part, load, tmp_path, monkeypatch
         with pytest.raises(BackendError, match=message):
             dispatch.select("linear", "cpu")
         monkeypatch.setattr(doctor, "_tensor_parallel", lambda: None)
-        (name, problem), _ = doctor.self_test()
+        _, (name, problem), _ = doctor.self_test()
         assert name.startswith("golden bits on cpu") and "was built from other sources" in problem
 
 
