@@ -36,7 +36,7 @@ Exit status:
 DTYPES = ("bfloat16", "float32")
 
 
-class Family(click.Choice):
+class FamilyName(click.Choice):
     """A family of models, as a file of `alignkit.models` is named, with hyphens or underscores."""
 
     def __init__(self, names: Iterable[str]):
@@ -63,7 +63,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
 )
 @click.option(
     "--model-family",
-    type=Family(FAMILIES),
+    type=FamilyName(FAMILIES),
     help="Of the model that is made.  [default: qwen3, and qwen3-moe for a few rows beside it]",
 )
 @click.option(
@@ -182,7 +182,7 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 )
 @click.option(
     "--arch",
-    type=Family(name for name in FAMILIES if name != "glm4_moe"),
+    type=FamilyName(name for name, of in FAMILIES.items() if of.experts is None or of.experts.score == "softmax"),
     default="qwen3",
     show_default=True,
     help="Family of the model that is made.",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import ops
-from .check.machine import installed, versions
+from .check.machine import engine_device, installed, versions
 from .config import VARIABLES, refused_variables, unknown
 from .contract import contract_id
 from .dist import TP
@@ -125,10 +125,9 @@ def _host(device: str) -> bool:
     return on_host(torch.device(device))
 
 
-def _no_backend() -> str:
-    """Why none of the devices here has one."""
-    dispatch.admit(torch.device(CPU.device_type))
-    return "none for the devices here"
+def _no_backend() -> None:
+    """Raises, with the reason, where no device here has one."""
+    dispatch.admit(engine_device())
 
 
 def _admitted(device: str) -> bool:

@@ -229,7 +229,7 @@ def _described(op: str, backend: str, given: Words) -> Any:
     except InputError:
         if not given.missing:
             raise
-    except (RuntimeError, TypeError) as e:  # torch's, of a tensor that there cannot be
+    except RuntimeError as e:  # torch's, of a tensor that there cannot be
         raise InputError(f"{op}: a problem of this size cannot be described: {str(e).splitlines()[0]}") from None
     else:
         if not given.missing:

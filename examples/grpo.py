@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a picture of the rows to this file (needs matplotlib)")
     parser.add_argument("--rows", type=Path, nargs="+", help="run nothing: draw what --json wrote")
     args = parser.parse_args()
-    if args.steps is not None and args.steps < 1:
+    if args.steps < 1:
         parser.error(f"--steps: {args.steps} is not positive")
     if args.rows and not args.plot:
         parser.error("--rows: what is drawn goes to --plot FILE")

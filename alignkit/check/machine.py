@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import config
+from ..config import config, require_variables
 from ..errors import BackendError, UnsupportedError
 from ..runtime import dispatch
 from ..runtime.families import CPU, SM90, Family
@@ -21,19 +21,22 @@ from ..runtime.families import CPU, SM90, Family
 
 def family() -> Family:
     """The device family that engines run on here."""
-    return dispatch.family(_device_type())
+    return dispatch.family(engine_device())
 
 
-def require_backend() -> None:
-    """Raises UnsupportedError where ops have no backend here, or none of ALIGNKIT_BACKEND."""
+def engine_device() -> torch.device:
+    """What engines run on here."""
+    return torch.device((SM90 if torch.cuda.is_available() else CPU).device_type)
+
+
+def require_environment() -> None:
+    """Before engines are started: raises InputError for variables that are set to what they do not take, and UnsupportedError
+    where ops have no backend here, or none of ALIGNKIT_BACKEND."""
+    require_variables()
     try:
-        dispatch.admit(torch.device(_device_type()))
+        dispatch.admit(engine_device())
     except BackendError as e:
         raise UnsupportedError(str(e)) from None
-
-
-def _device_type() -> str:
-    return (SM90 if torch.cuda.is_available() else CPU).device_type
 
 
 def gpus() -> list[str]:

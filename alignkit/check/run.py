@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import Config, config, require_variables
+from ..config import Config, config
 from ..contract.experts import ExpertTree
 from ..convert import Architecture, Checkpoint, check_weights, read_architecture
 from ..drift import DriftReport, Logprobs, compare, load
@@ -25,7 +25,7 @@ from ..errors import AlignkitError, InputError, UnsupportedError
 from . import forks, plan
 from . import routing as routed
 from .forks import Fork
-from .machine import family, gpus, installed, machine, most_ranks, no_room, require_backend
+from .machine import family, gpus, installed, machine, most_ranks, no_room, require_environment
 from .model import HEADS, KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
 from .train import check_layout
@@ -255,8 +255,7 @@ def _check_options(options: Options) -> Architecture | None:
     for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
         if not installed(module):
             raise UnsupportedError(f"{name} is not installed here; the check compares the real engines")
-    require_variables()
-    require_backend()
+    require_environment()
     if not options.dtypes or any(d not in plan.DTYPES for d in options.dtypes):
         raise InputError(f"dtype: {options.dtypes}, expected some of {', '.join(plan.DTYPES)}")
     if options.tp < 1:

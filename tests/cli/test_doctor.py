@@ -109,7 +109,6 @@ def test_a_variable_that_cannot_be_meant_is_all_that_is_said(alignkit, monkeypat
     assert status == 1 and len(failed) == 1 and said in failed[0]
     if name == "ALIGNKIT_BACKEND":
         assert "backend         linear: none" in out
-        dispatch.read_again()
 
 
 def test_of_another_process_the_last_line_is_said():

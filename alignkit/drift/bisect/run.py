@@ -10,11 +10,10 @@ import torch
 
 from ...check import plan
 from ...check import run as checks
-from ...check.machine import gpus, installed, machine, no_room, require_backend
+from ...check.machine import gpus, installed, machine, no_room, require_environment
 from ...check.model import MAX_POSITION, make_checkpoint
 from ...check.plan import Job
 from ...check.run import Progress, WorkerError
-from ...config import require_variables
 from ...convert import Architecture, Checkpoint, check_weights, read_architecture
 from ...errors import InputError, UnsupportedError
 from . import recording, tokens
@@ -262,8 +261,7 @@ def _check(options: Options, sides: list[Side]) -> None:
             raise UnsupportedError(
                 f"swap: with decode, {decoding.name} could sample other tokens once an op is exchanged"
             )
-    require_variables()
-    require_backend()
+    require_environment()
     if options.budget < 2**16:
         raise InputError(f"budget: {options.budget} bytes are less than {2**16}")
     if not 0 <= options.seed < 2**32:

@@ -26,7 +26,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = f"{self.setting.where}: " if self.setting.where else ""
-        says = f"{where}{self.setting.key}={self.setting.value}: {self.verdict}"
+        says = f"{where}{self.setting}: {self.verdict}"
         return says + (f": {self.why}" if self.why else "") + (f" ({self.change})" if self.change else "")
 
 
@@ -70,7 +70,7 @@ def survey(folder: Path) -> tuple[list[str], bool]:
         findings = examine(recipe)
         refused = [f for f in findings if f.verdict == REFUSED]
         served += not refused
-        reasons = "; ".join(f"{f.setting.key}={f.setting.value}: {f.why}" for f in refused)
+        reasons = "; ".join(f"{f.setting}: {f.why}" for f in refused)
         line = _missing(recipe, findings)
         how = "served" if line is None else f"served, with {line}"
         said.append(f"{path.relative_to(folder)}: " + (f"refused: {reasons}" if refused else how))
@@ -81,12 +81,10 @@ def survey(folder: Path) -> tuple[list[str], bool]:
     return said, served == found
 
 
-def _missing(recipe: Recipe, findings: list[Finding]) -> str | None:
+def _missing(recipe: Recipe, findings: list[Finding]) -> Setting | None:
     """The line that aligns the framework, if there is one and the recipe does not show it."""
-    key = getattr(_table(recipe), "LINE", (None,))[0]
-    return next(
-        (f"{f.setting.key}={f.setting.value}" for f in findings if f.verdict == ADD and f.setting.key == key), None
-    )
+    line = getattr(_table(recipe), "LINE", None)
+    return next((f.setting for f in findings if f.verdict == ADD and (f.setting.key, f.setting.value) == line), None)
 
 
 def _table(recipe: Recipe) -> Any:

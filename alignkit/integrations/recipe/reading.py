@@ -24,6 +24,9 @@ class Setting:
     value: Any
     where: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
 
 @dataclass(frozen=True)
 class Recipe:
