@@ -844,7 +844,7 @@ def e2e_plot(results: dict, path: Path) -> None:
     """Rollout by training: the share of logprobs that are bit-equal, aligned and stock; of the rows of the table `e2e`."""
     results = results | {"rows": list(filter(_plain, results["rows"]))}
     aligned = [r for r in results["rows"] if r["patched"]]
-    models = list(dict.fromkeys(r["model"] for r in aligned))
+    models = sorted({r["model"] for r in aligned})
     panels = [
         (
             f"{model}, {'aligned' if patched else 'stock'}",
