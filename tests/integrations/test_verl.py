@@ -50,7 +50,9 @@ def test_what_is_replaced(engine):
     assert f"{SERVER}.vLLMHttpServer._get_worker_extension_cls" in names
 
 
-@pytest.mark.parametrize("before", [[], ["before"]], ids=["in the actor", "in both"])
+@pytest.mark.parametrize(
+    "before", [[], pytest.param(["before"], marks=pytest.mark.slow)], ids=["in the actor", "in both"]
+)
 def test_what_is_replaced_in_an_actor_of_ray(before, path):
     command = [sys.executable, "-m", "tests.integrations.in_ray", path, *before]
     said = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -61,6 +63,7 @@ def test_what_is_replaced_in_an_actor_of_ray(before, path):
     ]
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu(monkeypatch):
     """`benchmarks/verl_grpo.py` with fewer GPUs than ranks, as the processes that Ray and verl start see it."""
     root = Path(__file__).parents[2]

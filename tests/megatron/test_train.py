@@ -1,4 +1,4 @@
-"""`python -m alignkit.check.train`, in processes of its own."""
+"""Jobs of `alignkit.check.train`, in processes of their own: forks, as `alignkit check` starts them, and once the command."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alignkit import contract
-from alignkit.check import train
+from alignkit.check import forks, train
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import patch_megatron
@@ -36,24 +36,26 @@ def sampled(rows, tmp_path):
 TE_ON_CPU = os.pathsep.join([str(Path(__file__).parent / "te_on_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def run(tmp_path, **job):
-    """TransformerEngine is installed, that of `te_on_cpu`, if the job asks for its spec."""
-    modes = job.pop("modes")
-    job |= {
-        "model": str(job["model"]),
-        "runs": [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes],
-    }
+def written(tmp_path, modes, **job):
+    job["model"] = str(job["model"])
+    job["runs"] = [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes]
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(tmp_path / "job.json")]
-    env = os.environ | ({"PYTHONPATH": TE_ON_CPU} if job.get("spec") == "te" else {})
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    return tmp_path / "job.json"
+
+
+def run(tmp_path, **job):
+    """Its exit status, and what it said. TransformerEngine is installed, that of `te_on_cpu`, if the job asks for its spec."""
+    env = os.environ | {"PYTHONWARNINGS": "ignore"} | ({"PYTHONPATH": TE_ON_CPU} if job.get("spec") == "te" else {})
+    log = tmp_path / "log"
+    status = forks.start("alignkit.check.train", written(tmp_path, **job), log, env).wait(240)
+    return status, log.read_text()
 
 
 def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3", torch.bfloat16, vocab=2000)
     with patch_megatron(2000), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
-    done = run(
+    status, said = run(
         tmp_path,
         model=path,
         dtype="bfloat16",
@@ -62,7 +64,7 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
         sequence_parallel=True,
         modes=["one", "padded", "packed"],
     )
-    assert done.returncode == 0, done.stderr
+    assert status == 0, said
     for mode in ("one", "padded", "packed"):
         got = load(tmp_path / mode)
         assert got.contract == contract.contract_id("cpu") and got.tokens == sampled.tokens
@@ -70,8 +72,10 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
         for a, b in zip(got.logprobs, expected, strict=True):
             assert_bitwise_equal(a, b, mode)
 
-    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True, modes=["padded"])
-    assert done.returncode == 0, done.stderr
+    status, said = run(
+        tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True, modes=["padded"]
+    )
+    assert status == 0, said
     stock = load(tmp_path / "padded")
     assert stock.contract == "stock"
     difference = (torch.cat(stock.logprobs) - torch.cat(expected)).abs()
@@ -82,8 +86,8 @@ def test_an_expert_parallel_job(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3_moe", torch.bfloat16, intermediate=128, experts=8, top_k=2)
     with patch_megatron(300), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
-    done = run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=1, ep=2, modes=["one", "padded"])
-    assert done.returncode == 0, done.stderr
+    status, said = run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=1, ep=2, modes=["one", "padded"])
+    assert status == 0, said
     for mode in ("one", "padded"):
         assert load(tmp_path / mode).meta["ep"] == "2"
         for a, b in zip(load(tmp_path / mode).logprobs, expected, strict=True):
@@ -100,8 +104,8 @@ def test_stages_and_parts_of_sequences(layout, checkpoint, sampled, tmp_path, wo
     with patch_megatron(300), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
     modes = ["one", "padded", "packed"]
-    done = run(tmp_path, model=path, dtype="bfloat16", patched=True, micro_batch=100, modes=modes, **layout)
-    assert done.returncode == 0, done.stderr
+    status, said = run(tmp_path, model=path, dtype="bfloat16", patched=True, micro_batch=100, modes=modes, **layout)
+    assert status == 0, said
     for mode in modes:
         got = load(tmp_path / mode)
         asked = dict(tp=1, pp=1, cp=1, spec="local", sequence_parallel=False) | layout
@@ -116,8 +120,8 @@ def test_stock_stages_of_transformer_engines_spec(checkpoint, sampled, tmp_path,
     with torch.no_grad():
         expected = torch.cat(train.recompute(workers.build(path, torch.bfloat16), sampled, "padded", patched=False))
     modes = ["padded", "packed"]
-    done = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=1, pp=2, spec="te", modes=modes)
-    assert done.returncode == 0, done.stderr
+    status, said = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=1, pp=2, spec="te", modes=modes)
+    assert status == 0, said
     for mode in modes:
         got = load(tmp_path / mode)
         assert got.contract == "stock" and got.meta["spec"] == "te"
@@ -127,15 +131,18 @@ def test_stock_stages_of_transformer_engines_spec(checkpoint, sampled, tmp_path,
 def test_a_rank_that_fails_ends_the_job(checkpoint, sampled, tmp_path):
     """Rank 0 cannot write its first result while rank 1 goes on to the next run: its traceback arrives."""
     (tmp_path / "one").mkdir()
-    done = run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one", "padded"])
-    assert done.returncode != 0
-    assert "IsADirectoryError" in done.stderr and "train.py" in done.stderr
+    status, said = run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one", "padded"])
+    assert status != 0
+    assert "IsADirectoryError" in said and "train.py" in said
     assert not (tmp_path / "padded").exists()
 
 
 def test_a_truncated_input(checkpoint, sampled, tmp_path):
+    """Of the command, which a job is run again by."""
     (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes()[:100])
-    done = run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
+    job = written(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
+    command = [sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "truncated" in done.stderr
 
 

@@ -211,6 +211,7 @@ def test_attention(lens, group, kv, dim, spread, dtype, seed):
     assert_same(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
 
 
+@pytest.mark.parametrize("isa", [pytest.param("generic", marks=pytest.mark.slow), *ISAS[1:]], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_at_the_borders_of_leaves(dtype):
     """Lengths around those of one leaf and of two, and queries from the middle of a leaf on."""
