@@ -1,6 +1,5 @@
-"""Jobs of `alignkit.check.train`, in processes of their own: forks, as `alignkit check` starts them, and once the command."""
+"""Jobs of `alignkit.check.train`, in processes of their own: started as `alignkit check` does, and once the command."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,9 @@ import pytest
 import torch
 
 from alignkit import contract
-from alignkit.check import forks, train
+from alignkit.check import train
+from alignkit.check.plan import Job, write
+from alignkit.check.run import Progress, WorkerError, execute, prepare
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import patch_megatron
@@ -36,26 +37,25 @@ def sampled(rows, tmp_path):
 TE_ON_CPU = os.pathsep.join([str(Path(__file__).parent / "te_on_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def written(tmp_path, modes, **job):
-    job["model"] = str(job["model"])
-    job["runs"] = [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes]
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    return tmp_path / "job.json"
+def job_of(tmp_path, modes, **spec):
+    runs = [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes]
+    return Job("job", "alignkit.check.train", spec | {"model": str(spec["model"]), "runs": runs})
 
 
-def run(tmp_path, **job):
-    """Its exit status, and what it said. TransformerEngine is installed, that of `te_on_cpu`, if the job asks for its spec."""
-    env = os.environ | {"PYTHONWARNINGS": "ignore"} | ({"PYTHONPATH": TE_ON_CPU} if job.get("spec") == "te" else {})
-    log = tmp_path / "log"
-    status = forks.start("alignkit.check.train", written(tmp_path, **job), log, env).wait(240)
-    return status, log.read_text()
+def run(tmp_path, **spec):
+    """WorkerError if it fails. TransformerEngine is installed, that of `te_on_cpu`, if the job asks for its spec."""
+    prepare(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        if spec.get("spec") == "te":
+            patch.setenv("PYTHONPATH", TE_ON_CPU)
+        execute([job_of(tmp_path, **spec)], tmp_path, 240, Progress())
 
 
 def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3", torch.bfloat16, vocab=2000)
     with patch_megatron(2000), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
-    status, said = run(
+    run(
         tmp_path,
         model=path,
         dtype="bfloat16",
@@ -64,7 +64,6 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
         sequence_parallel=True,
         modes=["one", "padded", "packed"],
     )
-    assert status == 0, said
     for mode in ("one", "padded", "packed"):
         got = load(tmp_path / mode)
         assert got.contract == contract.contract_id("cpu") and got.tokens == sampled.tokens
@@ -72,10 +71,7 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
         for a, b in zip(got.logprobs, expected, strict=True):
             assert_bitwise_equal(a, b, mode)
 
-    status, said = run(
-        tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True, modes=["padded"]
-    )
-    assert status == 0, said
+    run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=2, sequence_parallel=True, modes=["padded"])
     stock = load(tmp_path / "padded")
     assert stock.contract == "stock"
     difference = (torch.cat(stock.logprobs) - torch.cat(expected)).abs()
@@ -86,8 +82,7 @@ def test_an_expert_parallel_job(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3_moe", torch.bfloat16, intermediate=128, experts=8, top_k=2)
     with patch_megatron(300), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
-    status, said = run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=1, ep=2, modes=["one", "padded"])
-    assert status == 0, said
+    run(tmp_path, model=path, dtype="bfloat16", patched=True, tp=1, ep=2, modes=["one", "padded"])
     for mode in ("one", "padded"):
         assert load(tmp_path / mode).meta["ep"] == "2"
         for a, b in zip(load(tmp_path / mode).logprobs, expected, strict=True):
@@ -104,8 +99,7 @@ def test_stages_and_parts_of_sequences(layout, checkpoint, sampled, tmp_path, wo
     with patch_megatron(300), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
     modes = ["one", "padded", "packed"]
-    status, said = run(tmp_path, model=path, dtype="bfloat16", patched=True, micro_batch=100, modes=modes, **layout)
-    assert status == 0, said
+    run(tmp_path, model=path, dtype="bfloat16", patched=True, micro_batch=100, modes=modes, **layout)
     for mode in modes:
         got = load(tmp_path / mode)
         asked = dict(tp=1, pp=1, cp=1, spec="local", sequence_parallel=False) | layout
@@ -120,8 +114,7 @@ def test_stock_stages_of_transformer_engines_spec(checkpoint, sampled, tmp_path,
     with torch.no_grad():
         expected = torch.cat(train.recompute(workers.build(path, torch.bfloat16), sampled, "padded", patched=False))
     modes = ["padded", "packed"]
-    status, said = run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=1, pp=2, spec="te", modes=modes)
-    assert status == 0, said
+    run(tmp_path, model=path, dtype="bfloat16", patched=False, tp=1, pp=2, spec="te", modes=modes)
     for mode in modes:
         got = load(tmp_path / mode)
         assert got.contract == "stock" and got.meta["spec"] == "te"
@@ -131,8 +124,9 @@ def test_stock_stages_of_transformer_engines_spec(checkpoint, sampled, tmp_path,
 def test_a_rank_that_fails_ends_the_job(checkpoint, sampled, tmp_path):
     """Rank 0 cannot write its first result while rank 1 goes on to the next run: its traceback arrives."""
     (tmp_path / "one").mkdir()
-    status, said = run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one", "padded"])
-    assert status != 0
+    with pytest.raises(WorkerError, match="exit status") as raised:
+        run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one", "padded"])
+    said = str(raised.value)
     assert "IsADirectoryError" in said and "train.py" in said
     assert not (tmp_path / "padded").exists()
 
@@ -140,8 +134,9 @@ def test_a_rank_that_fails_ends_the_job(checkpoint, sampled, tmp_path):
 def test_a_truncated_input(checkpoint, sampled, tmp_path):
     """Of the command, which a job is run again by."""
     (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes()[:100])
-    job = written(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
-    command = [sys.executable, "-W", "ignore", "-m", "alignkit.check.train", str(job)]
+    job = job_of(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
+    write(job, tmp_path / "job.json")
+    command = [sys.executable, "-W", "ignore", "-m", job.module, str(tmp_path / "job.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "truncated" in done.stderr
 
